@@ -1,0 +1,129 @@
+"""The command line: one small file per verb, imported only when that verb runs, and one way to end.
+
+Commands raise VplanError for what the user got wrong and return their exit code (None is 0). Nobody else prints errors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from planner.commands.foreign import meant
+from planner.errors import VplanError, did_you_mean
+
+VERBS = {
+    "models": "What we know by name: models, their sizes and usual shapes.",
+    "gpus": "What we know by name: cards, and what each can give.",
+}
+"""Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""
+
+USAGE = 2
+"""Exit code of a wrong use: an unknown option or command, a missing argument."""
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells count."""
+
+
+class Verbs(click.Group):
+    """A group that lists its verbs without importing them, and ends every command the same way."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All verbs, in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one verb."""
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"planner.commands.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb; an unknown one is named with the nearest known."""
+        if not args[0].startswith("-") and args[0] not in VERBS:
+            raise VplanError(f"no such command {args[0]!r}", did_you_mean(args[0], VERBS, "see `vplan --help`"), USAGE)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs' lines for the help page, from the table: importing them all would cost a second."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run one command line; returns the exit code, or ends the process with it in click's standalone mode."""
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            result = super().main(words, prog_name or "vplan", complete_var, standalone_mode=False, **extra)
+            code = result if isinstance(result, int) else 0
+        except VplanError as error:
+            code = _report(error, words)
+        except click.Abort:
+            code = INTERRUPTED
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = error.exit_code
+        except click.ClickException as error:
+            code = _report(_as_ours(error), words)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _as_ours(error: click.ClickException) -> VplanError:
+    """Click's complaint in our words: a bad value is exit 1, a wrong use of the command exit 2."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message = message[:1].lower() + message[1:]
+    context = getattr(error, "ctx", None)
+    see = f"see `{context.command_path} --help`" if context else "see `vplan --help`"
+    if isinstance(error, click.NoSuchOption):
+        known = [name for parameter in context.command.params for name in parameter.opts] if context else []
+        close = meant(error.option_name, known)
+        fix = f"did you mean {' or '.join(close)}? ({see})" if close else see
+        return VplanError(f"no such option {error.option_name}", fix, USAGE)
+    if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter):
+        return VplanError(message, see)
+    return VplanError(message, see, USAGE)
+
+
+def _report(error: VplanError, words: list[str]) -> int:
+    """Say what is wrong: one JSON object on stdout under --json, two lines on stderr otherwise and for wrong use."""
+    own_words = words[: words.index("--")] if "--" in words else words
+    if "--json" in own_words and error.exit_code != USAGE:
+        click.echo(json.dumps({"error": {"message": error.message, "fix": error.fix}}))
+    else:
+        click.echo(f"error: {error.message}", err=True)
+        if error.fix:
+            click.echo(f"fix: {error.fix}", err=True)
+    return error.exit_code
+
+
+def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        import vplan
+
+        click.echo(f"vplan {vplan.__version__}")
+        context.exit()
+
+
+@click.group(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExamples:\n  vplan models\n  vplan gpus --json",
+)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+def cli() -> None:
+    """Says before a fine-tuning run of a diffusion model whether it fits the GPU, and what to switch on if not."""

@@ -1,0 +1,79 @@
+"""What every command shares: help in sections, examples, the answer on stdout as text or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DONE = 0
+DOES_NOT_FIT = 3
+
+
+class Verb(click.Command):
+    """A command whose help shows its options in sections (an option's `section`, else "Options")."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options by section, in the order the sections first appear."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row:
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(row)
+        for name, rows in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+
+def examples(*lines: str) -> str:
+    """An epilog of command lines that click does not wrap."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def json_option(function: Function) -> Function:
+    """Adds `--json`; the command gets `as_json: bool`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
+
+
+def output_option(what: str) -> Callable[[Function], Function]:
+    """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
+    return click.option("-o", "--output", metavar="FILE", help=f"Write {what} to FILE.")
+
+
+def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:
+    """Put the answer on stdout: as JSON, or as `render` prints it."""
+    if as_json:
+        # NaN and Infinity are not JSON; a command that has no number says null.
+        click.echo(json.dumps(answer, indent=2, allow_nan=False))
+    else:
+        # Imported here: a program that asks for JSON should not wait for colours.
+        from rich.console import Console
+
+        render(Console(highlight=False))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A plain table; a column whose name starts with `>` is of numbers, right-aligned."""
+    from rich.table import Table
+
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        name = column.removeprefix(">")
+        found.add_column(name, justify="right" if column != name else "left", no_wrap=column != name)
+    for row in rows:
+        found.add_row(*map(str, row))
+    return found
+
+
+def verdict_exit_code(verdict: str, *, strict: bool = False) -> int:
+    """0 when it fits (`tight` too, unless `strict`), 3 when it does not."""
+    fits = verdict == "fits" or (verdict == "tight" and not strict)
+    return DONE if fits else DOES_NOT_FIT

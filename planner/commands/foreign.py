@@ -1,0 +1,88 @@
+"""What people type from habit: other trainers' flag names, and which of our options says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from planner.errors import nearest
+
+FOREIGN = {
+    "accumulate-grad-batches": "gradient-accumulation",
+    "activation-checkpointing": "gradient-checkpointing full",
+    "base-model-precision": "weights-dtype",
+    "batch": "batch-size",
+    "blocks-to-swap": "swap-blocks",
+    "cache-latents": "vae cached",
+    "cache-text-embeddings": "text-encoder cached",
+    "cache-text-encoder-outputs": "text-encoder cached",
+    "checkpointing": "gradient-checkpointing",
+    "context-parallel-size": "context-parallel",
+    "cp-degree": "context-parallel",
+    "deepspeed-stage": "zero-stage",
+    "enable-group-offload": "group-offload",
+    "enable-slicing": "vae-slicing",
+    "enable-tiling": "vae-tiling",
+    "fp8-base": "weights-dtype fp8",
+    "fsdp-enable": "sharding fsdp",
+    "fused-backward-pass": "optimizer-step backward",
+    "gpu-memory": "gpu",
+    "gradient-accumulation-steps": "gradient-accumulation",
+    "gradient-checkpointing-cpu-offload": "gradient-checkpointing offload",
+    "group-offload-type": "group-offload",
+    "group-offload-use-stream": "group-offload-stream",
+    "lora-dim": "lora-rank",
+    "lora-target-modules": "lora-targets",
+    "max-train-steps": "steps",
+    "micro-batch-size-per-gpu": "batch-size",
+    "mixed-precision": "autocast",
+    "model-id": "model",
+    "musubi-blocks-to-swap": "swap-blocks",
+    "network-dim": "lora-rank",
+    "nnodes": "nodes",
+    "nproc-per-node": "gpus",
+    "num-frames": "frames",
+    "num-gpus": "gpus",
+    "num-machines": "nodes",
+    "num-processes": "gpus",
+    "offload-optimizer-device": "offload-optimizer",
+    "offload-param-device": "offload-params",
+    "optimizer-release-gradients": "optimizer-step backward",
+    "optimizer-type": "optimizer",
+    "per-device-train-batch-size": "batch-size",
+    "pretrained-model-name-or-path": "model",
+    "ram": "host-ram",
+    "rank": "lora-rank",
+    "target-frames": "frames",
+    "target-modules": "lora-targets",
+    "train-batch-size": "batch-size",
+    "training-strategy": "sharding",
+    "use-8bit-adam": "optimizer adamw-8bit",
+    "use-ema": "ema gpu",
+    "use-fsdp": "sharding fsdp",
+    "use-gradient-checkpointing": "gradient-checkpointing full",
+    "use-gradient-checkpointing-offload": "gradient-checkpointing offload",
+    "vae-enable-slicing": "vae-slicing",
+    "vae-enable-tiling": "vae-tiling",
+    "video-sample-n-frames": "frames",
+    "vram": "gpu",
+    "zero": "zero-stage",
+}
+"""Flags of DiffSynth-Studio, EasyAnimate, sd-scripts, musubi-tuner, finetrainers, SimpleTuner, diffusers' examples,
+diffusion-pipe, DeepSpeed, accelerate and torchrun, without dashes in front and `_` written `-`; to our option."""
+
+
+def meant(typed: str, known: Iterable[str]) -> list[str]:
+    """Our options that an unknown one probably means, best first; `known` and the answer with their dashes.
+
+    `--blocks_to_swap` is `--swap-blocks`, `--lora_rank` is `--lora-rank`, `--frame` is `--frames`.
+    """
+    options = {option.lstrip("-"): option for option in known if option.startswith("--")}
+    name = typed.lstrip("-").partition("=")[0].replace("_", "-").lower()
+    if name in options:
+        return [options[name]]
+    says = {foreign: ours for foreign, ours in FOREIGN.items() if ours.split()[0] in options}
+    if name in says:
+        return [f"--{says[name]}"]
+    # A typo of another trainer's flag is still that flag.
+    answers = [f"--{says.get(near, near)}" for near in nearest(name, [*options, *says])]
+    return list(dict.fromkeys(answers))

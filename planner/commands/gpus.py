@@ -1,0 +1,49 @@
+"""`vplan gpus`: the cards we know, and what each can give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner import catalog
+from planner.commands.common import Verb, examples, json_option, show, table
+from planner.facts import GpuProfile
+from planner.units import MIB, gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command(cls=Verb, epilog=examples("vplan gpus", "vplan gpus --json"))
+@json_option
+def command(as_json: bool) -> None:
+    """List the cards we know.
+
+    A plan may use what a card can give to a process ("gives"), which is less than what it is sold as and less than what
+    nvidia-smi shows ("total"). Cards with a star stand for their class: --gpu 24GB is the one of them that gives least.
+    For any other card name the memory itself, as --gpu 23.5GiB.
+    """
+    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
+    cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
+    classes = [{"name": group.name, **group.to_json()} for group in catalog.gpu_classes()]
+    answer = {"gpus": [card.to_json() for card in cards], "classes": classes}
+    show(answer, as_json, lambda console: _table(console, cards))
+
+
+def _table(console: Console, cards: list[GpuProfile]) -> None:
+    columns = ("class", "name", "chip", ">gives GiB", ">total GiB", ">bf16 TFLOPS", ">GB/s")
+    console.print(table(columns, [_row(card) for card in cards]))
+    console.print("* stands for its class: --gpu 24GB means the one of them that gives least", style="dim")
+
+
+def _row(card: GpuProfile) -> list[Any]:
+    return [
+        f"{card.class_gb}GB{'*' if card.reference else ''}",
+        card.name,
+        card.architecture,
+        f"{card.allocatable_gib:.2f}",
+        f"{gib(card.nvml_total_mib * MIB):.2f}",
+        f"{card.bf16_tflops:.0f}" if card.bf16_tflops else "-",
+        f"{card.bandwidth_gbs:.0f}",
+    ]

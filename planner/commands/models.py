@@ -1,0 +1,43 @@
+"""`vplan models`: the models we know, with the shapes they take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner import catalog
+from planner.commands.common import Verb, examples, json_option, show, table
+from planner.facts import ModelProfile
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command(cls=Verb, epilog=examples("vplan models", "vplan models --json"))
+@json_option
+def command(as_json: bool) -> None:
+    """List the models we know.
+
+    "params" counts the part that is trained (the transformer or UNet), in billions. "frames" is the length trained by
+    default, and the rule for others: 4n+1 takes 1, 5, 9 and so on. Sizes are height x width.
+    """
+    models = [catalog.model(name) for name in catalog.model_names()]
+    show({"models": [model.to_json() for model in models]}, as_json, lambda console: _table(console, models))
+
+
+def _table(console: Console, models: list[ModelProfile]) -> None:
+    columns = ("name", "kind", ">params", ">frames", "rule", "sizes")
+    console.print(table(columns, [_row(model) for model in models]))
+
+
+def _row(model: ModelProfile) -> list[Any]:
+    shape = model.shape
+    return [
+        model.name,
+        model.kind,
+        f"{model.parameters / 1e9:.2f} B",
+        shape.default_frames,
+        f"{shape.frame_step}n+1" if shape.frame_step > 1 else "1",
+        ", ".join(f"{height}x{width}" for height, width in shape.resolutions),
+    ]

@@ -1,0 +1,47 @@
+"""The one error type for what a user got wrong. Anything else that goes wrong is a bug and shows its traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class VplanError(ValueError):
+    """A wrong input: one line that names the fault, one that says what to type instead.
+
+    `exit_code` follows DESIGN section 8: 1 wrong input, 3 does not fit, 4 a process we started failed.
+    """
+
+    def __init__(self, message: str, fix: str = "", exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.fix}" if self.fix else self.message
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names most like `name`, best first; empty when none is at all like it."""
+    # A pasted wall of text cannot be a typo of a short name, and difflib is quadratic in its length.
+    asked = difflib.SequenceMatcher(b=name.lower()[:100])
+    scores: dict[str, float] = {}
+    for candidate in known:
+        asked.set_seq1(candidate.lower())
+        scores[candidate] = asked.ratio()
+    # Beside a clear winner (one letter wrong) the merely similar names are noise.
+    bar = max(0.5, max(scores.values(), default=0.0) - 0.15)
+    return sorted((found for found in scores if scores[found] >= bar), key=lambda found: -scores[found])[:count]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A fix naming the nearest known names, or `otherwise` when nothing is near."""
+    close = nearest(name, known)
+    return "did you mean " + " or ".join(close) + "?" if close else otherwise
+
+
+def quoted(value: object, limit: int = 60) -> str:
+    """A value as it may stand in a one-line message: quoted, without line breaks, cut when long."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 4] + "..." + text[-1]

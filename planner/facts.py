@@ -1,0 +1,219 @@
+"""What a profile says about a model or a card: the records of `profiles/models/*.toml` and `profiles/gpus.toml`."""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from planner.errors import VplanError
+from planner.job import FloatDtype
+from planner.record import Count, Flag, NotNegative, Positive, Record
+from planner.units import GIB, MIB
+
+Text = Annotated[str, Field(min_length=1)]
+PositiveInt = Annotated[int, Field(strict=True, gt=0)]
+Size = tuple[Count, Count]
+"""Height and width, pixels."""
+
+
+class Stack(Record):
+    """A module list of repeated blocks. The lists are given in the order they run."""
+
+    list: Text
+    depth_key: Text
+    """the config key that holds the number of blocks, or a list with one entry per block (UNets)"""
+
+
+class Vae(Record):
+    """The VAE: how much it shrinks a clip, and what it weighs."""
+
+    class_name: Text = Field(alias="class")
+    temporal: Count
+    spatial: Count
+    latent_channels: Count
+    parameters: PositiveInt
+    dtype: FloatDtype
+    config: dict[str, Any]
+
+
+class TextEncoder(Record):
+    """One encoder of the condition (a prompt, or an image for image-to-video)."""
+
+    name: Text
+    class_name: Text = Field(alias="class")
+    parameters: PositiveInt
+    max_tokens: Count
+    dtype: FloatDtype
+    config: dict[str, Any]
+
+
+class ShapeRules(Record):
+    """Which clips the model takes, and which are usual."""
+
+    patch: tuple[Count, Count, Count]
+    """latent frames, rows and columns of one cell of the grid that tapes count in"""
+    frame_step: Count
+    """frames = step * n + 1, from the VAE's temporal compression"""
+    size_multiple: Count
+    """height and width are multiples of it, pixels: VAE times patch"""
+    text_tokens: Count
+    min_frames: Count
+    max_frames: Count
+    """the longest clip it was trained on; longer ones run, and are extrapolation"""
+    resolutions: Annotated[tuple[Size, ...], Field(min_length=1)]
+    """height and width, the usual one first"""
+    default_frames: Count
+
+
+class LoraDefaults(Record):
+    """Which layers get an adapter when the job does not say."""
+
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)]
+
+
+class Training(Record):
+    """The loss and the noise of the model's training."""
+
+    objective: Literal["flow", "v", "epsilon"]
+    weights_dtype: FloatDtype
+    num_train_timesteps: Count
+    timestep_sampling: Text
+    shift: Positive | None = None
+    beta_schedule: str | None = None
+    beta_start: Positive | None = None
+    beta_end: Positive | None = None
+    zero_terminal_snr: Flag | None = None
+    snr_shift_scale: Positive | None = None
+    source: Text
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        """Keyword arguments of the diffusers noise scheduler that trains this model."""
+        arguments = {
+            "num_train_timesteps": self.num_train_timesteps,
+            "shift": self.shift,
+            "beta_schedule": self.beta_schedule,
+            "beta_start": self.beta_start,
+            "beta_end": self.beta_end,
+            "rescale_betas_zero_snr": self.zero_terminal_snr,
+            "snr_shift_scale": self.snr_shift_scale,
+            "prediction_type": {"v": "v_prediction", "epsilon": "epsilon"}.get(self.objective),
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+class ModelProfile(Record):
+    """One model: the exact published architecture and the facts around it."""
+
+    name: Text
+    title: Text
+    family: Literal["wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"]
+    kind: Literal["video", "image"]
+    diffusers_class: Text
+    parameters: PositiveInt
+    """of the transformer or UNet, counted on the meta device"""
+    experts: Literal[1, 2] = 1
+    """2: a high-noise and a low-noise model of this architecture"""
+    license: Text
+    aliases: tuple[Text, ...]
+    sources: Annotated[tuple[Text, ...], Field(min_length=1)]
+    config: dict[str, Any]
+    stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
+    vae: Vae
+    text_encoders: tuple[TextEncoder, ...]
+    shape: ShapeRules
+    lora: LoraDefaults
+    inputs: dict[str, Any]
+    """what the family's code needs beside the config"""
+    training: Training
+
+    def depth(self, stack: Stack) -> int:
+        """Blocks in one of the stacks."""
+        value = self.config.get(stack.depth_key)
+        if isinstance(value, list):
+            return len(value)
+        if not isinstance(value, int):
+            raise VplanError(f"profile {self.name}: config has no {stack.depth_key}", "correct the stack's depth_key")
+        return value
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all stacks: what checkpointing and swapping count."""
+        return sum(self.depth(stack) for stack in self.stacks)
+
+    @property
+    def text_encoder_parameters(self) -> int:
+        """Parameters of all encoders of the condition."""
+        return sum(encoder.parameters for encoder in self.text_encoders)
+
+
+class GpuProfile(Record):
+    """One card. Rates are dense, as the kernels use them; a sparse marketing rate is twice that."""
+
+    name: Text
+    title: Text
+    aliases: tuple[Text, ...] = ()
+    architecture: Text
+    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    class_gb: Count
+    """what it is sold as"""
+    nvml_total_mib: PositiveInt
+    """what nvidia-smi shows"""
+    allocatable_gib: Positive
+    """what it gives to a process: torch `total_memory`, without the driver's reserve"""
+    ecc: Flag = False
+    context_mib: Positive
+    """CUDA context of one process, inside what it gives"""
+    bf16_tflops: NotNegative
+    """0: emulated (Volta, Turing)"""
+    fp16_tflops: Positive
+    fp8_tflops: NotNegative = 0.0
+    """0: no fp8 matrix units"""
+    fp32_tflops: Positive
+    bandwidth_gbs: Positive
+    """of its memory, GB/s (10**9)"""
+    link: Text
+    link_gbs: Positive
+    """to host RAM, one direction, as reached"""
+    nvlink_gbs: NotNegative = 0.0
+    """to another card, one direction; 0: none"""
+    unified: Flag = False
+    reference: Flag = False
+    """one of the cards that stand for its class"""
+    source: Text
+
+    @property
+    def allocatable_bytes(self) -> int:
+        """The budget of a plan on this card."""
+        return round(self.allocatable_gib * GIB)
+
+    @property
+    def context_bytes(self) -> int:
+        """CUDA context of one process."""
+        return round(self.context_mib * MIB)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, as (8, 9)."""
+        major, minor = self.compute_capability.split(".")
+        return int(major), int(minor)
+
+
+class GpuClass(Record):
+    """What "a 24 GB card" means: the cards that stand for it, and those sold alike that give less."""
+
+    gb: Count
+    reference: Annotated[tuple[Text, ...], Field(min_length=1)]
+    smaller: tuple[Text, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As people type it: `24GB`."""
+        return f"{self.gb}GB"
+
+
+class GpuFile(Record):
+    """The whole of `profiles/gpus.toml`."""
+
+    gpu: Annotated[tuple[GpuProfile, ...], Field(min_length=1)]
+    classes: Annotated[tuple[GpuClass, ...], Field(min_length=1)] = Field(alias="class")

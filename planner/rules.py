@@ -1,0 +1,142 @@
+"""What a strategy means for a job on a machine: the defaults that depend on them, and what contradicts what.
+
+Sources: DESIGN section 3 and the rules and laws of other trainers gathered in the reference (DeepSpeed's stages, fused
+backward, forward-only offload hooks). Rules that need a model's facts (its number of blocks) are in `planner.catalog`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.errors import VplanError
+from planner.job import QUANTISED, Job, Machine, Strategy
+
+Contradiction = tuple[str, str]
+"""What contradicts, and what to type instead."""
+
+
+def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Strategy:
+    """The strategy with everything that was left open filled in: storage by method, ddp for several GPUs.
+
+    `expandable_segments` is switched off where torch cannot do it. What the user said stays as it is.
+    """
+    changes: dict[str, object] = {}
+    if strategy.weights_dtype is None:
+        changes["weights_dtype"] = strategy.weights(job.method)
+    if machine is not None:
+        said = strategy.model_fields_set
+        if machine.world > strategy.context_parallel and "sharding" not in said and job.method != "sample":
+            changes["sharding"] = "ddp"
+        if machine.os == "windows" and "expandable_segments" not in said:
+            changes["expandable_segments"] = False
+    return strategy.replace(**changes) if changes else strategy
+
+
+def check(job: Job, strategy: Strategy, machine: Machine) -> None:
+    """Raises a VplanError for the first contradiction between the three records, naming the fault and the fix."""
+    settled = resolve(job, strategy, machine)
+    for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel):
+        for message, fix in rules(job, settled, machine):
+            raise VplanError(message, fix)
+
+
+def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    """What belongs to one method only."""
+    weights = strategy.weights(job.method)
+    if job.method == "full" and weights in QUANTISED:
+        yield f"weights stored as {weights} cannot be trained", "use --weights-dtype bf16, or --method lora"
+    if job.trainable and job.method != "full":
+        yield f"trainable patterns mean nothing with method {job.method}", "use --method full, or --lora-targets"
+    trained = weights if job.method == "full" else strategy.adapter_dtype
+    if strategy.master_weights == "fp32" and trained == "fp32":
+        yield "the trained weights are fp32 already and need no fp32 master", "leave out --master-weights"
+    if strategy.group_offload != "none" and job.method != "sample":
+        fix = "use --swap-blocks for training, or --method sample"
+        yield "group_offload acts only where there are no gradients: its hooks do not see backward", fix
+    if strategy.group_offload_stream and strategy.group_offload == "none":
+        yield "group_offload_stream needs group_offload", "add --group-offload block or leaf"
+    if job.method == "sample":
+        yield from _sampling(strategy)
+
+
+def _sampling(strategy: Strategy) -> Iterator[Contradiction]:
+    """Switches of training, asked of a job that trains nothing."""
+    asked = {
+        "gradient_checkpointing": strategy.gradient_checkpointing != "none",
+        "gradient_accumulation": strategy.gradient_accumulation != 1,
+        "ema": strategy.ema != "none",
+        "offload_optimizer": strategy.offload_optimizer != "none",
+        "offload_gradients": strategy.offload_gradients != "none",
+        "master_weights": strategy.master_weights != "none",
+        "validation_mode": strategy.validation_mode != "off",
+    }
+    for field in (field for field, is_asked in asked.items() if is_asked):
+        fix = f"leave out --{field.replace('_', '-')}"
+        yield f"{field} means nothing with method sample, which trains nothing", fix
+
+
+def _checkpointing(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    mode, blocks = strategy.gradient_checkpointing, strategy.checkpointed_blocks
+    if mode == "partial" and blocks is None:
+        yield "gradient_checkpointing partial needs to know how many blocks", "add --checkpointed-blocks N"
+    if mode != "partial" and blocks is not None:
+        fix = "use --gradient-checkpointing partial, or leave out --checkpointed-blocks"
+        yield f"checkpointed_blocks says nothing with gradient_checkpointing {mode}", fix
+
+
+def _swapping(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    """Block swap: a weight must be on the GPU when backward reads it, and nobody else may be moving it."""
+    if not strategy.swap_blocks:
+        return
+    if job.method == "full" and strategy.optimizer_step != "backward":
+        fix = "add --optimizer-step backward, or use --swap-blocks 0"
+        yield "swap_blocks in full training needs the optimizer step inside backward, while the block is there", fix
+    # Autograd keeps the weight a forward pass used, so a swapped block frees nothing unless it is recomputed.
+    if job.method != "sample" and strategy.gradient_checkpointing == "none":
+        fix = "add --gradient-checkpointing full, or use --swap-blocks 0"
+        yield "swap_blocks without gradient checkpointing frees nothing: backward needs every weight", fix
+    if strategy.gradient_checkpointing == "partial" and strategy.swap_blocks > (strategy.checkpointed_blocks or 0):
+        fix = f"use --swap-blocks {strategy.checkpointed_blocks} at most, or --gradient-checkpointing full"
+        yield f"swap_blocks {strategy.swap_blocks} is more than the blocks that are checkpointed", fix
+    if strategy.sharding in ("zero-3", "fsdp"):
+        yield f"swap_blocks and {strategy.sharding} would both move the weights", "use --offload-params cpu instead"
+    if strategy.group_offload != "none":
+        yield "swap_blocks and group_offload would both move the weights", "use --swap-blocks 0"
+    if strategy.compile == "cudagraphs":
+        yield "CUDA graphs need weights that stay where they are, and swap_blocks moves them", "use --compile blocks"
+
+
+def _optimizer(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    step = strategy.optimizer_step
+    if step == "backward" and strategy.gradient_accumulation > 1:
+        fix = "use --gradient-accumulation 1, or --optimizer-step foreach"
+        yield "optimizer_step backward frees each gradient at once, so there is nothing to accumulate", fix
+    if step == "backward" and strategy.sharding.startswith("zero"):
+        yield f"with {strategy.sharding} DeepSpeed does the step itself, after backward", "use --optimizer-step foreach"
+    if step == "fused" and strategy.optimizer != "adamw":
+        yield f"{strategy.optimizer} has no fused step", "use --optimizer-step foreach, or --optimizer adamw"
+
+
+def _offloading(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    """DeepSpeed: parameters are offloaded in stage 3 only, to NVMe in stage 3 only (docs, "Parameter offloading")."""
+    sharding = strategy.sharding
+    if strategy.offload_params != "none" and sharding not in ("zero-3", "fsdp"):
+        fix = "add --sharding zero-3, or use --swap-blocks"
+        yield f"offload_params needs zero-3 or fsdp; with sharding {sharding} the weights are not split", fix
+    for field in ("offload_optimizer", "offload_gradients", "offload_params"):
+        if getattr(strategy, field) == "nvme" and sharding != "zero-3":
+            yield f"{field} nvme needs zero-3", f"add --sharding zero-3, or use --{field.replace('_', '-')} cpu"
+    if strategy.offload_gradients != "none" and strategy.offload_optimizer == "none":
+        fix = "add --offload-optimizer cpu, or leave out --offload-gradients"
+        yield "offload_gradients sends gradients where no optimizer is", fix
+
+
+def _parallel(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    parts = strategy.context_parallel
+    if machine.world % parts:
+        known = ", ".join(str(count) for count in range(1, 65) if machine.world % count == 0)
+        yield f"context_parallel {parts} does not divide {machine.world} GPU(s)", f"write one of {known}"
+    if machine.world > parts and strategy.sharding == "none" and job.method != "sample":
+        yield f"sharding none on {machine.world} GPUs would train as many different models", "use --sharding ddp"
+    if machine.os == "windows" and strategy.expandable_segments:
+        yield "expandable_segments does not exist on native Windows", "use --no-expandable-segments, or WSL"

@@ -1,0 +1,140 @@
+"""Which recording answers for a Job and a Strategy: the few choices that change the stream of operators."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import Job, Strategy
+
+HALF = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16."""
+
+    weights: str
+    adapter: str
+    autocast: bool
+
+    @classmethod
+    def of(cls, job: Job, strategy: Strategy) -> Precision:
+        weights = strategy.weights(job.method)
+        return cls(
+            "fp32" if weights == "fp32" else "half",
+            "" if job.method != "lora" else "fp32" if strategy.adapter_dtype == "fp32" else "half",
+            strategy.autocast != "none",
+        )
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
+
+
+PRECISIONS = {
+    "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
+    "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
+}
+CHECKPOINTING = ("none", "full")
+OPTIMIZERS = (("adamw", "foreach"), ("adamw", "fused"), ("adamw", "loop"), ("adamw-8bit", "foreach"))
+
+
+def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
+    height, width = profile.shape.resolutions[0]
+    job = Job.read(
+        {
+            "model": profile.name,
+            "method": method,
+            "frames": profile.shape.default_frames,
+            "height": height,
+            "width": width,
+            "lora_targets": profile.lora.targets,
+        }
+    )
+    fields = {
+        "weights_dtype": "fp32" if precision.weights == "fp32" else "bf16",
+        "adapter_dtype": "bf16" if precision.adapter == "half" else "fp32",
+        "autocast": "bf16" if precision.autocast else "none",
+    }
+    return job, Strategy.read({**fields, **strategy})
+
+
+@dataclass(frozen=True)
+class StepVariant:
+    """A recording of loading, forward and backward."""
+
+    method: str
+    precision: Precision
+    checkpointing: str
+    one_sample: bool
+    """Batch 1: some copies of expanded tensors do not happen then."""
+
+    @classmethod
+    def of(cls, job: Job, strategy: Strategy, batch: int) -> StepVariant:
+        """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``."""
+        precision = Precision.of(job, strategy)
+        mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
+        if precision not in PRECISIONS.get(job.method, ()):
+            raise VplanError(
+                f"no tape for {job.method} with {precision.name or 'this precision'}",
+                "use one of " + ", ".join(known.name for known in PRECISIONS.get(job.method, ())),
+            )
+        if mode not in CHECKPOINTING:
+            raise VplanError(f"no tape for gradient_checkpointing {mode}", f"use one of {', '.join(CHECKPOINTING)}")
+        return cls(job.method, precision, mode, batch == 1)
+
+    @classmethod
+    def all(cls) -> Iterator[StepVariant]:
+        for method, precisions in PRECISIONS.items():
+            for precision, mode, one in itertools.product(precisions, CHECKPOINTING, (True, False)):
+                yield cls(method, precision, mode, one)
+
+    @property
+    def name(self) -> str:
+        batch = "one" if self.one_sample else "many"
+        return f"step-{self.method}-{self.precision.name}-{self.checkpointing}-{batch}"
+
+    def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
+        """The Job and Strategy to record it with."""
+        return _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+
+
+@dataclass(frozen=True)
+class OptimizerVariant:
+    """A recording of the optimizer's first and later steps. It depends on the storage of what is trained."""
+
+    method: str
+    trained: str
+    """fp32 or half: how the trained parameters are stored."""
+
+    optimizer: str
+    how: str
+
+    @classmethod
+    def of(cls, job: Job, strategy: Strategy) -> OptimizerVariant:
+        precision = Precision.of(job, strategy)
+        trained = precision.adapter or precision.weights
+        how = strategy.optimizer_step if strategy.optimizer == "adamw" else "foreach"
+        if (strategy.optimizer, how) not in OPTIMIZERS:
+            known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
+            raise VplanError(f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})", f"use {known}")
+        return cls(job.method, trained, strategy.optimizer, how)
+
+    @classmethod
+    def all(cls) -> Iterator[OptimizerVariant]:
+        for method, trained, (optimizer, how) in itertools.product(("lora", "full"), ("fp32", "half"), OPTIMIZERS):
+            yield cls(method, trained, optimizer, how)
+
+    @property
+    def name(self) -> str:
+        return f"optimizer-{self.method}-{self.trained}-{self.optimizer}-{self.how}"
+
+    def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
+        """The Job and Strategy to record it with."""
+        stored = "half" if self.method == "lora" else self.trained
+        precision = Precision(stored, self.trained if self.method == "lora" else "", autocast=False)
+        return _records(profile, self.method, precision, optimizer=self.optimizer, optimizer_step=self.how)

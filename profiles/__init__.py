@@ -1,0 +1,21 @@
+"""What is known, as data: models, cards, tapes and measurements. This is where it lies; `planner.catalog` reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+GPUS = FOLDER / "gpus.toml"
+MODELS = FOLDER / "models"
+TAPES = FOLDER / "tapes"
+MEASUREMENTS = FOLDER / "measurements"
+
+
+def model_path(name: str) -> Path:
+    """Where the model of that name is described, whether or not there is one."""
+    return MODELS / f"{name}.toml"
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the bundled models, which are their files' names, in alphabetical order."""
+    return tuple(sorted(path.name.removesuffix(".toml") for path in MODELS.glob("*.toml")))

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import profiles
+from planner import catalog
+from planner.catalog import (
+    check_shape,
+    gpu,
+    grid,
+    job_for,
+    model,
+    parse_gpus,
+)
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import Job, Strategy
+from planner.units import GIB, MIB
+
+PUBLISHED = Path(__file__).parents[2] / "profiles" / "measurements" / "published.jsonl"
+
+
+def refused(call: Callable[..., object], *arguments: object) -> VplanError:
+    """The error of a call that must be refused: one readable line, and a fix."""
+    with pytest.raises(VplanError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert caught.value.fix
+    return caught.value
+
+
+# ---- models
+
+
+def test_every_bundled_model_is_sound() -> None:
+    names = catalog.model_names()
+    assert set(names) >= {
+        "wan2.1-t2v-1.3b",
+        "wan2.1-t2v-14b",
+        "wan2.1-i2v-14b-480p",
+        "cogvideox-2b",
+        "cogvideox-5b",
+        "ltx-video-2b",
+        "hunyuan-video",
+        "flux.1-dev",
+        "sd3.5-medium",
+        "sd1.5",
+    }
+    for name in names:
+        profile = model(name)
+        assert profile.name == name
+        job = job_for(profile, {})
+        assert all(atom >= 1 for atom in grid(profile, job).values())
+        for height, width in profile.shape.resolutions:
+            check_shape(profile, profile.shape.default_frames, height, width)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("wan2.1-t2v-1.3b", "wan2.1-t2v-1.3b"),
+        ("Wan2.1-T2V-1.3B", "wan2.1-t2v-1.3b"),
+        (" wan2.1 t2v 1.3b ", "wan2.1-t2v-1.3b"),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "wan2.1-t2v-1.3b"),
+        ("Wan-AI/Wan2.1-T2V-1.3B", "wan2.1-t2v-1.3b"),
+        ("wan i2v", "wan2.1-i2v-14b-480p"),
+        ("cogvideox2b", "cogvideox-2b"),
+        ("cogvideox-2", "cogvideox-2b"),
+        ("THUDM/CogVideoX-5b", "cogvideox-5b"),
+        ("black-forest-labs/FLUX.1-dev", "flux.1-dev"),
+        ("flux", "flux.1-dev"),
+        ("hunyuan", "hunyuan-video"),
+        ("sd15", "sd1.5"),
+    ],
+)
+def test_model_names_as_people_type_them(typed: str, name: str) -> None:
+    assert model(typed).name == name
+
+
+def test_an_ambiguous_model_lists_its_variants() -> None:
+    error = refused(model, "wan2.1")
+    assert "can mean several" in error.message
+    assert "wan2.1-i2v-14b-480p, wan2.1-t2v-1.3b, wan2.1-t2v-14b" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("hunyan-video", "did you mean hunyuan-video?"),
+        ("wan2.1-t2v-13b", "wan2.1-t2v-1.3b"),
+        ("somebody/Wan2.1-T2V-14b-finetune", "did you mean wan2.1-t2v-14b"),
+        ("", "`vplan models` lists"),
+        ("../gpus", "`vplan models` lists"),
+        ("/etc/passwd", "`vplan models` lists"),
+        ("nan", "`vplan models` lists"),
+        ("a\0b", "`vplan models` lists"),
+        ("x" * 100_000, "`vplan models` lists"),
+    ],
+)
+def test_an_unknown_model_names_the_nearest(typed: str, fix: str) -> None:
+    assert fix in refused(model, typed).fix
+
+
+def test_a_model_by_its_name_opens_its_own_file_only(elsewhere: Path) -> None:
+    (elsewhere / "models" / "flux.1-dev.toml").write_text("damaged")
+    assert model("wan2.1-t2v-1.3b").blocks == 30
+    assert "flux.1-dev.toml is damaged" in refused(model, "wan-1.3b").message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ('family = "wan"', 'family = "won"', "family 'won' is not known"),
+        ('family = "wan"', "", "family is missing"),
+        ('kind = "video"', 'kind = "video"\ncolour = "red"', "has no field 'colour'"),
+        ('name = "wan2.1-t2v-1.3b"', 'name = "wan"', "it says name = 'wan'"),
+        ('depth_key = "num_layers"', 'depth_key = "layers"', "config has no layers"),
+        ("size_multiple = 16", "size_multiple = 20", "no multiple of 20"),
+        ("default_frames = 81", "default_frames = 80", "breaks its own rule"),
+        ('class = "AutoencoderKLWan"', 'clas = "AutoencoderKLWan"', "vae.class is missing"),
+        ("[shape]", "[shape", "is damaged: "),
+    ],
+)
+def test_a_damaged_model_is_named_and_refused(elsewhere: Path, old: str, new: str, fault: str) -> None:
+    path = elsewhere / "models" / "wan2.1-t2v-1.3b.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    error = refused(model, "wan2.1-t2v-1.3b")
+    assert "wan2.1-t2v-1.3b" in error.message
+    assert fault in str(error)
+
+
+def test_two_models_may_not_share_a_name(elsewhere: Path) -> None:
+    path = elsewhere / "models" / "sd1.5.toml"
+    path.write_text(path.read_text().replace("aliases = [", 'aliases = ["flux-dev", '))
+    assert "both say" in refused(model, "no-file-of-this-name").message
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the profiles that a test may damage."""
+    shutil.copytree(profiles.MODELS, tmp_path / "models")
+    shutil.copy(profiles.GPUS, tmp_path)
+    monkeypatch.setattr(profiles, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(profiles, "GPUS", tmp_path / "gpus.toml")
+    caches = (catalog._model, catalog._model_aliases, catalog._gpu_file, catalog._gpu_aliases)
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path
+    for cached in caches:
+        cached.cache_clear()
+
+
+# ---- cards
+
+
+def test_there_are_enough_cards_and_they_make_sense() -> None:
+    cards = [gpu(name) for name in catalog.gpu_names()]
+    assert len(cards) >= 30
+    assert len({card.name for card in cards}) == len(cards)
+    for card in cards:
+        assert card.allocatable_bytes <= card.nvml_total_mib * MIB, card.name
+        # A GB of the label is 10**9 or 2**30 bytes, and ECC takes a sixteenth.
+        assert 0.85 * card.class_gb * 10**9 <= card.allocatable_bytes <= card.class_gb * GIB, card.name
+        assert card.context_bytes < GIB
+        assert card.bf16_tflops in (0.0, card.fp16_tflops), card.name
+        assert card.capability >= (7, 0)
+    classes = catalog.gpu_classes()
+    assert (classes[0].gb, classes[-1].gb) == (8, 192)
+    for group in classes:
+        assert all(gpu(name).reference for name in group.reference)
+        least = gpu(group.name).allocatable_bytes
+        assert all(gpu(name).allocatable_bytes < least for name in group.smaller), group
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("RTX 4090 24GB", "rtx4090"),
+        ("4090-24gb", "rtx4090"),
+        ("h100", "h100-80gb"),
+        ("H100-80GB", "h100-80gb"),
+        ("A100 80GB", "a100-80gb"),
+        ("a6000", "rtx-a6000"),
+        ("24GB", "24GB"),
+        ("24gb", "24GB"),
+        ("24 GB", "24GB"),
+        ("23.5GiB", "23.5GiB"),
+        ("23.5 gib", "23.5GiB"),
+        ("24564MiB", "24564MiB"),
+    ],
+)
+def test_card_names_as_people_type_them(typed: str, name: str) -> None:
+    card = gpu(typed)
+    assert card.name == name
+    assert gpu(card.name) == card
+
+
+def test_a_class_is_the_smallest_of_its_reference_cards() -> None:
+    assert gpu("24GB").allocatable_bytes == round(23.5 * GIB)
+    assert gpu("48GB").allocatable_bytes == round(47.4 * GIB)
+    assert gpu("80GB").allocatable_bytes == round(79.1 * GIB)
+    assert {"l4", "a10g"} <= {card.name for card in catalog.smaller_cards(gpu("24GB"))}
+    assert catalog.smaller_cards(gpu("rtx4090")) == ()
+
+
+def test_an_exact_budget_is_exactly_that_with_a_real_cards_facts() -> None:
+    card = gpu("20.25GiB")
+    assert card.allocatable_bytes == 20.25 * GIB
+    assert card.context_mib > 0
+    assert "20.2 GiB" in card.title
+    assert gpu(f"{24 * 10**9}B").allocatable_bytes == 24 * 10**9
+
+
+def test_several_cards() -> None:
+    assert [(count, card.name) for count, card in map(parse_gpus, ("2x4090", "8 x h100", "2×24GB", "4090"))] == [
+        (2, "rtx4090"),
+        (8, "h100-80gb"),
+        (2, "24GB"),
+        (1, "rtx4090"),
+    ]
+    assert "--gpu count 0 is too small" in refused(parse_gpus, "0x4090").message
+    assert "too large" in refused(parse_gpus, "1000000000000x4090").message
+
+
+@pytest.mark.parametrize(
+    ("typed", "fault", "fix"),
+    [
+        ("24XB", "'24XB' is neither a card nor a size", "24GB"),
+        ("24", "neither a card nor a size", "24GB"),
+        ("rtx4091", "neither a card nor a size", "did you mean rtx4090"),
+        ("a100", "can mean several cards", "a100-40gb, a100-80gb"),
+        ("4060ti", "can mean several cards", "rtx4060ti-8gb, rtx4060ti-16gb"),
+        ("4090 48GB", "neither a card nor a size", "`vplan gpus` lists"),
+        ("25GB", "is no class of card", "write 24GB, or 23.283GiB"),
+        ("0GB", "is smaller than any card", "24GB"),
+        ("0GiB", "is smaller than any card", "23.5GiB"),
+        ("100MiB", "is smaller than any card", "23.5GiB"),
+        ("10TiB", "is larger than any card", "23.5GiB"),
+        ("1000000000000GiB", "is more than any machine has", "23.5GiB"),
+        ("nanGB", "is not a finite number", "23.5GiB"),
+        ("nan", "", "23.5GiB"),
+        ("infGiB", "is not a finite number", "23.5GiB"),
+        ("-24GB", "is negative", "23.5GiB"),
+        ("", "neither a card nor a size", "`vplan gpus` lists"),
+        ("x" * 100_000, "is not known", "`vplan gpus` lists"),
+    ],
+)
+def test_bad_cards_are_refused(typed: str, fault: str, fix: str) -> None:
+    error = refused(gpu, typed)
+    assert fault in error.message
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ('name = "rtx4090"', 'nmae = "rtx4090"', "gpu has no field"),
+        ('"rtx3090", "rtx4090"', '"rtx3090", "rtx4099"', "names 'rtx4099'"),
+        ('aliases = ["4090"', 'aliases = ["3090"', "two cards say '3090'"),
+        ("[[class]]", "[[class", "gpus.toml is damaged"),
+    ],
+)
+def test_damaged_cards_are_named_and_refused(elsewhere: Path, old: str, new: str, fault: str) -> None:
+    path = elsewhere / "gpus.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    error = refused(gpu, "rtx4090")
+    assert "gpus.toml" in error.message
+    assert fault in str(error) or "is missing" in str(error)
+
+
+def test_a_missing_file_is_named(elsewhere: Path) -> None:
+    (elsewhere / "gpus.toml").unlink()
+    assert "gpus.toml is missing" in refused(gpu, "rtx4090").message
+
+
+def test_host_ram_when_nobody_says() -> None:
+    assert catalog.default_host_ram(gpu("24GB"), 2) == 32 * GIB
+    assert catalog.default_host_ram(gpu("a100-40gb"), 2) == 256 * GIB
+    assert catalog.default_host_ram(gpu("h100"), 8) == 1024 * GIB
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="no published measurements here yet")
+def test_published_rows_speak_our_vocabulary() -> None:
+    for line in PUBLISHED.read_text().splitlines():
+        row = json.loads(line)
+        gpu(row["machine"]["gpu"])
+        Job.read(row["job"], where=row["id"])
+        Strategy.read(row["strategy"], where=row["id"])
+
+
+def test_profiles_speak_json() -> None:
+    found = json.loads(json.dumps(model("flux.1-dev").to_json()))
+    assert found["vae"]["class"] == "AutoencoderKL"
+    assert [stack["list"] for stack in found["stacks"]] == ["transformer_blocks", "single_transformer_blocks"]
+    assert ModelProfile.read(found) == model("flux.1-dev")
+    assert json.loads(json.dumps(gpu("24GB").to_json()))["name"] == "24GB"

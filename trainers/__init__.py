@@ -1,0 +1,1 @@
+"""What really runs: the training step and everything that executes it. torch is imported here and nowhere else."""

@@ -1,0 +1,281 @@
+"""Turns a raw Trace into a symbolic Tape: sizes as products of the shape's atoms, one template per kind of block.
+
+A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up again.
+Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others repeat the
+middle one, which is checked against the trace, not assumed. An allocation's address is (item of the piece, position in
+it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainers.record import Place, Trace
+from trainers.work import Work
+
+HEAD, TAIL = 2, 2
+"""Blocks kept from either end of a sweep."""
+
+CATEGORIES = ["weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace"]
+KERNELS = ["any", "flash"]
+KINDS = ["matmul", "attention", "convolution", "pointwise"]
+
+
+@dataclass
+class Segment:
+    """Consecutive events of one block (or of none)."""
+
+    place: Place | None
+    passes: str
+    events: list[int] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+
+
+@dataclass
+class Item:
+    """A segment, or a sweep of like segments over a run."""
+
+    run: int | None
+    segments: list[Segment]
+    step: int = 0
+    """+1 or -1 for a sweep over all blocks of the run, 0 for one segment."""
+
+    first: int = 0
+    """Block of a single segment inside a run."""
+
+
+class Factoriser:
+    """Reads sizes as ``coefficient * product of atoms`` from a recording at pairwise-prime atoms."""
+
+    def __init__(self, atoms: Mapping[str, int]) -> None:
+        self.atoms = dict(atoms)
+        self.names = list(atoms)
+        self.sizes: dict[tuple[Any, ...], int] = {}
+
+    def factor(self, number: int) -> tuple[int, tuple[int, ...]]:
+        exponents = []
+        for prime in self.atoms.values():
+            exponent = 0
+            while prime > 1 and number and number % prime == 0:
+                number //= prime
+                exponent += 1
+            exponents.append(exponent)
+        return number, tuple(exponents)
+
+    def size(self, nbytes: int, rounded: tuple[int, int, int] | None = None) -> int:
+        """The index of a size in the tape's table. A rounded dimension is kept as (multiple, its own factors)."""
+        if rounded is None:
+            key: tuple[Any, ...] = self.factor(nbytes)
+        else:
+            exact, multiple, up = rounded
+            key = (*self.factor(nbytes // up), multiple, *self.factor(exact))
+        return self.sizes.setdefault(key, len(self.sizes))
+
+
+def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int]) -> dict[str, Any]:
+    """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model."""
+    return _Compressor(trace, Factoriser(atoms)).tape(counts)
+
+
+class _Compressor:
+    def __init__(self, trace: Trace, factoriser: Factoriser) -> None:
+        self.trace = trace
+        self.factoriser = factoriser
+        self.freed_at = {~event: index for index, event in enumerate(trace.events) if event < 0}
+        self.made_at = {event: index for index, event in enumerate(trace.events) if event >= 0}
+        self.names: dict[str, int] = {}
+        self.ops: dict[str, int] = {}
+        self.address: dict[int, tuple[int, int, int]] = {}
+        """allocation -> (item, block or -1, position), within the piece at hand"""
+
+    def tape(self, counts: list[int]) -> dict[str, Any]:
+        bounds = self.trace.pieces
+        pieces = {
+            name: self._piece(start, stop)
+            for (name, start), (_, stop) in zip(bounds, bounds[1:], strict=False)
+            if name != "gradients"
+        }
+        runs = [
+            {"list": run.module_list, "start": run.start, "recorded": run.count, "count": count}
+            for run, count in zip(self.trace.runs, counts, strict=True)
+        ]
+        return {
+            "atoms": self.factoriser.names,
+            "runs": runs,
+            "names": list(self.names),
+            "ops": list(self.ops),
+            "pieces": pieces,
+            "sizes": [list(map(_listed, key)) for key in self.factoriser.sizes],
+        }
+
+    def _piece(self, start: int, stop: int) -> list[dict[str, Any]]:
+        items = self._items(self._segments(start, stop))
+        self.address = {}
+        for number, item in enumerate(items):
+            for segment in item.segments:
+                position = 0
+                block = segment.place[1] if segment.place and item.run is not None else -1
+                for event in segment.events:
+                    if event >= 0:
+                        self.address[event] = (number, block, position)
+                        position += 1
+        return [self._encode(item) for item in items]
+
+    def _segments(self, start: int, stop: int) -> list[Segment]:
+        trace = self.trace
+        segments: list[Segment] = []
+        work = [(index, entry) for index, entry in trace.work if start <= index < stop]
+        next_work = 0
+        for index in range(start, stop):
+            event = trace.events[index]
+            if trace.allocs[event if event >= 0 else ~event].category == "host":
+                continue
+            place, passes = trace.places[index], trace.passes[index]
+            if not segments or segments[-1].place != place or segments[-1].passes != passes:
+                segments.append(Segment(place, passes))
+            segments[-1].events.append(event)
+            while next_work < len(work) and work[next_work][0] <= index:
+                segments[-1].work.append(work[next_work][1])
+                next_work += 1
+        for segment in segments:
+            segment.events = _ordered(segment.events)
+        return segments
+
+    def _items(self, segments: list[Segment]) -> list[Item]:
+        items: list[Item] = []
+        index = 0
+        while index < len(segments):
+            place = segments[index].place
+            if place is None:
+                items.append(Item(None, [segments[index]]))
+                index += 1
+                continue
+            run, block = place
+            count = self.trace.runs[run].count
+            direction = 1 if block == 0 else -1
+            wanted = [(run, position) for position in range(count)][::direction]
+            if [segment.place for segment in segments[index : index + count]] == wanted:
+                items.append(Item(run, segments[index : index + count], direction))
+                index += count
+            else:
+                items.append(Item(run, [segments[index]], 0, block))
+                index += 1
+        return items
+
+    def _encode(self, item: Item) -> dict[str, Any]:
+        """An item as JSON. A sweep keeps its head, one middle and its tail after checking that all middles are equal."""
+        templates = [self._template(segment, item) for segment in item.segments]
+        if not item.step:
+            block = item.first if item.run is None or item.first < HEAD else item.first - self.trace.runs[item.run].count
+            return {"run": item.run, "block": block, "templates": templates, "pass": item.segments[0].passes}
+        ordered = templates[:: item.step]
+        if len(ordered) > HEAD + TAIL:
+            middle = ordered[HEAD:-TAIL]
+            for position, other in enumerate(middle):
+                assert other == middle[0], f"block {HEAD + position} of run {item.run} differs from block {HEAD}"
+            ordered = [*ordered[:HEAD], middle[0], *ordered[-TAIL:]]
+        return {"run": item.run, "step": item.step, "templates": ordered, "pass": item.segments[0].passes}
+
+    def _template(self, segment: Segment, item: Item) -> dict[str, Any]:
+        events = [self._alloc(event, segment, item) if event >= 0 else self._free(~event, segment, item) for event in segment.events]
+        return {"events": events, "work": self._work(segment.work)}
+
+    def _alloc(self, number: int, segment: Segment, item: Item) -> list[int]:
+        """[size, category, op, kernel, named], and [mode, run, block, name] behind it when other pieces refer to it."""
+        alloc = self.trace.allocs[number]
+        name = self._name(number)
+        owner = [*self._owner(number, segment, item), name] if name >= 0 else []
+        return [
+            self.factoriser.size(alloc.nbytes, alloc.rounded),
+            CATEGORIES.index(alloc.category or self._use(number)),
+            self.ops.setdefault(alloc.op.removeprefix("aten."), len(self.ops)),
+            KERNELS.index(alloc.kernel),
+            len(owner) // 4,
+            *owner,
+        ]
+
+    def _owner(self, number: int, segment: Segment, item: Item) -> tuple[int, int, int]:
+        """(mode, run, block) of the block whose parameter an allocation belongs to; (0, -1, -1) for none."""
+        alloc = self.trace.allocs[number]
+        if alloc.place is None or not alloc.name:
+            return 0, -1, -1
+        mode, block = self._block(alloc.place, segment, item)
+        return mode, alloc.place[0], block
+
+    def _use(self, number: int) -> str:
+        """Made in forward and freed in backward: activation. Recomputed and freed by autograd: activation. Else temporary."""
+        made, freed = self.made_at[number], self.freed_at.get(number)
+        if freed is None:
+            return "temporary"
+        crosses = self.trace.passes[made] == "forward" and self.trace.passes[freed] == "backward"
+        return "activation" if crosses else "temporary"
+
+    def _name(self, number: int) -> int:
+        """Index of the name an allocation has across pieces, relative to its block; -1 for none."""
+        alloc = self.trace.allocs[number]
+        name = alloc.name
+        if alloc.place is not None and name:
+            run = self.trace.runs[alloc.place[0]]
+            prefix = f"{run.module_list}.{run.start + alloc.place[1]}."
+            assert name.startswith(prefix), (name, prefix)
+            name = name.removeprefix(prefix)
+        return self.names.setdefault(name, len(self.names)) if name else -1
+
+    def _free(self, number: int, segment: Segment, item: Item) -> list[Any]:
+        """[item, mode, block, position], or [-1, category, mode, run, block, name] for what another piece made.
+
+        Mode 0: no block; 1: relative to this block; 2: from the first block; 3: from the last.
+        """
+        alloc = self.trace.allocs[number]
+        if number not in self.address:
+            category = CATEGORIES.index(alloc.category or self._use(number))
+            return [-1, category, *self._owner(number, segment, item), self._name(number)]
+        made_item, block, position = self.address[number]
+        if block < 0:
+            return [made_item, 0, 0, position]
+        run = self.trace.places[self.made_at[number]]
+        assert run is not None
+        return [made_item, *self._block(run, segment, item), position]
+
+    def _block(self, place: Place, segment: Segment, item: Item) -> tuple[int, int]:
+        run, block = place
+        if item.run == run and item.step and segment.place is not None:
+            return 1, block - segment.place[1]
+        count = self.trace.runs[run].count
+        return (2, block) if block < HEAD else (3, block - count)
+
+    def _work(self, entries: list[Work]) -> list[list[int]]:
+        """[kind, dtype is half, flops coefficient, bytes coefficient, *exponents], merged by exponents."""
+        merged: dict[tuple[Any, ...], list[int]] = {}
+        for entry in entries:
+            kind = KINDS.index(entry.kind)
+            half = int(entry.dtype != "fp32")
+            for flops, nbytes in [(entry.flops, 0), *((0, nbytes) for nbytes in entry.nbytes)]:
+                if not flops and not nbytes:
+                    continue
+                coefficient, exponents = self.factoriser.factor(flops or nbytes)
+                cell = merged.setdefault((kind, half, exponents), [0, 0])
+                cell[0 if flops else 1] += coefficient
+        kernels = [[len(KINDS), 0, len(entries), 0, *[0] * len(self.factoriser.names)]]
+        return [[kind, half, *cell, *exponents] for (kind, half, exponents), cell in merged.items()] + kernels
+
+
+def _ordered(events: list[int]) -> list[int]:
+    """Sorts neighbouring frees by allocation: autograd drops a node's tensors in the order of their addresses, which differs
+    from run to run, and what an allocator looks like afterwards does not depend on it."""
+    ordered: list[int] = []
+    frees: list[int] = []
+    for event in [*events, 0]:
+        if event < 0:
+            frees.append(~event)
+        else:
+            ordered += [~number for number in sorted(frees)]
+            ordered.append(event)
+            frees = []
+    return ordered[:-1]
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,245 @@
+"""Where CUDA differs from what fake CPU tensors do: one table, and the switches that make the recorder behave like CUDA.
+
+Three kinds of difference:
+
+* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, RMSNorm. ``cuda_semantics``
+  installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
+* **Workspace**: memory a CUDA kernel takes and gives back inside one operator (``workspaces``).
+* **Same**: everything else. ``SAME`` lists the operators somebody looked at; a test fails on one nobody has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Workspace = tuple[str, tuple[int, ...]]
+"""(attention kernel or "any", dimensions whose product is the size in bytes)."""
+
+
+# --- Dispatch ------------------------------------------------------------------------------------------------------
+
+
+def autocast_lists() -> dict[str, set[str]]:
+    """CUDA autocast's operator lists, read from the header the installed torch ships (ATen/autocast_mode.h).
+
+    Keys: ``lower`` (cast to the autocast dtype), ``fp32``, ``fp32_dtype`` (output dtype set to fp32), ``promote``
+    (widest input dtype wins). Values: operator names with overload, as ``layer_norm`` or ``pow.Tensor_Scalar``.
+    """
+    text = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    macros = {
+        "lower": "AT_FORALL_LOWER_PRECISION_FP",
+        "fp32": "AT_FORALL_FP32",
+        "fp32_dtype": "AT_FORALL_FP32_SET_OPT_DTYPE",
+        "promote": "AT_FORALL_PROMOTE",
+    }
+    lists = {}
+    for key, macro in macros.items():
+        found = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
+        assert found, f"torch {torch.__version__}: {macro} not found in autocast_mode.h"
+        entries = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", found[1])
+        lists[key] = {f"{name}.{overload}" if overload else name for name, overload in entries}
+    return lists
+
+
+def _without_autocast(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        return op(*args, **kwargs)
+
+
+def _eligible(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value.to(dtype) if _eligible(value) else value
+
+
+def _widest(values: Any, dtype: torch.dtype) -> torch.dtype:
+    for value in values:
+        if isinstance(value, list | tuple):
+            dtype = _widest(value, dtype)
+        elif _eligible(value) and value.dtype == torch.float32:
+            dtype = torch.float32
+    return dtype
+
+
+def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if kind == "fp32":
+            args = _cast(args, torch.float32)
+        elif kind == "promote":
+            args = _cast(args, _widest(args, torch.get_autocast_dtype("cpu")))
+        elif kind == "lower":
+            args = _cast(args, torch.get_autocast_dtype("cpu"))
+        elif _eligible(args[0]) and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return _without_autocast(op, args, kwargs)
+
+    return kernel
+
+
+def _install_autocast(library: torch.library.Library) -> None:
+    """CUDA's autocast on the CPU key. The lower-precision list keeps torch's own kernel: it owns the weight-cast cache."""
+    lists = autocast_lists()
+    cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")}
+    listed = set.union(*lists.values())
+    for name in sorted(cpu - listed):
+        library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+    for kind in ("fp32", "fp32_dtype", "promote", "lower"):
+        for name in sorted(lists[kind]):
+            packet, _, overload = name.partition(".")
+            if (kind == "lower" and name in cpu) or not hasattr(torch.ops.aten, packet):
+                continue
+            op = getattr(torch.ops.aten, packet)
+            if (overload or "default") not in op.overloads():
+                continue
+            library.impl(name, _autocast_kernel(getattr(op, overload or "default"), kind), "AutocastCPU")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
+
+    Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the same
+    (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). Masks whose rows are not a multiple of 8 elements are
+    copied into padded rows first (pad_bias): at most B * S * 16 bytes, left out.
+    """
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if attn_mask is None and half and query.shape[-1] <= 256:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            blocked = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), blocked)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """``aten::_fused_rms_norm`` of CUDA (torch >= 2.9): saves the input, the weight and one fp32 rstd per row."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor | None) -> Tensor:
+        out = torch.empty_like(value)
+        rstd = value.new_empty((*value.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(value, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        value, weight, _ = ctx.saved_tensors
+        grad_value = torch.empty_like(value) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        return grad_value, grad_weight
+
+
+def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """``aten::rms_norm`` as CUDA dispatches it: fused when input and weight share a dtype, else the composite."""
+    if weight is None or weight.dtype == value.dtype:
+        return FusedRmsNorm.apply(value, weight)  # type: ignore[no-any-return]
+    upcast = value.float()
+    normed = upcast * torch.rsqrt(upcast.pow(2).mean(-1, keepdim=True) + (eps or torch.finfo(value.dtype).eps))
+    return (normed * weight).to(value.dtype)
+
+
+@contextlib.contextmanager
+def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
+    """While open, CPU tensors take CUDA's path through autocast, attention and RMSNorm.
+
+    ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
+        _install_autocast(library)
+        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+        if fused_rms_norm:
+            library.impl("rms_norm", rms_norm, "AutogradCPU")
+    foreach = torch.utils._foreach_utils._get_foreach_kernels_supported_devices
+    try:
+        # CUDA has foreach kernels, so clip_grad_norm_ and the optimizers choose them there.
+        torch.utils._foreach_utils._get_foreach_kernels_supported_devices = lambda: [*foreach(), "cpu"]
+        yield
+    finally:
+        torch.utils._foreach_utils._get_foreach_kernels_supported_devices = foreach
+        library._destroy()
+
+
+# --- Workspace -----------------------------------------------------------------------------------------------------
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
+    """FlashAttention-2 backward: fp32 dq accumulator and row sums, on query rows rounded up to 128.
+
+    flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B, heads, S).
+    """
+    query = args[1]
+    batch, heads, rows, size = query.shape
+    return [
+        ("flash", (4, batch, heads, Rounded(rows, 128))),
+        ("flash", (4, batch, heads, Rounded(rows, 128), _round_up(size, 32))),
+    ]
+
+
+def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
+    """Memory-efficient attention backward: fp32 delta and fp32 accumulators for dq when inputs are not fp32.
+
+    ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size.
+    """
+    query = args[1]
+    batch, heads, rows, size = query.shape
+    found: list[Workspace] = [("any", (4, batch, heads, rows))]
+    if query.dtype != torch.float32:
+        found.append(("any", (4, batch, heads, rows, _round_up(size, 32))))
+    return found
+
+
+class Rounded(int):
+    """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
+
+    exact: int
+    multiple: int
+
+    def __new__(cls, exact: int, multiple: int) -> Rounded:
+        rounded = super().__new__(cls, _round_up(exact, multiple))
+        rounded.exact, rounded.multiple = exact, multiple
+        return rounded
+
+
+WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
+    "aten._scaled_dot_product_flash_attention_backward": flash_backward,
+    "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+}
+
+
+def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
+    """What a CUDA kernel allocates inside ``op`` (name without overload) and frees before it returns."""
+    entry = WORKSPACES.get(op)
+    return entry(args) if entry else []

@@ -1,0 +1,59 @@
+"""What all families share: shapes from the grid, flow matching, the mean squared error.
+
+Shape letters: B batch, C latent channels, F latent frames, H and W the patch grid, T text tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from planner.facts import ModelProfile
+
+Grid = Mapping[str, int]
+"""The integer atoms of a shape: B, F, H, W, T, R (see planner.catalog.grid)."""
+
+
+class Family:
+    """A model family. Batches hold what caching leaves on disk: latents and text embeddings."""
+
+    sums: Mapping[str, tuple[int, tuple[str, ...]]] = {}
+    """Lengths that are sums: name -> (constant, products), e.g. the joint sequence S = F*H*W + T."""
+
+    fixed: Mapping[str, int] = {"F": 1}
+    """Grid atoms this family cannot vary."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self.config = profile.config
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Random tensors of the shapes and dtypes a real batch has on the device."""
+        raise NotImplementedError
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """Adds noise; returns the model's keyword arguments and the target of the loss."""
+        raise NotImplementedError
+
+    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Mean squared error in fp32, as the published trainers compute it."""
+        return functional.mse_loss(prediction.float(), target.float())
+
+    def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """Latents (B, C, F, H * patch, W * patch)."""
+        _, patch_h, patch_w = self.profile.shape.patch
+        channels = self.profile.vae.latent_channels
+        size = (grid["B"], channels, grid["F"], grid["H"] * patch_h, grid["W"] * patch_w)
+        return torch.randn(size, device=device, dtype=dtype)
+
+
+def flow_matching(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Noisy latents, timesteps in [0, 1) and the velocity target ``noise - latents`` (Lipman et al., arXiv 2210.02747)."""
+    noise = torch.randn_like(latents)
+    sigmas = torch.sigmoid(torch.randn(latents.shape[0], device=latents.device))
+    spread = sigmas.view(-1, *[1] * (latents.ndim - 1)).to(latents.dtype)
+    return (1.0 - spread) * latents + spread * noise, sigmas, noise - latents

@@ -1,0 +1,62 @@
+"""CogVideoX: v-prediction on a zero-SNR schedule (arXiv 2408.06072; diffusers examples/cogvideo)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import CogVideoXDPMScheduler
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from torch import Tensor
+
+from planner.facts import ModelProfile
+from trainers.families.base import Family, Grid
+
+
+class CogVideoX(Family):
+    sums = {"S": (0, ("FHW", "T"))}
+    fixed: dict[str, int] = {}
+
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        self.scheduler = CogVideoXDPMScheduler(**profile.training.scheduler)
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The published trainer keeps latents as (B, F, C, h, w)."""
+        latents = self.video_latents(grid, device, dtype).permute(0, 2, 1, 3, 4).contiguous()
+        prompt = torch.randn(grid["B"], grid["T"], self.config["text_embed_dim"], device=device, dtype=dtype)
+        return {"latents": latents, "prompt": prompt}
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        latents = batch["latents"]
+        steps = self.scheduler.config["num_train_timesteps"]
+        timesteps = torch.randint(0, steps, (latents.shape[0],), device=latents.device)
+        noisy = self.scheduler.add_noise(latents, torch.randn_like(latents), timesteps)
+        inputs = {"hidden_states": noisy, "encoder_hidden_states": batch["prompt"], "timestep": timesteps}
+        if self.config["use_rotary_positional_embeddings"]:
+            inputs["image_rotary_emb"] = self.rotary_table(latents)
+        return inputs, latents
+
+    def rotary_table(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE cosines and sines, each (F*H*W, head size) in fp32."""
+        patch = self.config["patch_size"]
+        frames, height, width = latents.shape[1], latents.shape[3] // patch, latents.shape[4] // patch
+        return get_3d_rotary_pos_embed(  # type: ignore[no-any-return]
+            embed_dim=self.config["attention_head_dim"],
+            crops_coords=((0, 0), (height, width)),
+            grid_size=(height, width),
+            temporal_size=frames,
+            device=latents.device,
+        )
+
+    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """The v-prediction turned into a clean-sample error weighted by 1 / (1 - alpha_bar)."""
+        timesteps = inputs["timestep"]
+        predicted = self.scheduler.get_velocity(prediction, inputs["hidden_states"], timesteps)
+        weights = 1 / (1 - self.scheduler.alphas_cumprod[timesteps])
+        weights = weights.view(-1, *[1] * (predicted.ndim - 1))
+        error = weights * (predicted - target) ** 2
+        return error.reshape(target.shape[0], -1).mean(dim=1).mean()
+
+
+FAMILY = CogVideoX

@@ -1,0 +1,40 @@
+"""LTX-Video: flow matching on packed latents, patch 1 (arXiv 2501.00103; diffusers LTXVideoTransformer3DModel)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.families.base import Family, Grid, flow_matching
+
+
+class Ltx(Family):
+    fixed: dict[str, int] = {}
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        text = (grid["B"], grid["T"])
+        return {
+            "latents": self.video_latents(grid, device, dtype),
+            "prompt": torch.randn(*text, self.config["caption_channels"], device=device, dtype=dtype),
+            "prompt_mask": torch.ones(text, device=device, dtype=torch.bool),
+        }
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        frames, height, width = batch["latents"].shape[2:]
+        packed = batch["latents"].flatten(2).transpose(1, 2).contiguous()
+        noisy, sigmas, target = flow_matching(packed)
+        return {
+            "hidden_states": noisy,
+            "encoder_hidden_states": batch["prompt"],
+            "timestep": sigmas * 1000,
+            "encoder_attention_mask": batch["prompt_mask"],
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "rope_interpolation_scale": (8 / 24, 32, 32),  # latent to pixel and second, at 24 frames a second
+        }, target
+
+
+FAMILY = Ltx

@@ -1,0 +1,195 @@
+"""The one training step: builds a model under a Strategy and executes optimisation steps.
+
+Recording (fake tensors), probing (a few real steps) and training all call these functions, so what vplan predicts cannot
+drift from what it trains. Nothing here knows that a recorder exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from planner.facts import ModelProfile
+from planner.errors import VplanError
+from planner.job import Job, Strategy
+from trainers.families.base import Family
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_GRAD_NORM = 1.0
+"""Gradient clipping of the published trainers (diffusers examples, finetrainers, DiffSynth)."""
+
+
+@dataclass
+class Trainee:
+    """A model, its trainable parameters by name, and their optimizer (none when only sampling)."""
+
+    model: nn.Module
+    trainable: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | None = None
+
+
+def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None) -> nn.Module:
+    """The diffusers model with its adapter, dtypes and checkpointing, parameters still on ``meta``.
+
+    Non-persistent buffers (RoPE tables) are computed for real, as ``from_pretrained`` does it. ``config`` replaces the
+    published architecture, e.g. by one of fewer blocks.
+    """
+    import diffusers
+    from diffusers.models.modeling_utils import no_init_weights
+
+    model_class = getattr(diffusers, profile.diffusers_class)
+    with no_init_weights(), init_empty_weights():
+        model: nn.Module = model_class.from_config(config or profile.config)
+    cast_weights(model, DTYPES[stored_dtype(strategy)])
+    model.requires_grad_(False)
+    if job.method == "lora":
+        add_adapter(model, job, strategy)
+    elif job.method == "full":
+        model.requires_grad_(True)
+    set_checkpointing(model, strategy)
+    return model.train()
+
+
+def stored_dtype(strategy: Strategy) -> str:
+    if strategy.weights_dtype not in DTYPES:
+        raise VplanError(f"weights_dtype {strategy.weights_dtype} cannot be built yet", "use fp32, bf16 or fp16")
+    return strategy.weights_dtype
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives every parameter the dtype ``from_pretrained(torch_dtype=dtype)`` gives it.
+
+    diffusers keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
+    """
+    keep = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        kept = keep.intersection(name.split("."))
+        parameter.data = parameter.data.to(torch.float32 if kept else dtype)
+
+
+def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
+    """Adds a peft LoRA on ``job.lora_targets`` in ``strategy.adapter_dtype``; alpha equals the rank, as diffusers' examples."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    assert job.lora_targets, "targets are resolved before a model is built"
+    adapter = LoraConfig(
+        r=job.lora_rank,
+        lora_alpha=job.lora_rank,
+        lora_dropout=job.lora_dropout,
+        target_modules=list(job.lora_targets),
+        init_lora_weights="gaussian",
+    )
+    with init_empty_weights():
+        inject_adapter_in_model(adapter, model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(DTYPES[strategy.adapter_dtype])
+            parameter.requires_grad_(True)
+
+
+def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
+    """Turns on non-reentrant checkpointing of the blocks the strategy names; ``offload`` keeps block inputs in host RAM."""
+    mode = strategy.gradient_checkpointing
+    if mode == "none":
+        return
+    calls = 0
+    limit = strategy.checkpointed_blocks if mode == "partial" else None
+
+    def start_forward(*_: Any) -> None:
+        nonlocal calls
+        calls = 0
+
+    def run(block: nn.Module, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if limit is not None and calls > limit:
+            return block(*args)
+        hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if mode == "offload" else contextlib.nullcontext()
+        with hooks:
+            return checkpoint(block.__call__, *args, use_reentrant=False)
+
+    model.register_forward_pre_hook(start_forward)
+    model.enable_gradient_checkpointing(run)  # type: ignore[operator]
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Allocates parameters that are still on ``meta`` on ``device``, in the order of the modules, and moves the buffers."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True)
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                placed = nn.Parameter(place(parameter.data), requires_grad=parameter.requires_grad)
+                module._parameters[name] = placed
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = place(buffer)
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_optimizer(
+    trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4
+) -> torch.optim.Optimizer:
+    """The optimizer a strategy names: torch AdamW (foreach, fused or loop) or bitsandbytes' 8-bit AdamW."""
+    parameters = list(trainable.values())
+    if strategy.optimizer == "adamw":
+        how = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
+        if strategy.optimizer_step not in how:
+            raise VplanError(f"optimizer_step {strategy.optimizer_step} is not applied yet", "use foreach, fused or loop")
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=1e-2, **how[strategy.optimizer_step])
+    if strategy.optimizer == "adamw-8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(parameters, lr=learning_rate, weight_decay=1e-2)
+    raise VplanError(f"optimizer {strategy.optimizer} is not built yet", "use adamw or adamw-8bit")
+
+
+@contextlib.contextmanager
+def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
+    """``torch.autocast`` as the strategy asks; around the model's forward only, as accelerate wraps it."""
+    if strategy.autocast == "none":
+        yield
+    else:
+        with torch.autocast(device.type, dtype=DTYPES[strategy.autocast]):
+            yield
+
+
+def compute_dtype(strategy: Strategy) -> torch.dtype:
+    """The dtype inputs have: autocast's, else the weights'."""
+    return DTYPES[strategy.autocast if strategy.autocast != "none" else stored_dtype(strategy)]
+
+
+def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
+    """The loss (scalar) of one batch, with its graph."""
+    inputs, target = family.inputs_and_target(batch)
+    with autocast(strategy, target.device):
+        prediction = trainee.model(**inputs, return_dict=False)[0]
+    return family.loss(prediction, target, inputs)
+
+
+def optimizer_step(trainee: Trainee) -> None:
+    """Clips the gradients, steps and frees them."""
+    assert trainee.optimizer is not None
+    torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM)
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad(set_to_none=True)
+
+
+def train_step(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
+    """One optimisation step on one batch; returns the detached loss."""
+    loss = forward(trainee, family, batch, strategy)
+    loss.backward()
+    optimizer_step(trainee)
+    return loss.detach()

@@ -1,0 +1,37 @@
+"""What one operator computes and moves: FLOPs by torch's own counters, bytes of the tensors it reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+
+class Work(NamedTuple):
+    """One operator's work. ``kind``: matmul, attention, convolution or pointwise; ``dtype``: of its arithmetic."""
+
+    kind: str
+    dtype: str
+    flops: int
+    nbytes: tuple[int, ...]
+
+
+def work_of(func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work | None:
+    """The work of one call, or None for views and metadata operators."""
+    if not outputs or func.is_view:
+        return None
+    nbytes = tuple(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
+    counter = flop_registry.get(func.overloadpacket)
+    if counter is None:
+        return Work("pointwise", "fp32", 0, nbytes)
+    flops = int(counter(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
+    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(outputs[0].dtype, "fp32")
+    return Work(_kind(func.overloadpacket.__name__), dtype, flops, nbytes)
+
+
+def _kind(name: str) -> str:
+    if "attention" in name:
+        return "attention"
+    return "convolution" if "conv" in name else "matmul"
