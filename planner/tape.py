@@ -1,12 +1,13 @@
 """A Tape: the allocations of one real training step, with sizes symbolic in the shape, and its unfolding to full depth.
 
-A tape file is what ``vplan record`` wrote (trainers/compress.py): templates of events per kind of block. ``Unfolding`` lays
-pieces out one after another as a flat Program: numbered buffers, allocated and freed in the order the real step does it.
+A tape file is what ``vplan record`` wrote (trainers/compress.py): templates of events per kind of block. A Program lays
+pieces out at full depth: numbered buffers, allocated and freed in the order the real step does it.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import zlib
@@ -63,7 +64,7 @@ class Tape:
     """A recorded step of one model under one method, precision, checkpointing and optimizer."""
 
     model: str
-    variant: Mapping[str, Any]
+    variant: str
     versions: Mapping[str, str]
     regime: Mapping[str, int]
     """Atoms it holds at one value only, e.g. {"B": 1} or {"T": 512}; every other atom is free from 2 up."""
@@ -86,6 +87,13 @@ class Tape:
             constant, products = self.sums[name]
             values.append(constant + sum(math.prod(grid[atom] for atom in product) for product in products))
         return values
+
+    def block_of(self, name: str) -> tuple[str, int] | None:
+        """(module list, index) of the block a parameter's full name lies in; None outside the blocks."""
+        for run in self.runs:
+            if name.startswith(f"{run.module_list}."):
+                return run.module_list, int(name[len(run.module_list) + 1 :].split(".", 1)[0])
+        return None
 
 
 def read_tape(path: Path) -> Tape:
@@ -122,72 +130,116 @@ def parse_tape(data: Mapping[str, Any]) -> Tape:
 
 
 class Moment(NamedTuple):
-    """Where in the step a stretch of events belongs."""
+    """Where in the run a stretch of events belongs."""
 
     piece: str
     passes: str
-    run: int | None
+    module_list: str
+    """"" outside the repeated blocks"""
+
     block: int
 
 
 @dataclass
+class Stage:
+    """One piece at full depth: stretches of events, each with its moment.
+
+    An event >= 0 allocates that buffer, < 0 frees ``~event``. A buffer may be made again in a later round of the stage.
+    """
+
+    name: str
+    stretches: list[tuple[Moment, list[int]]]
+
+    @property
+    def ops(self) -> list[int]:
+        """All events in order."""
+        return list(itertools.chain.from_iterable(events for _, events in self.stretches))
+
+    def moment(self, index: int) -> Moment:
+        """The moment of the index-th event."""
+        for moment, events in self.stretches:
+            if index < len(events):
+                return moment
+            index -= len(events)
+        raise IndexError(index)
+
+
+@dataclass
 class Program:
-    """A flat list of events over numbered buffers. ``ops[i] >= 0`` allocates that buffer, ``< 0`` frees ``~ops[i]``."""
+    """Numbered buffers, and stages that allocate and free them in the order a real run does."""
 
-    ops: list[int] = field(default_factory=list)
-    size: list[int] = field(default_factory=list)
-    """Per buffer: bytes."""
+    buffers: list[int] = field(default_factory=list)
+    """Per buffer: index into ``sizes``."""
 
-    category: list[int] = field(default_factory=list)
-    """Per buffer: index into CATEGORIES."""
+    category: list[str] = field(default_factory=list)
+    """Per buffer: one of CATEGORIES, or of what strategies add (residents, buckets)."""
 
     op: list[str] = field(default_factory=list)
     """Per buffer: the operator that made it."""
 
-    kernel: list[int] = field(default_factory=list)
-    """Per buffer: 0, or the attention kernel without which it is not there (index into KERNELS)."""
+    kernel: list[str] = field(default_factory=list)
+    """Per buffer: "any", or the attention kernel without which it is not there."""
 
-    moments: list[tuple[int, Moment]] = field(default_factory=list)
-    """(index of the first event, moment)"""
+    sizes: list[tuple[Tape, Monomial] | int] = field(default_factory=list)
+    """Symbolic sizes of the tapes, and plain bytes."""
 
-    named: dict[tuple[int, str], int] = field(default_factory=dict)
-    """(category, full name) -> buffer, of what lives across pieces: weights, gradients, optimizer states, the batch."""
+    named: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(category, full name) -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
 
+    def bytes_of(self, grid: Mapping[str, int]) -> list[int]:
+        """The size of every buffer at a shape."""
+        values: dict[int, list[int]] = {}
+        table = []
+        for size in self.sizes:
+            if isinstance(size, int):
+                table.append(size)
+            else:
+                tape, monomial = size
+                if id(tape) not in values:
+                    values[id(tape)] = tape.values(grid)
+                table.append(monomial.value(values[id(tape)]))
+        return [table[index] for index in self.buffers]
 
-class Unfolding:
-    """Lays pieces of tapes out at full depth, one after another, into one Program at one shape."""
+    def buffer(self, nbytes: int, category: str, op: str) -> int:
+        """A new buffer of plain bytes; returns its number."""
+        self.sizes.append(nbytes)
+        self.buffers.append(len(self.sizes) - 1)
+        self.category.append(category)
+        self.op.append(op)
+        self.kernel.append("any")
+        return len(self.buffers) - 1
 
-    def __init__(self) -> None:
-        self.program = Program()
-
-    def add(self, tape: Tape, piece: str, grid: Mapping[str, int], counts: Sequence[int] | None = None) -> None:
-        """Appends a piece (load, step, optimizer_first or optimizer). ``counts``: blocks per run, else the full model's."""
-        values = tape.values(grid)
-        sizes = [size.value(values) for size in tape.sizes]
-        _Piece(self.program, tape, sizes, list(counts or [run.count for run in tape.runs])).play(piece)
+    def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None) -> Stage:
+        """Lays a piece (load, step, optimizer_first or optimizer) out. ``counts``: blocks per run, else the full model's."""
+        first_size = len(self.sizes)
+        self.sizes += [(tape, size) for size in tape.sizes]
+        return _Piece(self, tape, first_size, list(counts or [run.count for run in tape.runs])).play(piece)
 
 
 class _Piece:
     """One piece being laid out."""
 
-    def __init__(self, program: Program, tape: Tape, sizes: list[int], counts: list[int]) -> None:
+    def __init__(self, program: Program, tape: Tape, first_size: int, counts: list[int]) -> None:
         self.program = program
         self.tape = tape
-        self.sizes = sizes
+        self.first_size = first_size
         self.counts = counts
         self.items: list[dict[str, Any]] = []
         self.made: list[dict[int, int]] = []
         """Per item: block -> number of its first buffer."""
 
-    def play(self, piece: str) -> None:
+    def play(self, piece: str) -> Stage:
+        stage = Stage(piece, [])
         self.items = self.tape.pieces[piece]
         for item in self.items:
             bases: dict[int, int] = {}
             self.made.append(bases)
+            run = None if item["run"] is None else self.tape.runs[item["run"]]
             for block, template in self._blocks(item):
-                bases[block] = len(self.program.size)
-                self.program.moments.append((len(self.program.ops), Moment(piece, item["pass"], item["run"], block)))
-                self._events(template["events"], block)
+                bases[block] = len(self.program.buffers)
+                moment = Moment(piece, item["pass"], run.module_list if run else "", run.start + block if run else -1)
+                stage.stretches.append((moment, self._events(template["events"], block)))
+        return stage
 
     def _blocks(self, item: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
         templates, run = item["templates"], item["run"]
@@ -199,26 +251,28 @@ class _Piece:
         order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
         return [(block, templates[template_of(block, count, len(templates))]) for block in order]
 
-    def _events(self, events: list[list[int]], block: int) -> None:
+    def _events(self, events: list[list[int]], block: int) -> list[int]:
         """Events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position] for a
         free, or [-1, category, mode, run, block, name] for the free of what another piece made."""
-        program, sizes, ops = self.program, self.sizes, self.tape.ops
+        program, ops = self.program, self.tape.ops
+        found = []
         for event in events:
             if len(event) == 4:
                 item, mode, target, position = event
                 base = self.made[item][self._target(mode, target, self.items[item]["run"], block)]
-                program.ops.append(~(base + position))
+                found.append(~(base + position))
             elif len(event) == 6:
-                program.ops.append(~program.named.pop((event[1], self._name(event[2:], block))))
+                found.append(~program.named[CATEGORIES[event[1]], self._name(event[2:], block)])
             else:
-                buffer = len(program.size)
-                program.ops.append(buffer)
-                program.size.append(sizes[event[0]])
-                program.category.append(event[1])
+                buffer = len(program.buffers)
+                found.append(buffer)
+                program.buffers.append(self.first_size + event[0])
+                program.category.append(CATEGORIES[event[1]])
                 program.op.append(ops[event[2]])
-                program.kernel.append(event[3])
+                program.kernel.append(KERNELS[event[3]])
                 if event[4]:
-                    program.named[event[1], self._name(event[5:], block)] = buffer
+                    program.named[CATEGORIES[event[1]], self._name(event[5:], block)] = buffer
+        return found
 
     def _name(self, owner: list[int], block: int) -> str:
         mode, number, target, name = owner

@@ -8,6 +8,7 @@ it), relative to the block in a sweep, so that the same templates unfold to any 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,9 +140,36 @@ class _Compressor:
             while next_work < len(work) and work[next_work][0] <= index:
                 segments[-1].work.append(work[next_work][1])
                 next_work += 1
-        for segment in segments:
-            segment.events = _ordered(segment.events)
-        return segments
+        return [part for segment in segments for part in self._split(segment)]
+
+    def _split(self, segment: Segment) -> list[Segment]:
+        """Orders neighbouring frees by allocation, because autograd drops a node's tensors in the order of their addresses,
+        which differs from run to run and leaves the allocator the same; and gives those that let something of every block go at once (as autocast's cache of
+        cast weights, when its context exits) a segment per block."""
+        parts = [Segment(segment.place, segment.passes, work=segment.work)]
+        for is_free, group in itertools.groupby(segment.events, key=lambda event: event < 0):
+            events = sorted(group, reverse=True) if is_free else list(group)
+            outside = segment.place is None or segment.passes == "optimizer"
+            sweeps = self._sweeps(events) if is_free and outside else {}
+            swept = {event for found in sweeps.values() for event in found}
+            parts[-1].events += [event for event in events if event not in swept]
+            if sweeps:
+                parts += [Segment(place, segment.passes, found) for place, found in sorted(sweeps.items())]
+                parts.append(Segment(None, segment.passes))
+        return [part for part in parts if part.events or part.work]
+
+    def _sweeps(self, frees: list[int]) -> dict[Place, list[int]]:
+        """Frees of what was made in a block, by block, for the runs all of whose blocks are there."""
+        found: dict[Place, list[int]] = {}
+        for event in frees:
+            alloc = self.trace.allocs[~event]
+            place = alloc.place if alloc.name else self.trace.places[self.made_at[~event]]
+            if place is not None:
+                found.setdefault(place, []).append(event)
+        whole = [
+            number for number, run in enumerate(self.trace.runs) if all((number, i) in found for i in range(run.count))
+        ]
+        return {place: events for place, events in found.items() if place[0] in whole}
 
     def _items(self, segments: list[Segment]) -> list[Item]:
         items: list[Item] = []
@@ -244,6 +272,7 @@ class _Compressor:
         if item.run == run and item.step and segment.place is not None:
             return 1, block - segment.place[1]
         count = self.trace.runs[run].count
+        assert not HEAD <= block < count - TAIL or count <= HEAD + 1 + TAIL, f"run {run}: block {block} from outside"
         return (2, block) if block < HEAD else (3, block - count)
 
     def _work(self, entries: list[Work]) -> list[list[int]]:
@@ -260,21 +289,6 @@ class _Compressor:
                 cell[0 if flops else 1] += coefficient
         kernels = [[len(KINDS), 0, len(entries), 0, *[0] * len(self.factoriser.names)]]
         return [[kind, half, *cell, *exponents] for (kind, half, exponents), cell in merged.items()] + kernels
-
-
-def _ordered(events: list[int]) -> list[int]:
-    """Sorts neighbouring frees by allocation: autograd drops a node's tensors in the order of their addresses, which differs
-    from run to run, and what an allocator looks like afterwards does not depend on it."""
-    ordered: list[int] = []
-    frees: list[int] = []
-    for event in [*events, 0]:
-        if event < 0:
-            frees.append(~event)
-        else:
-            ordered += [~number for number in sorted(frees)]
-            ordered.append(event)
-            frees = []
-    return ordered[:-1]
 
 
 def _listed(value: Any) -> Any:

@@ -178,13 +178,9 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
-    foreach = torch.utils._foreach_utils._get_foreach_kernels_supported_devices
     try:
-        # CUDA has foreach kernels, so clip_grad_norm_ and the optimizers choose them there.
-        torch.utils._foreach_utils._get_foreach_kernels_supported_devices = lambda: [*foreach(), "cpu"]
         yield
     finally:
-        torch.utils._foreach_utils._get_foreach_kernels_supported_devices = foreach
         library._destroy()
 
 

@@ -79,11 +79,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.place: Place | None = None
+        """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
+
         self.phase = "load"
-        self.parameter_place: dict[int, Place | None] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._number: dict[int, int] = {}
-        self._host: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
@@ -97,27 +97,24 @@ class Recorder(TorchDispatchMode):
         self.trace.ops.add(name)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        by_position = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
+        each = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
+        if self.phase == "optimizer":
+            self.place = self._common_place(inputs)
         before = len(self.trace.events)
         for position, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
-            if storage._cdata in self._alive:
-                continue
-            sources = [args[0][position]] if by_position and len(outputs) == len(args[0]) else inputs
-            self._allocate(storage, name, self._place_of(sources))
+            if storage._cdata not in self._alive:
+                source = args[0][position] if each and len(outputs) == len(args[0]) else None
+                self._allocate(storage, name, self.place if source is None else self._common_place([source]))
         self._note_workspaces(name, args)
-        if work := work_of(func, args, kwargs, inputs, outputs):
+        if work := work_of(func, args, kwargs, out, inputs, outputs):
             self.trace.work.append((before, work))
 
-    def _place_of(self, sources: list[Tensor]) -> Place | None:
-        """In forward and backward the running block; elsewhere the block whose parameter the operator works on."""
-        if self.phase in ("forward", "backward"):
-            return self.place
-        for source in sources:
-            number = self._number.get(source.untyped_storage()._cdata)
-            if number is not None and self.trace.allocs[number].place is not None:
-                return self.trace.allocs[number].place
-        return None
+    def _common_place(self, tensors: list[Tensor]) -> Place | None:
+        """The block that all tensors belong to; None when they are of several or of none."""
+        numbers = [self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        places = {self.trace.allocs[number].place for number in numbers if number is not None}
+        return places.pop() if len(places) == 1 else None
 
     def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> None:
         number = len(self.trace.allocs)
@@ -135,8 +132,7 @@ class Recorder(TorchDispatchMode):
     def _free(self, key: int) -> None:
         del self._alive[key]
         number = self._number.pop(key)
-        running = self.phase in ("forward", "backward")
-        self._event(~number, self.place if running else self.trace.allocs[number].place)
+        self._event(~number, self.place)
 
     def _note_workspaces(self, name: str, args: Any) -> None:
         made = []
@@ -317,10 +313,9 @@ def _load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> Non
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         place = place_of_name(name, places)
         recorder.label(tensor, "weight", name, place)
-    numbers = {alloc: index for index, alloc in enumerate(recorder.trace.events)}
-    for number, alloc in enumerate(recorder.trace.allocs):
-        if number in numbers:
-            recorder.trace.places[numbers[number]] = alloc.place
+    trace = recorder.trace
+    assert all(alloc.category == "weight" for alloc in trace.allocs), "loading allocates weights and nothing else"
+    trace.places[:] = [alloc.place for alloc in trace.allocs]
 
 
 def _watch_gradients(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place]) -> None:

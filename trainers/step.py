@@ -64,7 +64,7 @@ def stored_dtype(strategy: Strategy) -> str:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives every parameter the dtype ``from_pretrained(torch_dtype=dtype)`` gives it.
+    """Gives every parameter the dtype ``from_pretrained(torch_dtype=dtype)`` gives it, and tables at most fp32.
 
     diffusers keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
     """
@@ -72,6 +72,10 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         kept = keep.intersection(name.split("."))
         parameter.data = parameter.data.to(torch.float32 if kept else dtype)
+    for module in model.modules():
+        for name, table in module._buffers.items():
+            if table is not None and table.dtype == torch.float64:  # diffusers computes position tables in fp64
+                module._buffers[name] = table.float()
 
 
 def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
@@ -122,17 +126,14 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
 def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Allocates parameters that are still on ``meta`` on ``device``, in the order of the modules, and moves the buffers."""
 
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True)
-
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                placed = nn.Parameter(place(parameter.data), requires_grad=parameter.requires_grad)
-                module._parameters[name] = placed
+            if parameter is not None and parameter.is_meta:
+                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                module._parameters[name] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = place(buffer)
+                module._buffers[name] = buffer.to(device, copy=True)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -182,7 +183,7 @@ def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], st
 def optimizer_step(trainee: Trainee) -> None:
     """Clips the gradients, steps and frees them."""
     assert trainee.optimizer is not None
-    torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM)
+    torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM, foreach=True)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)
 

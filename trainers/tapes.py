@@ -7,6 +7,7 @@ are recorded as bf16 and called half.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import itertools
 import json
@@ -17,35 +18,44 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from planner import catalog
 from planner.facts import ModelProfile
-from planner.job import Job, Strategy
 from planner.tape import ATOMS, FORMAT
 from planner.variants import OptimizerVariant, StepVariant
 from trainers import step
 from trainers.compress import HEAD, TAIL, compress
 from trainers.families import family
-from trainers.record import Run, Trace, find_runs, record_optimizer, record_step
+from trainers.record import Trace, find_runs, record_optimizer, record_step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Per kind of block: both ends and two middles, which must be alike."""
 
-PRIMES = {"B": 101, "F": 103, "H": 107, "W": 109, "T": 127, "R": 113}
-"""Larger than any prime factor of a published architecture, so that a size shows its atoms; 257 is CLIP's token count."""
+PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031}
+"""Larger than any prime factor of a published architecture, so that a size shows its atoms. Small primes are not:
+CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
+Rows and columns stay below 384, where SD3's table of positions ends."""
+
+WIDTHS = (373, 379, 383)
+FRAMES = (359, 353, 349, 347, 337, 331)
 
 
 def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(shape to record at, values of the sums there, atoms the tape holds fixed). Sums come out prime too."""
+    """(shape to record at, values of the sums there, atoms the tape holds fixed).
+
+    Width and text are primes at which every sum (as F*H*W + T) is a prime or twice one, so that sums show in sizes too.
+    """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": 1} if one_sample else {})}
-    grid = {**PRIMES, **regime}
-    while True:
+    texts = filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))
+    for text, frames, width in itertools.product([PRIMES["T"], *texts], FRAMES, WIDTHS):
+        grid = {**PRIMES, "T": text, "F": frames, "W": width, **regime}
         sums = {
             name: constant + sum(math.prod(grid[atom] for atom in product) for product in products)
             for name, (constant, products) in kind.sums.items()
         }
-        if all(_is_prime(value) for value in sums.values()):
+        if all(_is_prime(value // (2 - value % 2)) for value in sums.values()):
             return grid, sums, regime
-        grid["T"] += 2
+    raise AssertionError(f"no prime shape for {profile.name}")
 
 
 def _is_prime(number: int) -> bool:
@@ -53,18 +63,25 @@ def _is_prime(number: int) -> bool:
 
 
 def shallow_config(profile: ModelProfile) -> dict[str, Any]:
-    """The published config with few blocks of each kind. A stack of several kinds is recorded at its full depth."""
+    """The published config with few blocks of each kind; a UNet, whose levels all differ, keeps its depth."""
     config = dict(profile.config)
-    if profile.family != "sd3":  # which of its blocks are of which kind is another config entry
-        for stack in profile.stacks:
-            if isinstance(config[stack.depth_key], int):
-                config[stack.depth_key] = min(RECORDED_BLOCKS, config[stack.depth_key])
+    dual = config.get("dual_attention_layers")
+    if dual:  # SD3.5 medium: blocks with a second attention, then plain ones, then a last one without text output
+        assert list(dual) == list(range(len(dual)))
+        return {**config, "dual_attention_layers": list(range(RECORDED_BLOCKS)), "num_layers": 2 * RECORDED_BLOCKS + 1}
+    for stack in profile.stacks:
+        if isinstance(config[stack.depth_key], int):
+            config[stack.depth_key] = min(RECORDED_BLOCKS, config[stack.depth_key])
     return config
 
 
-def full_runs(profile: ModelProfile, job: Job, strategy: Strategy) -> list[Run]:
-    """The runs of like blocks of the published architecture, counted on the meta device."""
-    return find_runs(step.build_model(profile, job, strategy), [stack.list for stack in profile.stacks], None)[0]
+@functools.cache
+def full_run_lengths(name: str) -> tuple[int, ...]:
+    """Blocks in each run of like blocks of a bundled model's published architecture, counted on the meta device."""
+    profile = catalog.model(name)
+    job, strategy = next(StepVariant.all()).records(profile)
+    model = step.build_model(profile, job.replace(method="full"), strategy)
+    return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
 
 
 def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
@@ -72,7 +89,7 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, variant.one_sample)
     trace = record_step(profile, job, strategy, grid, shallow_config(profile))
-    return _tape(profile, variant.name, trace, grid, sums, regime, full_runs(profile, job, strategy))
+    return _tape(profile, variant.name, trace, grid, sums, regime)
 
 
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
@@ -80,7 +97,7 @@ def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, one_sample=False)
     trace = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
-    return _tape(profile, variant.name, trace, grid, sums, {}, full_runs(profile, job, strategy))
+    return _tape(profile, variant.name, trace, grid, sums, {})
 
 
 def _tape(
@@ -90,7 +107,6 @@ def _tape(
     grid: dict[str, int],
     sums: dict[str, int],
     regime: dict[str, int],
-    runs: list[Run],
 ) -> dict[str, Any]:
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in ATOMS} | sums
     return {
@@ -101,7 +117,7 @@ def _tape(
         "regime": regime,
         "sums": {key: [constant, list(products)] for key, (constant, products) in family(profile).sums.items()},
         "operators": sorted(trace.ops),
-        "tape": compress(trace, atoms, [run.count for run in runs]),
+        "tape": compress(trace, atoms, list(full_run_lengths(profile.name))),
     }
 
 

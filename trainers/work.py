@@ -18,15 +18,19 @@ class Work(NamedTuple):
     nbytes: tuple[int, ...]
 
 
-def work_of(func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work | None:
-    """The work of one call, or None for views and metadata operators."""
-    if not outputs or func.is_view:
+IDLE = frozenset({"_unsafe_view", "empty", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"})
+"""Not ``empty_like``: in FusedRmsNorm it stands for what the kernel writes."""
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work | None:
+    """The work of one call, or None for views and for operators that only take memory."""
+    if not outputs or func.is_view or func.overloadpacket.__name__ in IDLE:
         return None
     nbytes = tuple(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
     counter = flop_registry.get(func.overloadpacket)
     if counter is None:
         return Work("pointwise", "fp32", 0, nbytes)
-    flops = int(counter(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
+    flops = int(counter(*args, **kwargs, out_val=out))
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(outputs[0].dtype, "fp32")
     return Work(_kind(func.overloadpacket.__name__), dtype, flops, nbytes)
 

@@ -14,11 +14,12 @@ from trainers.families.base import Family, Grid
 
 
 class CogVideoX(Family):
-    sums = {"S": (0, ("FHW", "T"))}
-    fixed: dict[str, int] = {}
-
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
+        tokens = self.config["max_text_seq_length"]
+        self.fixed = {"T": tokens}
+        """The table of positions holds as many text tokens as every prompt is padded to."""
+        self.sums = {"S": (tokens, ("FHW",))}
         self.scheduler = CogVideoXDPMScheduler(**profile.training.scheduler)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:

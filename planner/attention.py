@@ -1,0 +1,36 @@
+"""Which attention kernel torch's ``scaled_dot_product_attention`` runs on a card, and what it takes beside its output.
+
+All of flash, cuDNN and memory-efficient attention save q, k, v, the output and one fp32 logsumexp per row, so a tape holds
+for any of them; what they take inside backward differs a little, and the math path is another graph altogether.
+"""
+
+from __future__ import annotations
+
+from planner.facts import GpuProfile
+from planner.job import Machine, Strategy
+
+FLASH_FROM = (8, 0)
+"""FlashAttention-2 needs Ampere or newer (torch SDPA: sm80 or later)."""
+
+
+def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile) -> str:
+    """The kernel for unmasked half-precision attention: cudnn, flash or efficient.
+
+    torch 2.13 puts cuDNN first on sm90 and sm100; Windows wheels are built without flash; older cards than Ampere have the
+    memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). Masked attention is never flash.
+    """
+    if strategy.attention not in ("sdpa", "auto"):
+        return str(strategy.attention)
+    if gpu.capability[0] in (9, 10):
+        return "cudnn"
+    if gpu.capability < FLASH_FROM or machine.os == "windows":
+        return "efficient"
+    return "flash"
+
+
+def workspaces(name: str) -> tuple[str, ...]:
+    """The tapes' workspace entries that hold for a kernel: an fp32 accumulator for the gradient of the queries.
+
+    FlashAttention-2 and 3, cuDNN and memory-efficient attention all accumulate dq in fp32 for half-precision inputs.
+    """
+    return () if name == "math" else ("flash",)

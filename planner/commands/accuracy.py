@@ -1,0 +1,162 @@
+"""`vplan accuracy`: the estimates beside what was measured, ours and other people's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import profiles
+from planner.accuracy import (
+    AFTER_STEP,
+    PEAKS,
+    AfterStep,
+    Compared,
+    Predict,
+    Prediction,
+    answer,
+    by_family,
+    compare,
+    only,
+    worst_first,
+)
+from planner.commands.common import Verb, examples, json_option, show, table
+from planner.errors import VplanError
+from planner.evidence import RAN_OUT, read_rows
+from planner.job import Job, Machine, Strategy
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples("vplan accuracy", "vplan accuracy runs.jsonl --json", "vplan accuracy --only cogvideox"),
+)
+@click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.option(
+    "--allocator",
+    type=click.Choice(["expandable", "classic"]),
+    help="The allocator of published rows that do not say which ran.  [default: classic]",
+)
+@click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
+@json_option
+def command(files: Sequence[str], allocator: str | None, text: str | None, as_json: bool) -> None:
+    """Compare the estimates with measurements.
+
+    FILE holds one measured run a line (JSON), as published by others or as our probes write them; without FILE, the
+    rows that come with vplan are read. An error is the distance to what was measured, in per cent of it, and negative
+    where the estimate is too low. A run that ended out of memory is met by the verdicts "tight" and "no".
+    """
+    rows = []
+    for path in files or _shipped():
+        read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
+        rows += read
+        for note in notes:
+            click.echo(f"note: {note}", err=True)
+    if text is not None:
+        rows = only(rows, text)
+    predict, after_step = _estimator()
+    with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
+        compared = compare(progress, predict, after_step)
+    found = answer(compared)
+    show(found, as_json, lambda console: _render(console, compared, found["summary"]))
+
+
+def _shipped() -> list[Path]:
+    found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
+    if not found:
+        raise VplanError("no measurements came with this vplan", "reinstall vplan, or name a .jsonl file")
+    return found
+
+
+def _estimator() -> tuple[Predict, AfterStep]:
+    """The real estimator, imported only when there is something to compare."""
+    from planner.estimate import after_step_bytes, estimate
+    from planner.library import facts
+
+    def predict(job: Job, strategy: Strategy, machine: Machine) -> Prediction:
+        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine)))
+
+    def after_step(job: Job, strategy: Strategy, machine: Machine) -> int:
+        return after_step_bytes(job, strategy, machine, facts(job, strategy, machine))
+
+    return predict, after_step
+
+
+def _render(console: Console, compared: Sequence[Compared], summary: dict[str, Any]) -> None:
+    """The rows by implementation, worst first; then what they amount to."""
+    for name in summary["by_implementation"]:
+        entries = [entry for entry in worst_first(compared) if entry.row.implementation == name]
+        if entries:
+            console.print(name, style="bold", markup=False)
+            columns = ("id", "counter", ">measured GiB", ">predicted GiB", ">error")
+            console.print(table(columns, [_row(entry) for entry in entries]), "")
+    _render_unsupported(console, compared)
+    heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
+    console.print(table(heads, _summary_rows(compared, summary)), "")
+    verdict = summary["verdict"]
+    said = f"{verdict['under']} said fits and ran out, {verdict['false_refusal']} said no and ran"
+    console.print(f"verdicts of {verdict['n']} runs: {said}")
+
+
+def _row(entry: Compared) -> list[str]:
+    from rich.markup import escape
+
+    error = _MISSES[entry.missed] if entry.error_pct is None else f"{entry.error_pct:+.1f} %"
+    return [escape(entry.row.id), _counter(entry.counter), _measured(entry), _predicted(entry), error]
+
+
+def _counter(counter: str) -> str:
+    return "after step" if counter == AFTER_STEP else counter
+
+
+def _measured(entry: Compared) -> str:
+    if entry.measured is None:
+        return "ran out" if entry.row.outcome in RAN_OUT else "ran"
+    low, high = entry.measured.low_gib, entry.measured.high_gib
+    return f"{low:.2f}" if low == high else f"{low:.2f}..{high:.2f}"
+
+
+def _predicted(entry: Compared) -> str:
+    if entry.predicted is None:
+        return ""
+    low, _, high = entry.predicted
+    number = f"{low:.2f}" if low == high else f"{low:.2f}..{high:.2f}"
+    # Where there is no number to compare, or the verdict was wrong, the verdict is what was predicted.
+    return f"{number} {entry.verdict}" if entry.measured is None or entry.missed else number
+
+
+def _render_unsupported(console: Console, compared: Sequence[Compared]) -> None:
+    """Each reason once, with the rows it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for entry in compared:
+        if entry.unsupported is not None and entry.row.id not in reasons.setdefault(entry.unsupported, []):
+            reasons[entry.unsupported].append(entry.row.id)
+    if reasons:
+        console.print(f"unsupported rows: {sum(map(len, reasons.values()))}", style="bold")
+    for reason, ids in reasons.items():
+        console.print(f"{', '.join(ids)}: {reason}", markup=False)
+    if reasons:
+        console.print("")
+
+
+def _summary_rows(compared: Sequence[Compared], summary: dict[str, Any]) -> list[list[str]]:
+    """Per implementation: each counter, then each family of models."""
+    from rich.markup import escape
+
+    rows = []
+    for name, found in summary["by_implementation"].items():
+        entries = [entry for entry in compared if entry.row.implementation == name]
+        spreads = {_counter(counter): found[counter] for counter in (*PEAKS, AFTER_STEP) if counter in found}
+        spreads |= {f"{family} models": spread for family, spread in by_family(entries).items()}
+        for of, spread in spreads.items():
+            if spread["n"]:
+                numbers = [f"{spread[f'{kind}_abs_pct']:.1f} %" for kind in ("median", "mean", "max")]
+                rows.append([escape(name), of, str(spread["n"]), *numbers])
+    return rows

@@ -1,0 +1,51 @@
+"""`vplan estimate`: what one way of training needs, phase by phase."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from planner.commands.answer import headline, print_estimate
+from planner.commands.common import Verb, examples, json_option, output_option, show, verdict_exit_code
+from planner.commands.request import Asked, request_options
+from planner.estimate import estimate
+from planner.library import facts
+from planner.plan import Plan, write_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan estimate wan2.1-t2v-1.3b --gpu 24GB --frames 81",
+        "vplan estimate flux.1-dev --gpu rtx4090 --gradient-checkpointing full --swap-blocks 20 --json",
+    ),
+)
+@request_options()
+@click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
+@output_option("the plan")
+@json_option
+def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> int:
+    """Say what one way of training needs: peak by phase, what it is made of, host RAM, seconds a step.
+
+    Nothing is searched: what you do not set is vplan's default (`vplan suggest` chooses instead).
+    """
+    request = asked.settle()
+    found = estimate(
+        request.job, request.strategy, request.machine, facts(
+            request.job, request.strategy, request.machine, request.model, request.gpu
+        )
+    )
+    found = found.replace(assumptions=request.assumptions)
+    if output:
+        write_plan(Plan.of(found), output)
+
+    def render(console: Console) -> None:
+        headline(console, request)
+        print_estimate(console, found)
+
+    show(found.to_json(), as_json, render)
+    return verdict_exit_code(found.verdict, strict=strict)

@@ -1,0 +1,234 @@
+"""Rows of measurements as they lie in files: published ones and our own, as Job, Strategy, Machine and intervals.
+
+Published rows are other people's runs (`measured.counter` and an interval in GiB); our own hold a probe's counters in
+bytes. What a published row does not say is filled in as its own trainer would have done it, never as ours does.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field
+
+from planner.errors import VplanError, quoted
+from planner.job import Job, Machine, Strategy
+from planner.plan import Measured
+from planner.record import Positive, Record, choices
+from planner.units import gib
+
+Counter = Literal["allocated", "reserved", "device", "unknown", "allocated_after_step"]
+RAN_OUT = frozenset({"oom", "host-oom"})
+RAN = frozenset({"measured", "fits", "ok", "nan"})
+"""Outcomes of runs that had memory enough. A crash or a timeout says nothing about memory."""
+
+
+class Default(NamedTuple):
+    """What a trainer does where its user says nothing, and where that is written."""
+
+    implementation: str
+    """of the rows it fills; empty: every published row"""
+    field: str
+    value: object
+    source: str
+    models: str = ""
+    """start of the names of the models it holds for"""
+
+
+DEFAULTS = (
+    Default("", "expandable_segments", False, "torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks; no row says so"),
+    Default("", "grad_buckets", "copy", "torch DistributedDataParallel, accelerate: gradient_as_bucket_view=False"),
+    Default("", "optimizer_step", "foreach", "torch.optim.AdamW on CUDA: foreach when nothing is said"),
+    Default("diffsynth", "weights_dtype", "bf16", "DiffSynth-Studio fed7b18: all models are loaded in bf16"),
+    Default("diffsynth", "adapter_dtype", "bf16", "DiffSynth-Studio fed7b18: the peft adapters are cast to bf16"),
+    Default("diffsynth", "lora_rank", 32, "DiffSynth-Studio fed7b18 diffsynth/diffusion/parsers.py"),
+    Default(
+        "diffsynth",
+        "lora_targets",
+        ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
+        "DiffSynth-Studio fed7b18 diffsynth/diffusion/parsers.py: q,k,v,o,ffn.0,ffn.2",
+        models="wan",
+    ),
+    Default("diffsynth", "gradient_checkpointing", "full", "DiffSynth-Studio fed7b18: forced on for Wan", models="wan"),
+    Default("diffsynth", "text_encoder", "resident", "DiffSynth-Studio fed7b18: task sft keeps all on the GPU"),
+    Default("diffsynth", "vae", "resident", "DiffSynth-Studio fed7b18: task sft keeps all on the GPU"),
+    Default("easyanimate", "weights_dtype", "bf16", "EasyAnimate c2a70d1 from_pretrained_2d: bf16, in full as well"),
+    Default("easyanimate", "batch_size", 16, "EasyAnimate c2a70d1 scripts/train.py --train_batch_size"),
+    Default("easyanimate", "text_tokens", 256, "EasyAnimate c2a70d1 scripts/train.py --tokenizer_max_length"),
+    Default("easyanimate", "text_encoder", "resident", "EasyAnimate c2a70d1 scripts/train.py: --low_vram is off"),
+    Default("easyanimate", "vae", "resident", "EasyAnimate c2a70d1 scripts/train.py: --low_vram is off"),
+    Default("latentsync", "weights_dtype", "fp32", "LatentSync a229c39 scripts/train_unet.py"),
+    Default("latentsync", "autocast", "fp16", "LatentSync a229c39: run.mixed_precision_training, with GradScaler"),
+    Default("latentsync", "gradient_checkpointing", "full", "LatentSync a229c39: run.enable_gradient_checkpointing"),
+    Default("latentsync", "sharding", "ddp", "LatentSync a229c39: wraps the model in DDP on one GPU too"),
+    Default("latentsync", "text_encoder", "resident", "LatentSync a229c39: Whisper tiny stays on the GPU"),
+    Default("latentsync", "vae", "resident", "LatentSync a229c39: sd-vae-ft-mse stays on the GPU"),
+    Default("latentsync", "vae_dtype", "fp16", "LatentSync a229c39: sd-vae-ft-mse in fp16"),
+    Default("sd-scripts", "weights_dtype", "bf16", "sd-scripts 48d368f flux_train.py: the mixed-precision dtype"),
+    Default("sd-scripts", "text_encoder", "resident", "sd-scripts 48d368f: --cache_text_encoder_outputs is off"),
+    Default("sd-scripts", "vae", "resident", "sd-scripts 48d368f: --cache_latents is off"),
+    Default("ai-toolkit", "gradient_checkpointing", "full", "ai-toolkit 27a03a9 train.gradient_checkpointing"),
+)
+"""Documented defaults that differ from our trainer's (or might one day), each read in the source it names."""
+
+
+class Interval(NamedTuple):
+    """What one counter showed, GiB: a printed number allows an interval, our own counters are exact."""
+
+    counter: Counter
+    low_gib: float
+    high_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured run. `unsupported` is why we cannot price it, as far as reading it tells."""
+
+    id: str
+    implementation: str
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    outcome: str
+    intervals: tuple[Interval, ...]
+    """empty when the outcome is all there is"""
+    counter: Counter = "device"
+    """what to show where there is no interval"""
+    unsupported: str | None = None
+
+
+class _Published(Record):
+    """`measured` of a published row; what else it holds (as printed, with which unit) is for people."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    outcome: Literal["measured", "oom", "fits"]
+    counter: Counter
+    low_gib: Positive | None = None
+    high_gib: Positive | None = None
+
+
+class _Line(Record):
+    """One line of a file of measurements."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: Annotated[str, Field(min_length=1)]
+    job: dict[str, Any]
+    strategy: dict[str, Any] = {}
+    machine: dict[str, Any]
+    measured: dict[str, Any]
+    implementation: Annotated[str, Field(min_length=1)] = "vplan"
+
+
+def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> tuple[list[Row], list[str]]:
+    """The rows of a file, and what to tell the user about it. A damaged line is a VplanError naming file and line.
+
+    A last line that a dying process left unfinished is dropped. `expandable_segments`: the allocator of those
+    published rows that do not say.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "that is no file's name"
+        raise VplanError(f"cannot read {quoted(str(path))}: {reason}", "name a .jsonl file of measurements") from None
+    rows, notes = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path.name}:{number}"
+        data = _parse(line)
+        if data is not None:
+            rows.append(_row(data, where, expandable_segments))
+        elif number == len(lines):
+            notes.append(f"{where} is unfinished and left out")
+        else:
+            raise VplanError(f"{where} is damaged: it is not a JSON object", "delete that line, or restore it")
+    return rows, notes
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        data = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) -> Row:
+    line = _Line.read(data, where)
+    published = not line.measured.keys().isdisjoint({"counter", "low_gib", "high_gib"})
+    job, strategy, machine = (_said(fields) for fields in (line.job, line.strategy, line.machine))
+    unsupported = _take_unknown(job, Job) or _take_unknown(strategy, Strategy) if published else None
+    if published:
+        _fill(line.implementation, job, strategy)
+        if expandable_segments is not None and line.strategy.get("expandable_segments") is None:
+            strategy["expandable_segments"] = expandable_segments
+    outcome, counter, intervals = (_published if published else _own)(line.measured, where)
+    return Row(
+        id=line.id,
+        implementation=line.implementation,
+        job=Job.read(job, where),
+        strategy=Strategy.read(strategy, where),
+        machine=Machine.read(machine, where),
+        outcome=outcome,
+        intervals=intervals,
+        counter=counter,
+        unsupported=unsupported,
+    )
+
+
+def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say something: null and absent are the same, as in plans."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _take_unknown(fields: dict[str, Any], record: type[Record]) -> str | None:
+    """Take out what another trainer has and our closed lists have not (an optimizer, say); the reason if there was."""
+    known = {name: choices(record, name) for name in fields if name in record.model_fields}
+    taken = {name: fields.pop(name) for name, values in known.items() if values and _unlisted(fields[name], values)}
+    return ", ".join(f"{name} {quoted(value)} is not in our vocabulary" for name, value in taken.items()) or None
+
+
+def _unlisted(value: object, values: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value not in values
+
+
+def _fill(implementation: str, job: dict[str, Any], strategy: dict[str, Any]) -> None:
+    """Fill in what a published row does not say as its trainer would have done it."""
+    model = str(job.get("model", "")).lower()
+    for default in DEFAULTS:
+        if default.implementation in ("", implementation) and model.startswith(default.models):
+            fields = job if default.field in Job.model_fields else strategy
+            fields.setdefault(default.field, default.value)
+    # These trainers have one "mixed precision" setting: inputs come in the dtype the matrix products run in.
+    computed = {"bf16", "fp16", "fp32"}.intersection([strategy.get("autocast"), strategy.get("weights_dtype")])
+    if strategy.get("autocast") in computed:
+        strategy.setdefault("compute_dtype", strategy["autocast"])
+    elif computed:
+        strategy.setdefault("compute_dtype", computed.pop())
+
+
+def _published(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+    found = _Published.read(measured, f"{where}: measured")
+    if found.outcome != "measured":
+        return found.outcome, found.counter, ()
+    if found.low_gib is None or found.high_gib is None or found.low_gib > found.high_gib:
+        fault = f"low_gib {found.low_gib} and high_gib {found.high_gib} are no interval"
+        raise VplanError(f"{where}: measured {fault}", "write the smaller one as low_gib, the larger as high_gib")
+    return found.outcome, found.counter, (Interval(found.counter, found.low_gib, found.high_gib),)
+
+
+def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+    """A probe's counters. A run that ended early saw only a part of its peak, so there its outcome alone counts."""
+    found = Measured.read(measured, f"{where}: measured")
+    seen: dict[Counter, int | None] = {
+        "allocated": found.allocated_bytes,
+        "reserved": found.reserved_bytes,
+        "device": found.device_bytes,
+    }
+    exact = [Interval(counter, gib(size), gib(size)) for counter, size in seen.items() if size]
+    return found.outcome, "device", tuple(exact) if found.outcome in RAN else ()

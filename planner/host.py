@@ -1,0 +1,41 @@
+"""Host RAM and disk of a run: budgets of their own, because a run can die in either."""
+
+from __future__ import annotations
+
+from planner.job import Machine
+from planner.run import Run, saved_block_inputs
+from planner.units import GIB
+
+PROCESS_BYTES = 3 * GIB
+"""One training process: Python, torch and CUDA libraries, a few decoded clips. Assumed; the measured rows will tell."""
+
+
+def power_of_two(nbytes: int) -> int:
+    """Pinned memory is handed out in powers of two (torch's CachingHostAllocator)."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+def ram_bytes(run: Run, machine: Machine) -> int:
+    """Host RAM of all processes on one node."""
+    strategy = run.strategy
+    found = PROCESS_BYTES
+    if strategy.gradient_checkpointing == "offload":
+        saved = saved_block_inputs(run)
+        blocks = len(saved.own)
+        found += sum(power_of_two(run.sizes[buffer]) for buffers in saved.own.values() for buffer in buffers)
+        found += blocks * sum(power_of_two(run.sizes[buffer]) for buffer in saved.shared)
+    if strategy.swap_blocks:
+        blocks_in_order = list(run.frozen_block_weights().values())
+        swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
+        found += sum(power_of_two(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
+    if strategy.offload_optimizer == "cpu":
+        trained = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+        found += 4 * trained  # a pinned copy of weights and gradients, and two states (torchao CPUOffloadOptimizer)
+    return found * machine.gpus
+
+
+def disk_bytes(run: Run) -> int:
+    """One checkpoint: the trained weights and the optimizer's states."""
+    gradients = run.named("gradient")
+    states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
+    return sum(run.sizes[buffer] for buffer in gradients.values()) + states

@@ -1,0 +1,39 @@
+"""Finds the recordings that answer for a question: bundled tapes first, then the user's own."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import profiles
+from planner import catalog
+from planner.errors import VplanError
+from planner.facts import GpuProfile, ModelProfile
+from planner.job import Job, Machine, Strategy
+from planner.rules import resolve
+from planner.run import Facts
+from planner.tape import Tape, read_tape
+from planner.variants import OptimizerVariant, StepVariant
+
+
+@functools.cache
+def tape(model: str, variant: str) -> Tape:
+    """The tape of a model's variant."""
+    path: Path = profiles.TAPES / model / f"{variant}.json.gz"
+    if not path.is_file():
+        raise VplanError(f"no tape {variant} of {model}", f"record it: vplan record {model}")
+    return read_tape(path)
+
+
+def facts(
+    job: Job, strategy: Strategy, machine: Machine, model: ModelProfile | None = None, gpu: GpuProfile | None = None
+) -> Facts:
+    """Everything ``estimate`` needs, loaded. ``model`` and ``gpu`` spare the look-up by name."""
+    strategy = resolve(job, strategy, machine)
+    batch = job.shapes[0].batch_size or job.batch_size
+    return Facts(
+        model or catalog.model(job.model),
+        gpu or catalog.parse_gpus(machine.gpu)[1],
+        tape(job.model, StepVariant.of(job, strategy, batch).name),
+        tape(job.model, OptimizerVariant.of(job, strategy).name),
+    )

@@ -1,0 +1,165 @@
+"""A cheap look at a strategy: allocated peak, seconds and host RAM without the allocator's replay.
+
+The replay (`planner.estimate`) says what is reserved. A search looks at hundreds of strategies first, and what a look
+says is exact but for fragmentation: what is allocated is a lower bound of what is reserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from planner import host
+from planner.estimate import NCCL_BYTES
+from planner.job import Bucket, Job, Machine, Strategy
+from planner.replay import BLOCK_ROUND_BYTES
+from planner.run import TRANSFORMS, Facts, Run
+from planner.run import _choose_kernels as choose_kernels
+from planner.run import _end_of_step as end_of_step
+from planner.shapes import grid
+from planner.tape import Program, Stage
+from planner.timing import StepWork, Traffic, step_seconds, work_of
+from planner.traffic import traffic
+
+FactsGetter = Callable[[Job, Strategy, Machine], Facts]
+"""Gives what is known about a question, or raises a VplanError when there is no recording for it."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look at a strategy said, at the worst of the job's shapes."""
+
+    strategy: Strategy
+    allocated_bytes: int
+    device_bytes: int
+    """A lower bound: as if nothing were lost to fragmentation."""
+
+    host_ram_bytes: int
+    step_seconds: float
+
+
+class Screen:
+    """Looks at strategies, and keeps what they share: tapes laid out at full depth, sizes at a shape, counted work."""
+
+    def __init__(self, facts: FactsGetter) -> None:
+        self.facts = facts
+        self._laid_out: dict[tuple[int, int], Run] = {}
+        self._sizes: dict[tuple[object, ...], list[int]] = {}
+        self._work: dict[tuple[object, ...], StepWork] = {}
+        self._looks: dict[tuple[object, ...], Look] = {}
+
+    def floor_seconds(self, job: Job, strategy: Strategy, machine: Machine) -> float:
+        """Seconds of a step if nothing had to be moved: never more than a look says."""
+        facts = self.facts(job, strategy, machine)
+        grids = (grid(facts.model, job, shape) for shape in job.shapes)
+        return max(
+            step_seconds(self._work_at(facts, where), facts.gpu, strategy, job, machine, Traffic()).total
+            for where in grids
+        )
+
+    def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
+        """What a resolved strategy needs, at the worst of the job's shapes."""
+        key = (job, strategy, machine)
+        if key not in self._looks:
+            shapes = [self._look_at(job, strategy, machine, shape) for shape in job.shapes]
+            worst = max(shapes, key=lambda look: look.allocated_bytes)
+            self._looks[key] = Look(
+                strategy,
+                worst.allocated_bytes,
+                worst.device_bytes,
+                max(look.host_ram_bytes for look in shapes),
+                max(look.step_seconds for look in shapes),
+            )
+        return self._looks[key]
+
+    @property
+    def looked(self) -> int:
+        """How many strategies at how many shapes were looked at."""
+        return len(self._looks)
+
+    def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
+        facts = self.facts(job, strategy, machine)
+        where = grid(facts.model, job, shape)
+        run = self._run(job, strategy, machine, facts, where)
+        allocated = allocated_peak(run)
+        outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
+        seconds = step_seconds(self._work_at(facts, where), facts.gpu, strategy, job, machine, traffic(run)).total
+        return Look(strategy, allocated, allocated + outside, host.ram_bytes(run, machine), seconds)
+
+    def _work_at(self, facts: Facts, where: dict[str, int]) -> StepWork:
+        key = (id(facts.step), id(facts.optimizer), *where.values())
+        if key not in self._work:
+            step, optimizer = work_of(facts.step, "step", where), work_of(facts.optimizer, "optimizer", where)
+            self._work[key] = StepWork(step, optimizer)
+        return self._work[key]
+
+    def _run(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+        """As `planner.run.lay_out`, from a copy of the tapes laid out before."""
+        tapes = (id(facts.step), id(facts.optimizer))
+        if tapes not in self._laid_out:
+            self._laid_out[tapes] = _unfolded(Run(job, strategy, machine, facts))
+        base = self._laid_out[tapes]
+        shape = (*tapes, *where.values())
+        if shape not in self._sizes:
+            self._sizes[shape] = base.program.bytes_of(where)
+        run = Run(
+            job,
+            strategy,
+            machine,
+            facts,
+            _copy_of(base.program),
+            *(_stage(stage) for stage in (base.load, base.step, base.optimizer_first, base.optimizer)),
+            self._sizes[shape].copy(),
+        )
+        choose_kernels(run)
+        for transform in TRANSFORMS:
+            transform(run)
+        return run
+
+
+def _unfolded(run: Run) -> Run:
+    facts, program = run.facts, run.program
+    run.load = program.unfold(facts.step, "load")
+    run.step = program.unfold(facts.step, "step")
+    run.optimizer_first = program.unfold(facts.optimizer, "optimizer_first")
+    run.optimizer = program.unfold(facts.optimizer, "optimizer")
+    end_of_step(run)
+    return run
+
+
+def _copy_of(program: Program) -> Program:
+    columns = (program.buffers, program.category, program.op, program.kernel, program.sizes)
+    return Program(*(column.copy() for column in columns), program.named.copy())  # type: ignore[arg-type]
+
+
+def _stage(stage: Stage) -> Stage:
+    return Stage(stage.name, [(moment, events.copy()) for moment, events in stage.stretches])
+
+
+def allocated_peak(run: Run) -> int:
+    """The most bytes that tensors hold at once in a whole run; equals the replay's allocated peak.
+
+    (Without expandable segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
+    """
+    rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes]
+    # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
+    change = rounded + [-size for size in reversed(rounded)]
+    step = _rise_and_peak(run.step, change)
+    held = highest = 0
+    for rise, peak in (
+        _rise_and_peak(run.load, change),
+        step,
+        _rise_and_peak(run.optimizer_first, change),
+        step,
+        _rise_and_peak(run.optimizer, change),
+    ):
+        highest = max(highest, held + peak)
+        held += rise
+    return highest
+
+
+def _rise_and_peak(stage: Stage, change: list[int]) -> tuple[int, int]:
+    """What a stage adds to what is allocated, and the most it adds on the way."""
+    held = list(accumulate(map(change.__getitem__, stage.ops)))
+    return (held[-1], max(held)) if held else (0, 0)

@@ -1,0 +1,135 @@
+"""Which strategies a job allows: everything that a search may set, less what the user fixed and what contradicts.
+
+Only what changes the answer is enumerated: strategies for which a recording and a transformation exist. How many blocks
+to swap is left out, because there are as many answers as blocks: `most_swapped` says how far a search may go.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import Job, Machine, Strategy
+from planner.rules import check, resolve
+
+SEARCHED = (
+    "weights_dtype",
+    "autocast",
+    "adapter_dtype",
+    "gradient_checkpointing",
+    "optimizer",
+    "optimizer_step",
+    "sharding",
+    "offload_optimizer",
+    "offload_gradients",
+    "offload_params",
+    "swap_blocks",
+)
+"""Fields a search sets, in the order in which they can be switched on one after the other."""
+
+
+def asked_for(strategy: Strategy, fixed: Collection[str]) -> Strategy:
+    """What a search starts from: the strategy without the searched fields that the user did not type himself."""
+    kept = {
+        name: getattr(strategy, name)
+        for name in strategy.model_fields_set
+        if name in fixed or name not in SEARCHED
+    }
+    return Strategy.read(kept)
+
+
+def naive(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> Strategy:
+    """The strategy with nothing switched on but what the user typed."""
+    return resolve(job, asked_for(strategy, fixed), machine)
+
+
+def strategies(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> tuple[Strategy, ...]:
+    """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
+
+    Raises the VplanError of the first contradiction when what the user fixed leaves nothing.
+    """
+    base = asked_for(strategy, fixed)
+    found: dict[Strategy, None] = {}
+    refusal: VplanError | None = None
+    for choice in _choices(job, base, machine, fixed):
+        candidate = resolve(job, base.replace(**choice), machine)
+        try:
+            check(job, candidate, machine)
+        except VplanError as error:
+            refusal = refusal or error
+            continue
+        found[candidate] = None
+    if not found and refusal:
+        raise refusal
+    return tuple(found)
+
+
+def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Collection[str]) -> int:
+    """The most blocks that a search may swap under a strategy; 0 when the user said how many, or nothing may swap."""
+    if "swap_blocks" in fixed or job.method != "lora" or strategy.gradient_checkpointing == "none":
+        return 0
+    if strategy.sharding in ("zero-3", "fsdp") or strategy.compile == "cudagraphs" or model.family == "unet":
+        return 0
+    return model.blocks - 1
+
+
+def switched(before: Strategy, after: Strategy) -> tuple[str, ...]:
+    """The searched fields in which two strategies differ, in the order in which they can be switched."""
+    return tuple(field for field in SEARCHED if getattr(before, field) != getattr(after, field))
+
+
+def _choices(job: Job, base: Strategy, machine: Machine, fixed: Collection[str]) -> Iterator[dict[str, object]]:
+    """Combinations of the searched fields that make sense together, as fields to replace."""
+    axes: dict[str, tuple[object, ...]] = {
+        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method),),
+        "autocast": ("bf16", "none"),
+        "adapter_dtype": ("fp32", "bf16") if job.method == "lora" else (base.adapter_dtype,),
+        "gradient_checkpointing": ("none", "full", "offload"),
+        "optimizer": ("adamw", "adamw-8bit"),
+        "optimizer_step": ("foreach", "fused"),
+        "sharding": _shardings(job, machine),
+        **_offloads(job),
+    }
+    axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
+    for values in itertools.product(*axes.values()):
+        choice = dict(zip(axes, values, strict=True))
+        if _sensible(job, choice, machine, fixed):
+            yield choice
+
+
+def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
+    """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3)."""
+    if machine.world == 1:
+        return ("none", "zero-3") if job.method == "full" else ("none",)
+    return ("ddp", "zero-3") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3")
+
+
+def _offloads(job: Job) -> dict[str, tuple[object, ...]]:
+    """What may go to host RAM. What an adapter's optimizer holds is small enough to stay."""
+    either = ("none", "cpu")
+    states: tuple[object, ...] = either if job.method == "full" else ("none",)
+    return {"offload_optimizer": states, "offload_gradients": states, "offload_params": either}
+
+
+def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Collection[str]) -> bool:
+    """Whether a combination is worth asking about. What the user typed is never refused here: `rules.check` does that."""
+
+    def free(field: str) -> bool:
+        return field not in fixed
+
+    trained_whole = job.method == "full"
+    half = choice["weights_dtype"] in ("bf16", "fp16") and (trained_whole or choice["adapter_dtype"] in ("bf16", "fp16"))
+    if free("autocast") and (choice["autocast"] == "none") != half:
+        return False  # autocast does nothing for a model that is half precision throughout
+    sharding, offloaded = choice["sharding"], choice["offload_optimizer"] != "none"
+    if choice["optimizer"] == "adamw-8bit" and free("optimizer"):
+        # DeepSpeed does the step itself, and nobody has an 8-bit step for the CPU.
+        if offloaded or str(sharding).startswith("zero"):
+            return False
+    if machine.world == 1 and sharding == "zero-3" and free("sharding") and choice["offload_params"] == "none":
+        return False  # one GPU has nothing to split with: only the offload of weights is new
+    if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1"):
+        return False  # their gradients are whole until all GPUs have summed them
+    return not (choice["offload_params"] != "none" and free("offload_params") and trained_whole and not offloaded)

@@ -1,0 +1,309 @@
+"""The best strategy for a job by estimate alone: lossless before lossy, then the fastest that fits.
+
+Strategies come by rising seconds, which cost little to know; what seems to fit is replayed, and only then believed. Pure,
+given a getter of facts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from planner import margin
+from planner.errors import VplanError
+from planner.estimate import estimate
+from planner.facts import GpuProfile, ModelProfile
+from planner.job import Job, Machine, Strategy
+from planner.plan import Estimate, Plan
+from planner.screen import Look, Screen
+from planner.space import most_swapped, naive, strategies, switched
+
+Prefer = Literal["speed", "frames", "batch", "resolution"]
+
+SAME_SPEED = 0.005
+"""Seconds that differ by less than this share are no reason to switch anything on: predictions are not that good."""
+
+RUNNERS_UP = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a search: the records, and which of their fields were typed and so stay."""
+
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    model: ModelProfile
+    gpu: GpuProfile
+    fixed: frozenset[str] = frozenset()
+    allow_lossy: bool = False
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the plan may take of the card."""
+        return self.gpu.allocatable_bytes - self.machine.reserve
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One step from the naive setting towards the plan, and what it changed: negative is saved."""
+
+    field: str
+    before: str | int
+    after: str | int
+    device_bytes: int
+    step_seconds: float
+
+    def to_json(self) -> dict[str, object]:
+        """The object of DESIGN section 9."""
+        return {
+            "field": self.field,
+            "from": self.before,
+            "to": self.after,
+            "device_bytes": self.device_bytes,
+            "step_seconds": self.step_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The answer of a search. `plan` fits, or is tight, or is the tightest there is."""
+
+    plan: Estimate
+    alternatives: tuple[Estimate, ...]
+    switches: tuple[Switch, ...]
+    considered: int
+
+    def to_plan(self) -> Plan:
+        """The plan's file: below it the ones to step down to when it runs out of memory after all."""
+        lower = [found for found in self.alternatives if found.peak.device_bytes < self.plan.peak.device_bytes]
+        return Plan.of(self.plan, tuple(sorted(lower, key=lambda found: found.step_seconds)))
+
+
+class Search:
+    """One search: what was looked at and replayed is kept for the next question about the same job."""
+
+    def __init__(self, question: Question, screen: Screen) -> None:
+        self.question = question
+        self.screen = screen
+        self.missing: VplanError | None = None
+        """Why the last strategy without a recording could not be looked at."""
+        self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
+        self._lost: dict[Strategy, float] = {}
+        """Strategy without swap -> device bytes over those of its look, where a replay told."""
+
+    def best(self, job: Job, explain: bool = True) -> Suggestion | None:
+        """The best plan for a job of just this shape; None when nothing fits, not even tightly."""
+        for verdict in ("fits", "tight"):
+            for lossy in (None,) if self.question.allow_lossy else (False, True):
+                found = next(self.by_speed(job, lossy, verdict), None)
+                if found is not None:
+                    return self.explained(found) if explain else self.bare(found)
+        return None
+
+    def bare(self, plan: Estimate) -> Suggestion:
+        """A plan without its story."""
+        return Suggestion(plan, (), (), self.screen.looked)
+
+    def explained(self, plan: Estimate) -> Suggestion:
+        """A plan with what its switches did and the runners-up."""
+        others, switches = self.runners_up(plan), self.switches(plan)
+        return Suggestion(plan, others, switches, self.screen.looked)
+
+    # ---- one shape
+
+    def candidates(self, job: Job, lossy: bool | None = None) -> list[Strategy]:
+        """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
+        question, found = self.question, []
+        for strategy in strategies(job, question.strategy, question.machine, question.fixed):
+            if lossy is not None and bool(strategy.lossy_fields(job)) != lossy:
+                continue
+            try:
+                self.screen.facts(job, strategy, question.machine)
+            except VplanError as error:
+                if "damaged" in error.message:
+                    raise
+                self.missing = error
+                continue
+            found.append(strategy)
+        return found
+
+    def by_speed(
+        self, job: Job, lossy: bool | None, verdict: str = "fits", wanted: Callable[[Look], bool] = lambda look: True
+    ) -> Iterator[Estimate]:
+        """Plans with at least this verdict, the fastest first; among equally fast ones the least switched."""
+        start = naive(job, self.question.strategy, self.question.machine, self.question.fixed)
+        tie = itertools.count()
+        queue: list[tuple[tuple[float, ...], int, Strategy, Look | None]] = []
+
+        def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
+            marks = float(len(strategy.lossy_fields(job))) if lossy else 0.0
+            changes = len(switched(start, strategy)) if look else -1
+            speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
+            memory = look.device_bytes if look else 0
+            heapq.heappush(queue, ((marks, speed, changes, memory), next(tie), strategy, look))
+
+        for strategy in self.candidates(job, lossy):
+            push(strategy, self.screen.floor_seconds(job, strategy, self.question.machine), None)
+        while queue:
+            _, _, strategy, look = heapq.heappop(queue)
+            if look is not None and not self.seems(look, verdict):
+                continue  # a replay has shown since how much is lost to fragmentation
+            if look is not None:
+                if not wanted(look):
+                    continue
+                found = self.settled(job, look.strategy)
+                if found is not None and self.reaches(found, verdict):
+                    yield found
+                    continue
+            look = self.roomiest(job, strategy, verdict)
+            if look is not None:
+                push(strategy, look.step_seconds, look)
+
+    def look(self, job: Job, strategy: Strategy) -> Look:
+        """A look at a strategy, fragmentation put in where a replay has told it."""
+        return self.screen.look(job, strategy, self.question.machine)
+
+    def device_bytes(self, look: Look) -> int:
+        """The device peak to expect."""
+        return int(look.device_bytes * self._lost.get(look.strategy.replace(swap_blocks=0), 1.0))
+
+    def seems(self, look: Look, verdict: str = "fits") -> bool:
+        """Whether a replay could come to this verdict."""
+        low, high = margin.interval(self.device_bytes(look), look.strategy)
+        need = high if verdict == "fits" else low
+        return need <= self.question.budget_bytes and self.has_ram(look)
+
+    def has_ram(self, look: Look) -> bool:
+        """Whether the host has the RAM."""
+        ram = self.question.machine.host_ram
+        return ram is None or look.host_ram_bytes <= ram
+
+    def reaches(self, found: Estimate, verdict: str) -> bool:
+        """Whether an estimate is at least as good as the verdict."""
+        return found.verdict == "fits" or found.verdict == verdict
+
+    def settled(self, job: Job, strategy: Strategy) -> Estimate | None:
+        """The full estimate, replayed once. None when there is no recording for it."""
+        key = (job, strategy)
+        if key not in self._estimates:
+            facts = self.screen.facts(job, strategy, self.question.machine)
+            self._estimates[key] = estimate(job, strategy, self.question.machine, facts)
+            found = self._estimates[key]
+            bare = strategy.replace(swap_blocks=0)
+            ratio = found.peak.device_bytes / self.look(job, strategy).device_bytes
+            self._lost[bare] = max(ratio, self._lost.get(bare, 1.0))
+        return self._estimates[key]
+
+    # ---- block swap
+
+    def roomiest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> Look | None:
+        """The look at a strategy, with as few swapped blocks as seem to do; None when no number does."""
+        look = self.look(job, strategy)
+        if self.seems(look, verdict):
+            return look
+        last = most_swapped(job, strategy, self.question.model, self.question.fixed)
+        last = self._most_in_ram(job, strategy, last)
+        if not last:
+            return None
+        best = self.look(job, strategy.replace(swap_blocks=last))
+        if not self.seems(best, verdict):
+            return None
+        low, high = 0, last
+        while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
+            middle = self._guess(look, best, low, high)
+            tried = self.look(job, strategy.replace(swap_blocks=middle))
+            if self.seems(tried, verdict):
+                high, best = middle, tried
+            else:
+                low, look = middle, tried
+        return best
+
+    def _guess(self, above: Look, below: Look, low: int, high: int) -> int:
+        first, second = self.device_bytes(above), self.device_bytes(below)
+        room = self.question.budget_bytes / (1 + margin.interval(100, below.strategy)[1] / 100 - 1)
+        share = (first - room) / max(first - second, 1)
+        return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
+
+    def _most_in_ram(self, job: Job, strategy: Strategy, last: int) -> int:
+        """The most swapped blocks, up to `last`, whose pinned copies the host's RAM holds."""
+        low = 0
+        while last > low:
+            middle = last if low == 0 else (low + last + 1) // 2
+            if self.has_ram(self.look(job, strategy.replace(swap_blocks=middle))):
+                low = middle
+            else:
+                last, low = middle - 1, max(low, 0)
+                if low == 0 and last and not self.has_ram(self.look(job, strategy)):
+                    return 0
+        return low
+
+    # ---- what is told about a plan
+
+    def tightest(self, job: Job) -> Estimate | None:
+        """The plan that needs least of what is short, when nothing fits."""
+        looks = []
+        for strategy in self.candidates(job):
+            last = most_swapped(job, strategy, self.question.model, self.question.fixed)
+            looks.append(self.look(job, strategy.replace(swap_blocks=self._most_in_ram(job, strategy, last))))
+        looks.sort(key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
+        return self.settled(job, looks[0].strategy) if looks else None
+
+    def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
+        """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,
+        the best one that is not."""
+        found: list[Estimate] = []
+        lowest = self.look(plan.job, plan.strategy).device_bytes
+
+        def tighter(look: Look) -> bool:
+            return look.device_bytes < lowest * 0.97
+
+        kinds = None if plan.lossy or self.question.allow_lossy else False
+        for other in self.by_speed(plan.job, kinds, plan.verdict, tighter):
+            if other.strategy == plan.strategy:
+                continue
+            found.append(other)
+            lowest = self.look(other.job, other.strategy).device_bytes
+            if len(found) == RUNNERS_UP:
+                break
+        if plan.lossy and all(other.lossy for other in found):
+            other_kind = self.best_lossless(plan.job)
+            found[:0] = [other_kind] if other_kind else []
+        return tuple(found)
+
+    def best_lossless(self, job: Job) -> Estimate | None:
+        """The fastest lossless plan, else the one that needs least."""
+        for verdict in ("fits", "tight"):
+            if found := next(self.by_speed(job, False, verdict), None):
+                return found
+        looks = [self.look(job, strategy) for strategy in self.candidates(job, False)]
+        if not looks:
+            return None
+        best = min(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
+        return self.settled(job, best.strategy)
+
+    def switches(self, plan: Estimate) -> tuple[Switch, ...]:
+        """What each step from the naive setting to the plan saved and cost, in an order in which each is allowed."""
+        question = self.question
+        state = naive(plan.job, question.strategy, question.machine, question.fixed)
+        device_bytes, seconds = self._priced(plan.job, state) or (plan.peak.device_bytes, plan.step_seconds)
+        found = []
+        for field in switched(state, plan.strategy):
+            before, after = getattr(state, field), getattr(plan.strategy, field)
+            state = state.replace(**{field: after})
+            # A step on the way may have no recording of its own; the next one then counts for both.
+            now = self._priced(plan.job, state) or (device_bytes, seconds)
+            found.append(Switch(field, before, after, now[0] - device_bytes, now[1] - seconds))
+            device_bytes, seconds = now
+        return tuple(found)
+
+    def _priced(self, job: Job, strategy: Strategy) -> tuple[int, float] | None:
+        try:
+            found = self.settled(job, strategy)
+        except VplanError:
+            return None
+        return (found.peak.device_bytes, found.step_seconds) if found else None

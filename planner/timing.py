@@ -1,0 +1,298 @@
+"""Seconds of a training step: what the tape counted, against what the card can do (a roofline, no measurement needed).
+
+FLOPs and bytes are exact sums over the recorded operators. Every efficiency below is a published measurement of that
+kind of kernel on that kind of card; none is fitted to a step time. Real steps are slower (torchtitan#3828: rooflines
+at 0.79 to 0.86 of them), and a trainer's Python and data loading are not in here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from planner.facts import GpuProfile
+from planner.job import Job, Machine, Strategy
+from planner.tape import KINDS, Tape, template_of
+
+KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
+
+LAUNCH_SECONDS = 7e-6
+"""CPU time of one eager operator: 7 us fitted on H100 steps (meta-pytorch/autoparallel#146), 5 us without and 7 us with
+autograd in a bare loop (pytorch#41383)."""
+
+MATMUL = {(8, 0): 0.859, (9, 0): 0.803, (10, 0): 0.776}
+"""Best bf16 matmul over the data sheet's rate, by compute capability: A100 267.9 of 312, H100 794.5 of 989, B200 1745
+of 2250 TFLOP/s (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS comparison table")."""
+
+MATMUL_GEFORCE = 0.96
+"""GeForce cards run above their quoted clock: RTX 4090 159 to 167 of 165.2 TFLOP/s (mli/transformers-benchmarks#4)."""
+
+DEFAULT_EFFICIENCY = 0.75
+"""Where nobody published one, and for convolutions: what torch's own RuntimeEstimator assumes of every operator
+(torch/distributed/_tools/runtime_estimator.py, pytorch#134243)."""
+
+COPY = 0.9
+"""Reached memory bandwidth over the data sheet's: H100 copies 3.0 of 3.35 TB/s; RTX 4090 918 to 924 of 1008 GB/s
+(tinygrad/open-gpu-kernel-modules#6)."""
+
+FLASH_2 = {9: (0.374, 0.326), 10: (0.374, 0.326)}
+"""(forward, backward) by major compute capability. H100: 370 and 322 of 989 TFLOP/s at 16k tokens of head size 128, no
+mask (FlashAttention-3 paper, arXiv 2407.08608, figures 5 and 6). B200 is not published and taken alike."""
+
+FLASH_2_MMA = (0.73, 0.63)
+"""The same where the kernel uses the card's only matrix instruction (8.x, 12.x): best of A100 in the FlashAttention-2
+paper (arXiv 2307.08691, section 4.1). RTX A5000: 0.74 and 0.70 (gpu-mode/ring-attention#10)."""
+
+FLASH_3 = (0.655, 0.567)
+"""H100: 648 and 561 of 989 TFLOP/s, the same figures of arXiv 2407.08608."""
+
+CUDNN = {9: (0.60, 0.52), 10: (0.55, 0.47)}
+"""H100: 595 and 516 of 989 TFLOP/s, the same figures. B200: FlashAttention-4 reaches 0.71 and is up to 1.3 times faster
+than cuDNN 9.13 (its abstract); backward in H100's proportion."""
+
+EFFICIENT = (0.82, 0.53)
+"""Memory-efficient attention over FlashAttention-2: 43.4 of 53.1 and 27.4 of 51.9 TFLOP/s on one card
+(Dao-AILab/flash-attention#416, 4096 tokens)."""
+
+MATH = (0.15, 0.18)
+"""Standard attention: H100 0.14 and 0.18 (arXiv 2407.08608), RTX A5000 0.17 and 0.18 (gpu-mode/ring-attention#10)."""
+
+NVLINK = 0.8
+"""NCCL over NVLink: 20 % protocol overhead, 370 of 450 GB/s (a NCCL developer in NVIDIA/nccl-tests#212)."""
+
+PCIE_BETWEEN_GPUS = 0.5
+"""Without peer access each byte goes through host RAM: RTX 4090 25.8 GB/s for both directions together, where one copy
+to the host alone reaches 25 (tinygrad/open-gpu-kernel-modules#6)."""
+
+NODE_BYTES_PER_SECOND = 12.5e9
+"""Between nodes when nobody says: 100 Gbit/s Ethernet, shared by the node's GPUs; beside NVLink twice that for each GPU
+(DGX A100: one 200 Gbit/s adapter per GPU)."""
+
+HOST_ADAM_SECONDS = 0.26e-9
+"""Per parameter, DeepSpeed's CPU Adam: 1e9 in 0.22 s, 10e9 in 2.57 s (ZeRO-Offload, arXiv 2101.06840, table 4)."""
+
+DISK_BYTES_PER_SECOND = 3.2e9
+"""One NVMe drive on four lanes of PCIe 3: 3.94 GB/s on the wire, 3.2 to 3.5 on data sheets."""
+
+
+class Work(NamedTuple):
+    """What operators compute and move. Of the kind `kernels`, `flops` is the number of launches."""
+
+    flops: int
+    nbytes: int
+
+
+Kind = tuple[str, int]
+"""(one of tape.KINDS, 1 when its arithmetic is bf16 or fp16)"""
+Term = tuple[str, int, tuple[int, ...]]
+"""A kind, and the exponents of the tape's atoms that its coefficients are multiplied with."""
+
+
+class StepWork(NamedTuple):
+    """The work of one step on one GPU."""
+
+    passes: Mapping[Kind, Work]
+    """forward and backward of one micro-batch"""
+    optimizer: Mapping[Kind, Work] = {}
+    """one optimizer step over all trained parameters"""
+
+
+class Traffic(NamedTuple):
+    """What one whole step (all accumulated micro-batches) moves for one GPU, bytes."""
+
+    host_bytes: int = 0
+    """over its link to host RAM, the fuller of both directions"""
+    gpu_bytes: int = 0
+    """sent to other GPUs; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that per all-reduce"""
+    overlapped: bool = True
+    """whether it moves while kernels run"""
+    host_parameters: int = 0
+    """parameters whose optimizer step the CPU does"""
+    disk_bytes: int = 0
+    """to and from an NVMe drive"""
+
+
+class Seconds(NamedTuple):
+    """Parts of a step. `total` is not their sum: what overlaps counts once."""
+
+    compute: float
+    """GPU busy"""
+    launch: float
+    """CPU busy launching kernels"""
+    transfer: float
+    """links busy"""
+    total: float
+    host: float = 0.0
+    """optimizer in host RAM, drive"""
+
+
+def symbolic_work(tape: Tape, piece: str, counts: Sequence[int] | None = None) -> dict[Term, Work]:
+    """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
+
+    `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it.
+    """
+    counts = counts or [run.count for run in tape.runs]
+    sums: dict[Term, list[int]] = {}
+    for item in tape.pieces[piece]:
+        templates = item["templates"]
+        uses = [0 if item.get("step") else 1] * len(templates)
+        depth = counts[item["run"]] if item.get("step") else 0
+        for block in range(depth):
+            uses[template_of(block, depth, len(templates))] += 1
+        for template, times in zip(templates, uses, strict=True):
+            for kind, half, flops, nbytes, *exponents in template["work"]:
+                cell = sums.setdefault((KINDS[kind], half, tuple(exponents)), [0, 0])
+                cell[0] += times * flops
+                cell[1] += times * nbytes
+    return {term: Work(*cell) for term, cell in sums.items()}
+
+
+def evaluate(terms: Mapping[Term, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
+    """Symbolic work at the given values of the tape's atoms."""
+    found: dict[Kind, Work] = {}
+    for (kind, half, exponents), (flops, nbytes) in terms.items():
+        factor = math.prod(atom**power for atom, power in zip(atoms, exponents, strict=True) if power)
+        before = found.get((kind, half), Work(0, 0))
+        found[kind, half] = Work(before.flops + flops * factor, before.nbytes + nbytes * factor)
+    return found
+
+
+def work_of(tape: Tape, piece: str, grid: Mapping[str, int], counts: Sequence[int] | None = None) -> dict[Kind, Work]:
+    """The work of one piece of a tape at one shape, over the full depth. `grid` as of `planner.shapes.grid`."""
+    return evaluate(symbolic_work(tape, piece, counts), tape.values(grid))
+
+
+def total_flops(work: StepWork, strategy: Strategy) -> int:
+    """Floating-point operations of one step, recomputation included."""
+    passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in work)
+    return passes * strategy.gradient_accumulation + optimizer
+
+
+def step_seconds(
+    work: StepWork, gpu: GpuProfile, strategy: Strategy, job: Job, machine: Machine, traffic: Traffic
+) -> Seconds:
+    """Seconds of one optimizer step: kernels, their launches and transfers.
+
+    The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
+    """
+    passes = strategy.gradient_accumulation / strategy.context_parallel
+    compute = passes * _kernel_seconds(work.passes, gpu, strategy, job)
+    launch = strategy.gradient_accumulation * _launch_seconds(work.passes, strategy)
+    if strategy.offload_optimizer == "none":
+        share = 1 if strategy.sharding in ("none", "ddp") else machine.world
+        compute += _kernel_seconds(work.optimizer, gpu, strategy, job) / share
+        launch += _launch_seconds(work.optimizer, strategy)
+    busy = max(compute, launch)
+    transfer = traffic.host_bytes / _host_rate(gpu, machine)
+    if traffic.gpu_bytes and machine.world > 1:
+        transfer += traffic.gpu_bytes / _gpu_rate(gpu, machine)
+    host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
+    total = (max(busy, transfer) if traffic.overlapped else busy + transfer) + host
+    return Seconds(compute, launch, transfer, total, host)
+
+
+def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job) -> float:
+    bandwidth = COPY * gpu.bandwidth_gbs * 1e9
+    seconds = 0.0
+    for (kind, half), amount in work.items():
+        if kind == KERNELS:
+            continue
+        nbytes: float = amount.nbytes
+        if kind == "pointwise":
+            nbytes *= _left_by_fusion(work, strategy)
+        rate = peak_flops(gpu, strategy, kind, half) * efficiency(gpu, strategy, job, kind, half)
+        seconds += max(amount.flops / rate, nbytes / bandwidth)
+    return seconds
+
+
+def _launch_seconds(work: Mapping[Kind, Work], strategy: Strategy) -> float:
+    if strategy.compile == "cudagraphs":  # one launch replays the whole graph
+        return 0.0
+    launches = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
+    return LAUNCH_SECONDS * launches * _left_by_fusion(work, strategy)
+
+
+def _left_by_fusion(work: Mapping[Kind, Work], strategy: Strategy) -> float:
+    """Part of the pointwise bytes that is left when a compiler fuses them.
+
+    A fused chain reads what one matrix product wrote and writes what the next one reads, and nothing in between: the
+    same tensors that the matrix products move themselves.
+    """
+    pointwise = sum(amount.nbytes for (kind, _), amount in work.items() if kind == "pointwise")
+    others = sum(amount.nbytes for (kind, _), amount in work.items() if kind not in ("pointwise", KERNELS))
+    if strategy.compile == "none" or not others:  # an optimizer step has only pointwise work, fused by hand already
+        return 1.0
+    return min(1.0, others / max(pointwise, 1))
+
+
+def peak_flops(gpu: GpuProfile, strategy: Strategy, kind: str, half: int) -> float:
+    """The card's data-sheet rate for one kind of operator, FLOP/s."""
+    fp32 = gpu.fp32_tflops
+    if half:
+        dtype = strategy.compute_dtype if strategy.autocast == "none" else strategy.autocast
+        return (gpu.fp16_tflops if dtype == "fp16" else gpu.bf16_tflops or fp32) * 1e12
+    if kind == "convolution":  # cuDNN may use TF32 by default (torch.backends.cudnn.allow_tf32), at half the bf16 rate
+        return max(fp32, gpu.bf16_tflops / 2) * 1e12
+    return fp32 * 1e12
+
+
+def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: int = 1) -> float:
+    """The part of the peak rate that kernels of a kind reach on a card, 0 to 1."""
+    if kind == "attention":
+        return _attention(gpu, strategy, job, half)
+    if kind == "matmul" and half:
+        return MATMUL_GEFORCE if "GeForce" in gpu.title else MATMUL.get(gpu.capability, DEFAULT_EFFICIENCY)
+    return DEFAULT_EFFICIENCY
+
+
+def _attention(gpu: GpuProfile, strategy: Strategy, job: Job, half: int) -> float:
+    """Forward and backward mixed by their FLOPs: backward does five products where forward does two."""
+    forward, backward = _attention_passes(gpu, strategy, half)
+    if job.method == "sample":
+        return forward
+    runs = 1 if strategy.gradient_checkpointing == "none" else 2
+    return (runs + 2.5) / (runs / forward + 2.5 / backward)
+
+
+def _attention_passes(gpu: GpuProfile, strategy: Strategy, half: int) -> tuple[float, float]:
+    """(forward, backward) efficiency of the kernel that runs.
+
+    torch 2.13 asks cuDNN (from 9.15) first on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention), else flash,
+    which needs 8.0 and a half format.
+    """
+    major, _ = gpu.capability
+    flash = FLASH_2.get(major, FLASH_2_MMA)
+    kernel = strategy.attention
+    if kernel == "math":
+        return MATH
+    if major < 8 or not half or kernel in ("efficient", "xformers"):
+        return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
+    if kernel == "flash-3" and major == 9:
+        return FLASH_3
+    if kernel in ("sdpa", "cudnn"):
+        return CUDNN.get(major, flash)
+    return flash
+
+
+def _host_rate(gpu: GpuProfile, machine: Machine) -> float:
+    """Bytes per second between a GPU and host RAM, one direction."""
+    if machine.links and machine.links.host_gbs:
+        return machine.links.host_gbs * 1e9
+    if gpu.unified or machine.unified:  # the same memory reads and writes every byte
+        return COPY * gpu.bandwidth_gbs * 1e9 / 2
+    return gpu.link_gbs * 1e9
+
+
+def _gpu_rate(gpu: GpuProfile, machine: Machine) -> float:
+    """Bytes per second that one GPU sends in a ring; the slowest link of the ring decides."""
+    links = machine.links
+    within = NVLINK * gpu.nvlink_gbs * 1e9 if gpu.nvlink_gbs else PCIE_BETWEEN_GPUS * gpu.link_gbs * 1e9
+    if links and links.gpu_gbs:
+        within = links.gpu_gbs * 1e9
+    if machine.nodes == 1:
+        return within
+    between = 2 * NODE_BYTES_PER_SECOND if gpu.nvlink_gbs else NODE_BYTES_PER_SECOND / machine.gpus
+    if links and links.node_gbs:
+        between = links.node_gbs * 1e9
+    return between if machine.gpus == 1 else min(within, between)

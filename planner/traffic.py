@@ -1,0 +1,30 @@
+"""What a strategy moves in one step for one GPU: over the link to host RAM, and to other GPUs."""
+
+from __future__ import annotations
+
+from planner.run import Run, saved_block_inputs
+from planner.timing import Traffic
+
+
+def traffic(run: Run) -> Traffic:
+    """The traffic of one optimizer step. Swap and checkpoint offload copy beside the kernels; an optimizer in host RAM
+    takes gradients out and weights back while nothing else runs."""
+    strategy, world = run.strategy, run.machine.world
+    accumulation = strategy.gradient_accumulation
+    gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    host = gpu = parameters = 0
+    if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
+        blocks = list(run.frozen_block_weights().values())
+        swapped = blocks[len(blocks) - strategy.swap_blocks :]
+        host += 2 * accumulation * sum(run.sizes[buffer] for block in swapped for buffer in block)
+    if strategy.gradient_checkpointing == "offload":
+        saved = saved_block_inputs(run)
+        own = sum(run.sizes[buffer] for buffers in saved.own.values() for buffer in buffers)
+        host += accumulation * (own + len(saved.own) * sum(run.sizes[buffer] for buffer in saved.shared))
+    if strategy.offload_optimizer != "none":
+        host += 2 * gradients
+        parameters = run.trained_parameters // (world if strategy.sharding.startswith("zero") else 1)
+    if world > 1:
+        gpu += int(2 * gradients * (world - 1) / world)
+    overlapped = strategy.offload_optimizer == "none"
+    return Traffic(host_bytes=host, gpu_bytes=gpu, overlapped=overlapped, host_parameters=parameters)
