@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planner import catalog
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence import RAN, RAN_OUT, Counter, Interval, Row
 from planner.job import Job, Machine, Strategy
-from planner.plan import Estimate, Verdict
+from planner.plan import Estimate, PhasePeak, Verdict
 from planner.rules import check, resolve
 from planner.units import gib
 
@@ -34,6 +34,20 @@ class Prediction:
     device_bytes: int
     verdict: Verdict
     basis: str
+    first_step: PhasePeak | None = None
+    """the peaks of the first step, optimizer states made at its end"""
+
+    def before_states(self) -> Prediction:
+        """The peaks of a run that ends with its first optimizer step: no forward or backward sees optimizer states."""
+        first = self.first_step
+        if first is None:
+            return self
+        return replace(
+            self,
+            allocated_bytes=first.allocated_bytes,
+            reserved_bytes=first.reserved_bytes,
+            device_bytes=first.device_bytes,
+        )
 
     @classmethod
     def of(cls, estimate: Estimate) -> Prediction:
@@ -44,11 +58,14 @@ class Prediction:
             device_bytes=estimate.peak.device_bytes,
             verdict=estimate.verdict,
             basis=estimate.basis,
+            first_step=estimate.phases.get("first_step"),
         )
 
 
-Predict = Callable[[Job, Strategy, Machine], Prediction]
-AfterStep = Callable[[Job, Strategy, Machine], int]
+Predict = Callable[[Job, Strategy, Machine, str], Prediction]
+"""Of a run of the trainer the string names."""
+
+AfterStep = Callable[[Job, Strategy, Machine, str], int]
 """Bytes that stay allocated when a step is over."""
 
 
@@ -151,8 +168,10 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
     numbers = numbers or [(row.counter, None)]
     try:
         job, strategy, machine, family = _settle(row)
-        prediction = predict(job, strategy, machine)
-        stays = after_step(job, strategy, machine) if numbers[0][0] == AFTER_STEP else 0
+        prediction = predict(job, strategy, machine, row.implementation)
+        if row.states_come_last:
+            prediction = prediction.before_states()
+        stays = after_step(job, strategy, machine, row.implementation) if numbers[0][0] == AFTER_STEP else 0
     except VplanError as error:
         reason = error.message
         return [

@@ -14,10 +14,11 @@ from typing import Literal
 
 from planner import attention, host, margin
 from planner.job import Job, Machine, Strategy
+from planner.layout import lay_out
 from planner.plan import Breakdown, Estimate, Peak, PhaseName, PhasePeak
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
-from planner.run import Facts, Run, lay_out
+from planner.run import Facts, Run
 from planner.shapes import grid
 from planner.tape import Moment, Stage
 from planner.timing import StepWork, step_seconds, total_flops, work_of
@@ -51,26 +52,28 @@ class Played:
     allocated_after_bytes: int
 
 
-def estimate(job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Estimate:
+def estimate(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> Estimate:
     """What happens when ``job`` runs under ``strategy`` on ``machine``; the worst of the job's buckets."""
     strategy = resolve(job, strategy, machine)
     return max(
-        (_estimate_shape(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes),
+        (_estimate_shape(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes),
         key=lambda found: found.peak.device_bytes,
     )
 
 
-def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> int:
+def after_step_bytes(
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan"
+) -> int:
     """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
     strategy = resolve(job, strategy, machine)
-    run = lay_out(job, strategy, machine, facts, grid(facts.model, job))
+    run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)
     return play(run)[-1].allocated_after_bytes
 
 
 def _estimate_shape(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, shape: dict[str, int]
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, shape: dict[str, int], trainer: str
 ) -> Estimate:
-    run = lay_out(job, strategy, machine, facts, shape)
+    run = lay_out(job, strategy, machine, facts, shape, trainer)
     played = play(run)
     outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
     phases: dict[PhaseName, PhasePeak] = {}
@@ -131,6 +134,8 @@ def play(run: Run) -> list[Played]:
         for phase, stage in stages:
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(phase, stage, replayed, allocator.allocated_bytes))
+            if phase == "load" and run.empty_cache_after_load:
+                allocator.empty_cache()
     return played
 
 

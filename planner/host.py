@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planner.job import Machine
-from planner.run import Run, saved_block_inputs
+from planner.run import Run
+from planner.strategies import saved_block_inputs
 from planner.units import GIB
 
 PROCESS_BYTES = 3 * GIB

@@ -7,16 +7,16 @@ says is exact but for fragmentation: what is allocated is a lower bound of what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from planner import host
 from planner.estimate import NCCL_BYTES
 from planner.job import Bucket, Job, Machine, Strategy
+from planner.layout import TRANSFORMS, choose_kernels, end_of_step
 from planner.replay import BLOCK_ROUND_BYTES
-from planner.run import TRANSFORMS, Facts, Run
-from planner.run import _choose_kernels as choose_kernels
-from planner.run import _end_of_step as end_of_step
+from planner.layout import TRANSFORMS, choose_kernels, end_of_step
+from planner.run import Facts, Run
 from planner.shapes import grid
 from planner.tape import Program, Stage
 from planner.timing import StepWork, Traffic, step_seconds, work_of
@@ -44,6 +44,7 @@ class Screen:
 
     def __init__(self, facts: FactsGetter) -> None:
         self.facts = facts
+        self._steps: dict[int, tuple[Program, Stage, Stage]] = {}
         self._laid_out: dict[tuple[int, int], Run] = {}
         self._sizes: dict[tuple[object, ...], list[int]] = {}
         self._work: dict[tuple[object, ...], StepWork] = {}
@@ -73,10 +74,11 @@ class Screen:
             )
         return self._looks[key]
 
-    @property
-    def looked(self) -> int:
-        """How many strategies at how many shapes were looked at."""
-        return len(self._looks)
+    def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """Host RAM alone, for less than a look."""
+        facts = self.facts(job, strategy, machine)
+        runs = (self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes)
+        return max(host.ram_bytes(run, machine) for run in runs)
 
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
         facts = self.facts(job, strategy, machine)
@@ -95,42 +97,57 @@ class Screen:
         return self._work[key]
 
     def _run(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
-        """As `planner.run.lay_out`, from a copy of the tapes laid out before."""
-        tapes = (id(facts.step), id(facts.optimizer))
-        if tapes not in self._laid_out:
-            self._laid_out[tapes] = _unfolded(Run(job, strategy, machine, facts))
-        base = self._laid_out[tapes]
-        shape = (*tapes, *where.values())
-        if shape not in self._sizes:
-            self._sizes[shape] = base.program.bytes_of(where)
-        run = Run(
-            job,
-            strategy,
-            machine,
-            facts,
-            _copy_of(base.program),
-            *(_stage(stage) for stage in (base.load, base.step, base.optimizer_first, base.optimizer)),
-            self._sizes[shape].copy(),
+        """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
+        base = self._bare(job, strategy, machine, facts, where)
+        run = replace(
+            base,
+            program=_copy_of(base.program),
+            load=_stage(base.load),
+            step=_stage(base.step),
+            optimizer_first=_stage(base.optimizer_first),
+            optimizer=_stage(base.optimizer),
+            sizes=base.sizes.copy(),
         )
         choose_kernels(run)
         for transform in TRANSFORMS:
             transform(run)
         return run
 
+    def _bare(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+        """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
+        tapes = (id(facts.step), id(facts.optimizer))
+        if tapes not in self._laid_out:
+            self._laid_out[tapes] = self._unfolded(Run(job, strategy, machine, facts))
+        base = self._laid_out[tapes]
+        shape = (*tapes, *where.values())
+        if shape not in self._sizes:
+            self._sizes[shape] = base.program.bytes_of(where)
+        sizes = self._sizes[shape]
+        return replace(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes)
 
-def _unfolded(run: Run) -> Run:
-    facts, program = run.facts, run.program
-    run.load = program.unfold(facts.step, "load")
-    run.step = program.unfold(facts.step, "step")
-    run.optimizer_first = program.unfold(facts.optimizer, "optimizer_first")
-    run.optimizer = program.unfold(facts.optimizer, "optimizer")
-    end_of_step(run)
-    return run
+    def _unfolded(self, run: Run) -> Run:
+        """Both tapes laid out; the step's, which is most of the work, only once per recording."""
+        step, optimizer = run.facts.step, run.facts.optimizer
+        if id(step) not in self._steps:
+            program = Program()
+            self._steps[id(step)] = program, program.unfold(step, "load"), program.unfold(step, "step")
+        program, run.load, run.step = self._steps[id(step)]
+        run.program = _copy_of(program)
+        run.optimizer_first = run.program.unfold(optimizer, "optimizer_first")
+        run.optimizer = run.program.unfold(optimizer, "optimizer")
+        end_of_step(run)
+        return run
 
 
 def _copy_of(program: Program) -> Program:
-    columns = (program.buffers, program.category, program.op, program.kernel, program.sizes)
-    return Program(*(column.copy() for column in columns), program.named.copy())  # type: ignore[arg-type]
+    return Program(
+        program.buffers.copy(),
+        program.category.copy(),
+        program.op.copy(),
+        program.kernel.copy(),
+        program.sizes.copy(),
+        program.named.copy(),
+    )
 
 
 def _stage(stage: Stage) -> Stage:

@@ -13,15 +13,17 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.rules import check, resolve
+from planner.variants import HALF
 
 SEARCHED = (
+    "gradient_checkpointing",
+    "sharding",
     "weights_dtype",
     "autocast",
     "adapter_dtype",
-    "gradient_checkpointing",
+    "master_weights",
     "optimizer",
     "optimizer_step",
-    "sharding",
     "offload_optimizer",
     "offload_gradients",
     "offload_params",
@@ -33,9 +35,7 @@ SEARCHED = (
 def asked_for(strategy: Strategy, fixed: Collection[str]) -> Strategy:
     """What a search starts from: the strategy without the searched fields that the user did not type himself."""
     kept = {
-        name: getattr(strategy, name)
-        for name in strategy.model_fields_set
-        if name in fixed or name not in SEARCHED
+        name: getattr(strategy, name) for name in strategy.model_fields_set if name in fixed or name not in SEARCHED
     }
     return Strategy.read(kept)
 
@@ -86,6 +86,7 @@ def _choices(job: Job, base: Strategy, machine: Machine, fixed: Collection[str])
         "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method),),
         "autocast": ("bf16", "none"),
         "adapter_dtype": ("fp32", "bf16") if job.method == "lora" else (base.adapter_dtype,),
+        "master_weights": ("none", "fp32"),
         "gradient_checkpointing": ("none", "full", "offload"),
         "optimizer": ("adamw", "adamw-8bit"),
         "optimizer_step": ("foreach", "fused"),
@@ -119,17 +120,21 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
     def free(field: str) -> bool:
         return field not in fixed
 
-    trained_whole = job.method == "full"
-    half = choice["weights_dtype"] in ("bf16", "fp16") and (trained_whole or choice["adapter_dtype"] in ("bf16", "fp16"))
+    whole = job.method == "full"
+    sharding, offloaded = str(choice["sharding"]), choice["offload_optimizer"] != "none"
+    deepspeed = sharding.startswith("zero")
+    half = choice["weights_dtype"] in HALF and (whole or choice["adapter_dtype"] in HALF)
+    # DeepSpeed trains a module in 16 bits with an fp32 master of its own; nobody else's master is priced yet.
+    if free("master_weights") and (choice["master_weights"] == "fp32") != deepspeed:
+        return False
+    if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
+        return False
     if free("autocast") and (choice["autocast"] == "none") != half:
         return False  # autocast does nothing for a model that is half precision throughout
-    sharding, offloaded = choice["sharding"], choice["offload_optimizer"] != "none"
-    if choice["optimizer"] == "adamw-8bit" and free("optimizer"):
-        # DeepSpeed does the step itself, and nobody has an 8-bit step for the CPU.
-        if offloaded or str(sharding).startswith("zero"):
-            return False
+    if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed):
+        return False  # DeepSpeed does the step itself, and nobody has an 8-bit step for the CPU
     if machine.world == 1 and sharding == "zero-3" and free("sharding") and choice["offload_params"] == "none":
         return False  # one GPU has nothing to split with: only the offload of weights is new
     if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1"):
         return False  # their gradients are whole until all GPUs have summed them
-    return not (choice["offload_params"] != "none" and free("offload_params") and trained_whole and not offloaded)
+    return not (choice["offload_params"] != "none" and free("offload_params") and whole and not offloaded)

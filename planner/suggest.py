@@ -92,9 +92,15 @@ class Search:
         self.screen = screen
         self.missing: VplanError | None = None
         """Why the last strategy without a recording could not be looked at."""
+        self._considered: set[tuple[Job, Strategy]] = set()
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._lost: dict[Strategy, float] = {}
         """Strategy without swap -> device bytes over those of its look, where a replay told."""
+
+    @property
+    def considered(self) -> int:
+        """How many strategies at how many shapes were ranked or looked at."""
+        return len(self._considered)
 
     def best(self, job: Job, explain: bool = True) -> Suggestion | None:
         """The best plan for a job of just this shape; None when nothing fits, not even tightly."""
@@ -107,12 +113,12 @@ class Search:
 
     def bare(self, plan: Estimate) -> Suggestion:
         """A plan without its story."""
-        return Suggestion(plan, (), (), self.screen.looked)
+        return Suggestion(plan, (), (), self.considered)
 
     def explained(self, plan: Estimate) -> Suggestion:
         """A plan with what its switches did and the runners-up."""
         others, switches = self.runners_up(plan), self.switches(plan)
-        return Suggestion(plan, others, switches, self.screen.looked)
+        return Suggestion(plan, others, switches, self.considered)
 
     # ---- one shape
 
@@ -125,11 +131,10 @@ class Search:
             try:
                 self.screen.facts(job, strategy, question.machine)
             except VplanError as error:
-                if "damaged" in error.message:
-                    raise
-                self.missing = error
+                self._refused(error)
                 continue
             found.append(strategy)
+        self._considered.update((job, strategy) for strategy in found)
         return found
 
     def by_speed(
@@ -138,6 +143,7 @@ class Search:
         """Plans with at least this verdict, the fastest first; among equally fast ones the least switched."""
         start = naive(job, self.question.strategy, self.question.machine, self.question.fixed)
         tie = itertools.count()
+        tried: set[Strategy] = set()
         queue: list[tuple[tuple[float, ...], int, Strategy, Look | None]] = []
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
@@ -156,16 +162,20 @@ class Search:
             if look is not None:
                 if not wanted(look):
                     continue
-                found = self.settled(job, look.strategy)
-                if found is not None and self.reaches(found, verdict):
+                found = self._priced(job, look.strategy)
+                if found is None:
+                    continue
+                if self.reaches(found, verdict):
                     yield found
                     continue
-            look = self.roomiest(job, strategy, verdict)
-            if look is not None:
-                push(strategy, look.step_seconds, look)
+                tried.add(look.strategy)
+            look = self.roomiest(job, strategy.replace(swap_blocks=start.swap_blocks), verdict)
+            if look is not None and look.strategy not in tried:
+                push(look.strategy, look.step_seconds, look)
 
     def look(self, job: Job, strategy: Strategy) -> Look:
-        """A look at a strategy, fragmentation put in where a replay has told it."""
+        """A look at a strategy."""
+        self._considered.add((job, strategy))
         return self.screen.look(job, strategy, self.question.machine)
 
     def device_bytes(self, look: Look) -> int:
@@ -187,8 +197,8 @@ class Search:
         """Whether an estimate is at least as good as the verdict."""
         return found.verdict == "fits" or found.verdict == verdict
 
-    def settled(self, job: Job, strategy: Strategy) -> Estimate | None:
-        """The full estimate, replayed once. None when there is no recording for it."""
+    def settled(self, job: Job, strategy: Strategy) -> Estimate:
+        """The full estimate, replayed once."""
         key = (job, strategy)
         if key not in self._estimates:
             facts = self.screen.facts(job, strategy, self.question.machine)
@@ -206,14 +216,11 @@ class Search:
         look = self.look(job, strategy)
         if self.seems(look, verdict):
             return look
-        last = most_swapped(job, strategy, self.question.model, self.question.fixed)
-        last = self._most_in_ram(job, strategy, last)
-        if not last:
+        most = self.most_in_ram(job, strategy)
+        best = self.look(job, most)
+        if most == strategy or not self.seems(best, verdict):
             return None
-        best = self.look(job, strategy.replace(swap_blocks=last))
-        if not self.seems(best, verdict):
-            return None
-        low, high = 0, last
+        low, high = strategy.swap_blocks, most.swap_blocks
         while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
             middle = self._guess(look, best, low, high)
             tried = self.look(job, strategy.replace(swap_blocks=middle))
@@ -225,33 +232,40 @@ class Search:
 
     def _guess(self, above: Look, below: Look, low: int, high: int) -> int:
         first, second = self.device_bytes(above), self.device_bytes(below)
-        room = self.question.budget_bytes / (1 + margin.interval(100, below.strategy)[1] / 100 - 1)
+        room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes, below.strategy)[1]
         share = (first - room) / max(first - second, 1)
         return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
-    def _most_in_ram(self, job: Job, strategy: Strategy, last: int) -> int:
-        """The most swapped blocks, up to `last`, whose pinned copies the host's RAM holds."""
-        low = 0
-        while last > low:
-            middle = last if low == 0 else (low + last + 1) // 2
-            if self.has_ram(self.look(job, strategy.replace(swap_blocks=middle))):
+    def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
+        """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
+        last = most_swapped(job, strategy, self.question.model, self.question.fixed)
+        if not last or self._holds(job, strategy.replace(swap_blocks=last)):
+            return strategy.replace(swap_blocks=last) if last else strategy
+        low, high = 0, last
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._holds(job, strategy.replace(swap_blocks=middle)):
                 low = middle
             else:
-                last, low = middle - 1, max(low, 0)
-                if low == 0 and last and not self.has_ram(self.look(job, strategy)):
-                    return 0
-        return low
+                high = middle
+        return strategy.replace(swap_blocks=low)
+
+    def _holds(self, job: Job, strategy: Strategy) -> bool:
+        machine = self.question.machine
+        return machine.host_ram is None or self.screen.host_ram_bytes(job, strategy, machine) <= machine.host_ram
 
     # ---- what is told about a plan
 
-    def tightest(self, job: Job) -> Estimate | None:
+    def tightest(self, job: Job, lossy: bool | None = None) -> Estimate | None:
         """The plan that needs least of what is short, when nothing fits."""
-        looks = []
-        for strategy in self.candidates(job):
-            last = most_swapped(job, strategy, self.question.model, self.question.fixed)
-            looks.append(self.look(job, strategy.replace(swap_blocks=self._most_in_ram(job, strategy, last))))
-        looks.sort(key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
-        return self.settled(job, looks[0].strategy) if looks else None
+        looks = self.tightest_looks(job, lossy)
+        priced = (self._priced(job, look.strategy) for look in looks)
+        return next((found for found in priced if found), None)
+
+    def tightest_looks(self, job: Job, lossy: bool | None = None) -> list[Look]:
+        """Looks at all strategies with all blocks swapped that may be, the one that needs least first."""
+        looks = [self.look(job, self.most_in_ram(job, strategy)) for strategy in self.candidates(job, lossy)]
+        return sorted(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
         """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,
@@ -280,30 +294,34 @@ class Search:
         for verdict in ("fits", "tight"):
             if found := next(self.by_speed(job, False, verdict), None):
                 return found
-        looks = [self.look(job, strategy) for strategy in self.candidates(job, False)]
-        if not looks:
-            return None
-        best = min(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
-        return self.settled(job, best.strategy)
+        return self.tightest(job, False)
 
     def switches(self, plan: Estimate) -> tuple[Switch, ...]:
         """What each step from the naive setting to the plan saved and cost, in an order in which each is allowed."""
         question = self.question
         state = naive(plan.job, question.strategy, question.machine, question.fixed)
-        device_bytes, seconds = self._priced(plan.job, state) or (plan.peak.device_bytes, plan.step_seconds)
+        last = self._priced(plan.job, state) or plan
         found = []
         for field in switched(state, plan.strategy):
             before, after = getattr(state, field), getattr(plan.strategy, field)
             state = state.replace(**{field: after})
             # A step on the way may have no recording of its own; the next one then counts for both.
-            now = self._priced(plan.job, state) or (device_bytes, seconds)
-            found.append(Switch(field, before, after, now[0] - device_bytes, now[1] - seconds))
-            device_bytes, seconds = now
+            now = self._priced(plan.job, state) or last
+            saved = now.peak.device_bytes - last.peak.device_bytes
+            found.append(Switch(field, before, after, saved, now.step_seconds - last.step_seconds))
+            last = now
         return tuple(found)
 
-    def _priced(self, job: Job, strategy: Strategy) -> tuple[int, float] | None:
+    def _priced(self, job: Job, strategy: Strategy) -> Estimate | None:
+        """The full estimate, or None where there is no recording for it."""
         try:
-            found = self.settled(job, strategy)
-        except VplanError:
+            return self.settled(job, strategy)
+        except VplanError as error:
+            self._refused(error)
             return None
-        return (found.peak.device_bytes, found.step_seconds) if found else None
+
+    def _refused(self, error: VplanError) -> None:
+        """Remember why a strategy is left out. Damaged files are no reason to answer without them."""
+        if "damaged" in error.message:
+            raise error
+        self.missing = error

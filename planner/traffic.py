@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.run import Run, saved_block_inputs
+from planner.run import Run
+from planner.strategies import saved_block_inputs
 from planner.timing import Traffic
 
 

@@ -24,6 +24,8 @@ class Precision:
     @classmethod
     def of(cls, job: Job, strategy: Strategy) -> Precision:
         weights = strategy.weights(job.method)
+        if strategy.sharding.startswith("zero"):  # DeepSpeed keeps the module in 16 bits and casts nothing
+            return cls("half", "half" if job.method == "lora" else "", autocast=False)
         return cls(
             "fp32" if weights == "fp32" else "half",
             "" if job.method != "lora" else "fp32" if strategy.adapter_dtype == "fp32" else "half",

@@ -111,9 +111,11 @@ class Recorder(TorchDispatchMode):
             self.trace.work.append((before, work))
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:
-        """The block that all tensors belong to; None when they are of several or of none."""
+        """The block that all tensors belong to; None when they are of several; where we are when they say nothing."""
         numbers = [self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors]
         places = {self.trace.allocs[number].place for number in numbers if number is not None}
+        if not places:
+            return self.place
         return places.pop() if len(places) == 1 else None
 
     def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> None:

@@ -16,8 +16,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.facts import ModelProfile
 from planner.errors import VplanError
+from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from trainers.families.base import Family
 

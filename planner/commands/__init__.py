@@ -17,9 +17,11 @@ from planner.commands.foreign import meant
 from planner.errors import VplanError, did_you_mean
 
 VERBS = {
+    "suggest": "The best way to train on a card, and what it saves and costs.",
     "estimate": "What one way of training needs, phase by phase.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
+    "record": "Records the tapes again that all estimates are read from.",
     "accuracy": "How near the estimates come to what was measured.",
 }
 """Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""

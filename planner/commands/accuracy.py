@@ -80,11 +80,11 @@ def _estimator() -> tuple[Predict, AfterStep]:
     from planner.estimate import after_step_bytes, estimate
     from planner.library import facts
 
-    def predict(job: Job, strategy: Strategy, machine: Machine) -> Prediction:
-        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine)))
+    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
+        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine), trainer))
 
-    def after_step(job: Job, strategy: Strategy, machine: Machine) -> int:
-        return after_step_bytes(job, strategy, machine, facts(job, strategy, machine))
+    def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
+        return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)
 
     return predict, after_step
 

@@ -1,33 +1,49 @@
-"""The look of an answer in the terminal: how the question was understood, the verdict, the bar, the phases."""
+"""The look of an answer in the terminal: how the question was understood, the verdict, the bar, the phases.
+
+It holds at 80 columns: tables keep their numbers and wrap their words. Rich leaves colours out when nobody looks.
+"""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.text import Text
+from collections.abc import Iterable, Iterator, Sequence
+
+from typing import TYPE_CHECKING
 
 from planner.commands.common import table
 from planner.commands.request import Request
 from planner.plan import Estimate
+from planner.suggest import Suggestion, Switch
 from planner.units import format_gib, format_seconds, gib
+from planner.wishes import Relaxed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 BAR_WIDTH = 48
 
 
-def headline(console: Console, request: Request) -> None:
-    """The first line: card, budget and the defaults taken."""
+def headline(console: Console, request: Request, found: Estimate | None = None) -> None:
+    """The first line: card, budget and the defaults taken (those of `found`, where a search chose some of them)."""
     gpu = request.gpu
     count = f"{request.machine.gpus} x " if request.machine.gpus > 1 else ""
     text = f"{request.model.title}, {request.job.method}, on {count}{gpu.title}: {gpu.allocatable_gib:.2f} GiB to use"
     if request.machine.reserve:
         text += f", {format_gib(request.machine.reserve)} of it kept free"
     console.print(text)
-    if request.assumptions:
-        console.print(f"assumed: {'; '.join(request.assumptions)}", style="dim")
+    assumptions = found.assumptions if found else request.assumptions
+    if assumptions:
+        console.print(f"assumed: {'; '.join(assumptions)}", style="dim")
+    if found and found.job != request.job:
+        job = found.job
+        console.print(f"chosen: {job.frames} frames of {job.height}x{job.width}, batch {job.batch_size}", style="bold")
 
 
 def verdict_line(found: Estimate) -> Text:
     """One line: the verdict, the need, the budget, how sure."""
+    from rich.text import Text
+
     word, style = VERDICTS[found.verdict]
     line = Text(word, style)
     low, high = gib(found.low_bytes), gib(found.high_bytes)
@@ -61,8 +77,172 @@ def print_estimate(console: Console, found: Estimate) -> None:
 
 def bar(found: Estimate) -> Text:
     """The need against the budget, as wide as the budget: one cell per 1/48 of it."""
+    from rich.text import Text
+
     share = found.peak.device_bytes / max(found.budget_bytes, 1)
     filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
     text = Text("█" * filled + "░" * (BAR_WIDTH - filled), VERDICTS[found.verdict][1])
     text.append(f" {share:.0%} of the budget", "default")
     return text
+
+
+# ---- suggest
+
+FIELD_WORDS = {
+    "gradient_checkpointing": {"full": "checkpointing", "offload": "checkpointing to host RAM"},
+    "sharding": {"zero-1": "ZeRO-1", "zero-2": "ZeRO-2", "zero-3": "ZeRO-3", "ddp": "DDP", "fsdp": "FSDP"},
+    "optimizer": {"adamw-8bit": "8-bit AdamW"},
+    "optimizer_step": {"fused": "fused step"},
+    "adapter_dtype": {"bf16": "bf16 adapters"},
+    "offload_optimizer": {"cpu": "optimizer in host RAM"},
+    "offload_gradients": {"cpu": "gradients in host RAM"},
+    "offload_params": {"cpu": "weights in host RAM"},
+}
+"""How a line says a switch."""
+
+
+def ways(found: Estimate) -> str:
+    """What a plan switches on, in words for one line."""
+    strategy = found.strategy
+    words = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
+    if found.job.method == "full" and strategy.weights_dtype != "fp32":
+        words.append(f"{strategy.weights_dtype} weights")
+    if strategy.swap_blocks:
+        words.append(f"{strategy.swap_blocks} blocks swapped")
+    return ", ".join(words) or "nothing switched on"
+
+
+def print_suggestion(
+    console: Console,
+    request: Request,
+    found: Suggestion,
+    relax: Sequence[Relaxed] = (),
+    smaller: Sequence[Estimate] = (),
+) -> None:
+    """The chosen plan, why, what else there is, and what to do when nothing fits."""
+    plan = found.plan
+    headline(console, request, plan)
+    console.print(verdict_line(plan))
+    console.print(bar(plan))
+    console.print(f"plan: {ways(plan)}", style="bold", soft_wrap=False)
+    if flags := typed_out(found.switches):
+        console.print(f"      {flags}")
+    if plan.lossy:
+        kept = next((other for other in found.alternatives if not other.lossy), None)
+        without = f"; without: {ways(kept)} ({_need(kept)})" if kept else "; no lossless plan is known"
+        console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
+    console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
+    console.print(f"step {format_seconds(plan.step_seconds)} (estimated), host RAM {format_gib(plan.host_ram_bytes)}")
+    for other in smaller:
+        word = VERDICTS[other.verdict][0]
+        console.print(f"on {other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB to use): {word}", style="yellow")
+    if plan.verdict == "no":
+        _print_relaxed(console, plan, relax)
+    told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
+    if told:
+        console.print()
+        console.print(table(("what each switch did", ">GiB", ">s a step"), map(_switch_row, told)))
+    if found.alternatives:
+        console.print()
+        rows = [_plan_row(other) for other in found.alternatives]
+        console.print(table(("runners-up", "verdict", ">GiB", ">s a step", ">host RAM GiB"), rows))
+
+
+def typed_out(switches: Iterable[Switch]) -> str:
+    """The flags that `vplan estimate` takes for the same plan."""
+    return " ".join(f"--{switch.field.replace('_', '-')} {switch.after}" for switch in switches)
+
+
+def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:
+    short = "host RAM" if plan.limit == "host" else "GPU memory"
+    console.print(f"this is the tightest plan there is; {short} is short")
+    if not relax:
+        console.print("no single wish, relaxed, would make it fit", style="bold")
+        return
+    console.print("relax one of:", style="bold")
+    for wish in relax:
+        lossy = f", lossy: {', '.join(wish.plan.lossy)}" if wish.plan.lossy else ""
+        flag = wish.field.replace("_", "-").replace("batch", "batch-size")
+        seconds = format_seconds(wish.plan.step_seconds)
+        console.print(f"  --{flag} {wish.after} instead of {wish.before} ({ways(wish.plan)}, {seconds} a step{lossy})")
+
+
+def _switch_row(switch: Switch) -> tuple[str, str, str]:
+    words = f"{switch.field} {switch.before} to {switch.after}"
+    return words, f"{gib(switch.device_bytes):+.2f}", f"{switch.step_seconds:+.2f}"
+
+
+def _plan_row(found: Estimate) -> tuple[str, ...]:
+    lossy = f" (lossy: {', '.join(found.lossy)})" if found.lossy else ""
+    return (
+        ways(found) + lossy,
+        VERDICTS[found.verdict][0],
+        f"{gib(found.peak.device_bytes):.2f}",
+        f"{found.step_seconds:.2f}",
+        f"{gib(found.host_ram_bytes):.1f}",
+    )
+
+
+def _need(found: Estimate) -> str:
+    return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
+
+
+class Row:
+    """One line of an answer for many models or many cards."""
+
+    def __init__(
+        self, name: str, plan: Estimate | None, reason: str, considered: int, tightest: Estimate | None = None
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.reason = reason
+        self.considered = considered
+        self.tightest = tightest
+
+    def to_json(self, kind: str) -> dict[str, object]:
+        """The object of DESIGN section 9."""
+        plan = self.plan.to_json() if self.plan else None
+        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None}
+
+
+def print_rows(console: Console, first: str, kind: str, rows: Sequence[Row]) -> None:
+    """One line for each model or card."""
+    console.print(first)
+    console.print()
+    name = "model" if kind == "models" else "card"
+    found = table((name, ">clip", "verdict", ">GiB", ">s a step", "with"), [])
+    for row in rows:
+        found.add_row(*_row(row))
+    console.print(found)
+    notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
+    for note in notes:
+        names = ", ".join(row.name for row in rows if row.plan and note in row.plan.assumptions)
+        console.print(f"{names}: {note}", style="dim")
+
+
+def _row(row: Row) -> tuple[str | Text, ...]:
+    from rich.text import Text
+
+    found = row.plan or row.tightest
+    if found is None:
+        return row.name, "-", Text("no", VERDICTS["no"][1]), "-", "-", row.reason
+    job = found.job
+    clip = f"{job.frames}x{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
+    word = Text(found.verdict, VERDICTS[found.verdict][1])
+    need = f"{gib(found.peak.device_bytes):.1f}"
+    if row.plan is None:
+        return row.name, clip, word, need, "-", row.reason
+    lossy = " (lossy)" if found.lossy else ""
+    return row.name, clip, word, need, f"{found.step_seconds:.1f}", ways(found) + lossy
+
+
+def with_progress(names: Sequence[str], what: str) -> Iterator[str]:
+    """The names one by one, with a bar on stderr while someone looks at it."""
+    from rich.console import Console
+    from rich.progress import track
+
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield from names
+        return
+    yield from track(names, description=what, console=errors, transient=True)

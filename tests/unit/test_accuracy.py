@@ -74,14 +74,14 @@ def predictor(
         verdict=verdict,
         basis="recorded",
     )
-    return lambda job, strategy, machine: prediction
+    return lambda job, strategy, machine, trainer: prediction
 
 
-def refuse(job: Job, strategy: Strategy, machine: Machine) -> Prediction:
+def refuse(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
     raise VplanError(f"no tape of {job.model}", "record one")
 
 
-def after_step(job: Job, strategy: Strategy, machine: Machine) -> int:
+def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
     return 5 * GIB
 
 
@@ -216,9 +216,9 @@ def test_an_estimator_that_refuses_says_why(tmp_path: Path) -> None:
 def asked(folder: Path, row: dict[str, Any], **options: Any) -> tuple[Job, Strategy, Machine]:
     questions = []
 
-    def predict(job: Job, strategy: Strategy, machine: Machine) -> Prediction:
+    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
         questions.append((job, strategy, machine))
-        return predictor()(job, strategy, machine)
+        return predictor()(job, strategy, machine, trainer)
 
     compare(read(folder, row, **options), predict, after_step)
     (question,) = questions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from planner.facts import ModelProfile
 from planner.errors import VplanError
+from planner.facts import ModelProfile
 from trainers.families.base import Family
 
 FAMILIES = ("wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet")

@@ -1,0 +1,241 @@
+"""`vplan suggest`: the best way to train on a card; without a card, on any; without a model, any model."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner import catalog
+from planner.commands import USAGE, answer
+from planner.commands.common import DOES_NOT_FIT, Verb, examples, json_option, output_option, show, verdict_exit_code
+from planner.commands.request import Asked, Request, request_options
+from planner.errors import VplanError
+from planner.facts import GpuProfile
+from planner.library import facts
+from planner.plan import Estimate, write_plan
+from planner.screen import Screen
+from planner.suggest import Question, Search, Suggestion
+from planner.units import gib
+from planner.wishes import PREFERRED, Relaxed, largest, relaxed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OTHER_CARD = 0.02
+"""Share of a peak by which another card of the same class may differ (its CUDA context, its kernels)."""
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan suggest --gpu 24GB --frames 81",
+        "vplan suggest wan2.1-i2v-14b-480p --gpu h100-80gb --frames 129 -o plan.toml",
+        "vplan suggest flux.1-dev --method full",
+        "vplan suggest wan2.1-t2v-14b --gpu rtx4090 --frames max",
+    ),
+)
+@request_options(searched=True)
+@click.option(
+    "--prefer",
+    type=click.Choice(["speed", *PREFERRED]),
+    default="speed",
+    help="What to have most of, at your other wishes.  [default: speed]",
+)
+@click.option("--allow", "allow", type=click.Choice(["lossy"]), help="Let lossy switches in where lossless plans fit.")
+@click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
+@output_option("the plan")
+@json_option
+def command(asked: Asked, prefer: str, allow: str | None, strict: bool, output: str | None, as_json: bool) -> int:
+    """Choose how to train: the fastest way that fits, lossless if any does.
+
+    What you type is never traded; the rest is searched. Without --gpu it answers for every class of card, without
+    --model for every model that can train at that length.
+    """
+    started = time.perf_counter()
+    gc.freeze()
+    gc.set_threshold(200_000)  # replays make many objects and no garbage: collecting would take a third of the time
+    wanted = _Wanted(asked, "frames" if asked.job.get("frames") == "max" else prefer, allow is not None)
+    if asked.model is None and asked.gpu is None:
+        raise VplanError("no --model and no --gpu", "give one of them, as --gpu 24GB", USAGE)
+    if asked.model is not None and asked.gpu is not None:
+        found = wanted.one()
+        if output:
+            write_plan(found.suggestion.to_plan(), output)
+        said = found.to_json(time.perf_counter() - started)
+        show(said, as_json, lambda console: _print_one(console, found))
+        return verdict_exit_code(found.suggestion.plan.verdict, strict=strict)
+    if output:
+        raise VplanError("-o writes one plan", "give --model and --gpu", USAGE)
+    rows, kind = (wanted.models(), "models") if asked.model is None else (wanted.classes(), "classes")
+    said = {
+        kind: [row.to_json(kind) for row in rows],
+        "considered": sum(row.considered for row in rows),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    show(said, as_json, lambda console: answer.print_rows(console, wanted.first_line(), kind, rows))
+    verdicts = [row.plan.verdict for row in rows if row.plan]
+    return min((verdict_exit_code(verdict, strict=strict) for verdict in verdicts), default=DOES_NOT_FIT)
+
+
+class _Found:
+    """The answer for one model on one card."""
+
+    def __init__(self, request: Request, suggestion: Suggestion) -> None:
+        self.request = request
+        self.suggestion = suggestion
+        self.relax: tuple[Relaxed, ...] = ()
+        self.smaller: tuple[Estimate, ...] = ()
+        """The plan on the smaller cards of its class, where the verdict is another."""
+
+    def to_json(self, seconds: float) -> dict[str, Any]:
+        """The object of DESIGN section 9, with what to relax and the smaller cards beside it."""
+        found = self.suggestion
+        return {
+            "plan": found.plan.to_json(),
+            "alternatives": [other.to_json() for other in found.alternatives],
+            "switches": [switch.to_json() for switch in found.switches],
+            "relax": [wish.to_json() for wish in self.relax],
+            "smaller_cards": [{"gpu": other.machine.gpu, "verdict": other.verdict} for other in self.smaller],
+            "considered": found.considered,
+            "seconds": round(seconds, 3),
+        }
+
+
+class _Wanted:
+    """What was asked, for as many models and cards as it takes."""
+
+    def __init__(self, asked: Asked, prefer: str, allow_lossy: bool) -> None:
+        self.asked = asked
+        self.prefer = prefer
+        self.allow_lossy = allow_lossy
+        self.cards: dict[str, GpuProfile] = {}
+        self.screen = Screen(
+            lambda job, strategy, machine: facts(job, strategy, machine, None, self.cards[machine.gpu])
+        )
+
+    def one(self) -> _Found:
+        """The answer in full for the one model and card."""
+        request = self.asked.settle(searched=True)
+        search = self._search(request)
+        suggestion = self._best(search, explain=True)
+        if suggestion is None:
+            found = _Found(request, Suggestion(_tightest(search), (), (), search.considered))
+            found.relax = relaxed(search, search.question.job)
+        else:
+            found = _Found(request, suggestion)
+            found.smaller = _on_smaller_cards(request, suggestion.plan)
+        plan = found.suggestion.plan.replace(assumptions=_assumptions(request, found.suggestion.plan))
+        found.suggestion = Suggestion(plan, found.suggestion.alternatives, found.suggestion.switches, search.considered)
+        return found
+
+    def models(self) -> list[answer.Row]:
+        """A line for every model that can train at that length."""
+        frames = self.asked.job.get("frames")
+        names = [name for name in catalog.model_names() if catalog.model(name).kind == "video" or frames in (None, 1)]
+        rows, refusals = [], []
+        for name in answer.with_progress(names, "models"):
+            try:
+                rows.append(self._row(name, self.asked.settle(model=name, searched=True)))
+            except VplanError as error:
+                refusals.append(error)
+                rows.append(answer.Row(name, None, error.message, 0))
+        if refusals and len(refusals) == len(rows):
+            raise refusals[0]
+        return rows
+
+    def classes(self) -> list[answer.Row]:
+        """A line for every class of card."""
+        names = [group.name for group in catalog.gpu_classes()]
+        return [
+            self._row(name, self.asked.settle(gpu=name, searched=True)) for name in answer.with_progress(names, "cards")
+        ]
+
+    def first_line(self) -> str:
+        """How a question about many was understood."""
+        asked = self.asked
+        if asked.model is None:
+            count, card = catalog.parse_gpus(asked.gpu or "")
+            several = f"{count} x " if count > 1 else ""
+            return f"every model we know, {asked.job.get('method', 'lora')}, on {several}{card.title}: " + (
+                f"{card.allocatable_gib:.2f} GiB to use"
+            )
+        return f"{catalog.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every class of card"
+
+    def _row(self, name: str, request: Request) -> answer.Row:
+        search = self._search(request)
+        suggestion = self._best(search, explain=False)
+        if suggestion is None:
+            tightest = _tightest(search)
+            reason = f"needs {gib(tightest.peak.device_bytes):.1f} GiB at least"
+            if tightest.limit == "host":
+                reason = f"needs {gib(tightest.host_ram_bytes):.0f} GiB of host RAM"
+            return answer.Row(name, None, reason, search.considered, tightest)
+        plan = suggestion.plan.replace(assumptions=_assumptions(request, suggestion.plan))
+        return answer.Row(name, plan, "", search.considered)
+
+    def _search(self, request: Request) -> Search:
+        self.cards[request.machine.gpu] = request.gpu
+        question = Question(
+            request.job,
+            request.strategy,
+            request.machine,
+            request.model,
+            request.gpu,
+            request.fixed,
+            self.allow_lossy,
+        )
+        return Search(question, self.screen)
+
+    def _best(self, search: Search, explain: bool) -> Suggestion | None:
+        if self.prefer == "speed":
+            return search.best(search.question.job, explain)
+        wish = PREFERRED[self.prefer](search.question.model)
+        typed = [field for field in wish.fields if field in search.question.fixed]
+        if typed and not (self.prefer == "frames" and self.asked.job.get("frames") == "max"):
+            raise VplanError(
+                f"--prefer {self.prefer} would change what you fixed: {', '.join(typed)}", f"leave out --{typed[0]}"
+            )
+        return largest(search, wish, explain)
+
+
+def _tightest(search: Search) -> Estimate:
+    found = search.tightest(search.question.job)
+    if found is None:
+        raise search.missing or VplanError("no strategy to look at", "type fewer switches")
+    return found
+
+
+def _assumptions(request: Request, plan: Estimate) -> tuple[str, ...]:
+    """The request's, corrected where the search chose another shape."""
+    if plan.job == request.job:
+        return request.assumptions
+    chosen = {"frames": " frames", "pixels": " pixels"}
+    kept = [note for note in request.assumptions if not any(word in note for word in chosen.values())]
+    if plan.job.frames > request.model.shape.max_frames:
+        kept.append(
+            f"{plan.job.frames} frames is longer than the model was trained on ({request.model.shape.max_frames})"
+        )
+    return tuple(kept)
+
+
+def _on_smaller_cards(request: Request, plan: Estimate) -> tuple[Estimate, ...]:
+    """The plan on the cards sold under the same label that give less, where the verdict changes."""
+    from planner.estimate import estimate
+
+    found = []
+    for card in catalog.smaller_cards(request.gpu):
+        if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - request.machine.reserve:
+            continue
+        machine = request.machine.replace(gpu=card.name)
+        known = facts(plan.job, plan.strategy, machine, request.model, card)
+        there = estimate(plan.job, plan.strategy, machine, known)
+        if there.verdict != plan.verdict:
+            found.append(there)
+    return tuple(found)
+
+
+def _print_one(console: Console, found: _Found) -> None:
+    answer.print_suggestion(console, found.request, found.suggestion, found.relax, found.smaller)

@@ -1,0 +1,178 @@
+"""What a search may vary instead of the strategy: the longest clip, the largest batch, the largest size that fits.
+
+The same bisection says, when nothing fits, which single wish to relax and to what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import MAX_FRAMES, Job, Strategy
+from planner.plan import Estimate
+from planner.suggest import Search, Suggestion
+
+MOST_SAMPLES = 1_000
+ANCHORS = 3
+"""How many of the tightest strategies decide whether anything could fit at a shape."""
+
+Value = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One number of a job that can be turned: its values in rising order, and how to read and set it."""
+
+    name: str
+    fields: tuple[str, ...]
+    values: Sequence[Value]
+    read: Callable[[Job], Value]
+    put: Callable[[Job, Value], Job]
+
+    def below(self, job: Job) -> Sequence[Value]:
+        """The values less than the job's own, rising."""
+        own = self.size(self.read(job))
+        count = next((index for index, value in enumerate(self.values) if self.size(value) >= own), len(self.values))
+        return self.values[:count]
+
+    @staticmethod
+    def size(value: Value) -> int:
+        """What orders the values: pixels for a height and width."""
+        return value if isinstance(value, int) else value[0] * value[1]
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """A plan for the same job with one wish less, and which."""
+
+    field: str
+    before: str | int
+    after: str | int
+    plan: Estimate
+
+    def to_json(self) -> dict[str, object]:
+        """The wish that changes, from what, to what, and whether the plan is lossy."""
+        return {"field": self.field, "from": self.before, "to": self.after, "lossy": list(self.plan.lossy)}
+
+
+def frames(model: ModelProfile) -> Wish:
+    """The length of a clip, by the model's rule."""
+    step = model.shape.frame_step
+    first = -(-(model.shape.min_frames - 1) // step) * step + 1
+    # Latent frames of a clip; a single one is another recording's regime.
+    last = MAX_FRAMES if model.kind == "video" else 1
+    return Wish("frames", ("frames",), range(first, last + 1, step), lambda job: job.frames, _put("frames"))
+
+
+def batch(model: ModelProfile) -> Wish:
+    """The samples per GPU."""
+    return Wish("batch", ("batch_size",), range(1, MOST_SAMPLES + 1), lambda job: job.batch_size, _put("batch_size"))
+
+
+def resolution(model: ModelProfile) -> Wish:
+    """The sizes the model lists, one of each area."""
+    areas = {height * width: (height, width) for height, width in reversed(model.shape.resolutions)}
+    return _resolution([areas[area] for area in sorted(areas)])
+
+
+def smaller_sizes(model: ModelProfile, job: Job) -> Wish:
+    """The listed sizes, and three quarters and half of the job's own."""
+    multiple = model.shape.size_multiple
+    areas = {height * width: (height, width) for height, width in model.shape.resolutions}
+    for share in (0.75, 0.5):
+        sides = [max(1, round(side * share / multiple)) * multiple for side in (job.height, job.width)]
+        areas.setdefault(sides[0] * sides[1], (sides[0], sides[1]))
+    return _resolution([areas[area] for area in sorted(areas)])
+
+
+def rank(model: ModelProfile) -> Wish:
+    """The rank of the adapters, by powers of two."""
+    return Wish("lora_rank", ("lora_rank",), (4, 8, 16, 32, 64, 128), lambda job: job.lora_rank, _put("lora_rank"))
+
+
+PREFERRED: dict[str, Callable[[ModelProfile], Wish]] = {"frames": frames, "batch": batch, "resolution": resolution}
+
+
+def largest(search: Search, wish: Wish, explain: bool = True) -> Suggestion | None:
+    """The largest value of a wish for which a plan fits, and the fastest plan there; None when none does."""
+    job, question = search.question.job, search.question
+    if job.buckets:
+        raise VplanError(
+            f"with buckets the shapes are given, so there is no largest {wish.name}", "leave out --buckets"
+        )
+    for lossy in (None,) if question.allow_lossy else (False, True):
+        found = _largest(search, job, wish, wish.values, lossy)
+        if found is not None:
+            return search.explained(found) if explain else search.bare(found)
+    return None
+
+
+def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
+    """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it."""
+    model, found = search.question.model, []
+    wishes = [frames(model), smaller_sizes(model, job), batch(model)]
+    wishes += [rank(model)] if job.method == "lora" else []
+    for wish in wishes if not job.buckets else ():
+        plan = _largest(search, job, wish, wish.below(job), None)
+        if plan is not None:
+            found.append(Relaxed(wish.name, _said(wish.read(job)), _said(wish.read(plan.job)), plan))
+    if job.method == "full" and not job.trainable:
+        plan = next(search.by_speed(job.replace(method="lora"), None), None)
+        if plan is not None:
+            found.append(Relaxed("method", "full", "lora", plan))
+    return tuple(found)
+
+
+def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
+    """The plan at the largest value that fits: bisected on what is allocated, then believed only when replayed."""
+    if not values:
+        return None
+    anchors = _anchors(search, [wish.put(job, values[0]), job], lossy)
+
+    def seems(index: int) -> bool:
+        at = wish.put(job, values[index])
+        return any(search.seems(search.look(at, search.most_in_ram(at, strategy))) for strategy in anchors)
+
+    high = len(values)
+    while True:
+        low = -1
+        step = 1
+        while low + step < high and seems(low + step):  # gallop: the answer is nearer the small end
+            low, step = low + step, step * 2
+        high = min(high, low + step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if seems(middle) else (low, middle)
+        if low < 0:
+            return None
+        found = next(search.by_speed(wish.put(job, values[low]), lossy), None)
+        if found is not None:
+            return found
+        high = low
+
+
+def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[Strategy]:
+    """The strategies that are the tightest at any of the shapes, without their swap."""
+    found: dict[Strategy, None] = {}
+    for job in jobs:
+        for look in search.tightest_looks(job, lossy)[:ANCHORS]:
+            found[look.strategy.replace(swap_blocks=search.question.strategy.swap_blocks)] = None
+    return list(found)
+
+
+def _resolution(sizes: Sequence[tuple[int, int]]) -> Wish:
+    def put(job: Job, value: Value) -> Job:
+        assert isinstance(value, tuple)
+        return job.replace(height=value[0], width=value[1])
+
+    return Wish("resolution", ("height", "width"), sizes, lambda job: (job.height, job.width), put)
+
+
+def _put(field: str) -> Callable[[Job, Value], Job]:
+    return lambda job, value: job.replace(**{field: value})
+
+
+def _said(value: Value) -> str | int:
+    return value if isinstance(value, int) else f"{value[0]}x{value[1]}"
