@@ -1,7 +1,7 @@
 """Which attention kernel torch's ``scaled_dot_product_attention`` runs on a card, and what it takes beside its output.
 
-All of flash, cuDNN and memory-efficient attention save q, k, v, the output and one fp32 logsumexp per row, so a tape holds
-for any of them; what they take inside backward differs a little, and the math path is another graph altogether.
+All of flash, cuDNN and memory-efficient attention save q, k, v, the output and one fp32 logsumexp per row, so a tape
+holds for any of them; what they take inside backward differs a little, and the math path is another graph altogether.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ FLASH_FROM = (8, 0)
 def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile) -> str:
     """The kernel for unmasked half-precision attention: cudnn, flash or efficient.
 
-    torch 2.13 puts cuDNN first on sm90 and sm100; Windows wheels are built without flash; older cards than Ampere have the
-    memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). Masked attention is never flash.
+    torch 2.13 puts cuDNN first on sm90 and sm100; Windows wheels are built without flash; older cards than Ampere
+    have the memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). Masked attention is never
+    flash.
     """
     if strategy.attention not in ("sdpa", "auto"):
         return str(strategy.attention)

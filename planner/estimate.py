@@ -21,7 +21,7 @@ from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.shapes import grid
 from planner.tape import Moment, Stage
-from planner.timing import StepWork, step_seconds, total_flops, work_of
+from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops, work_of
 from planner.traffic import traffic
 from planner.units import MIB
 
@@ -56,7 +56,10 @@ def estimate(job: Job, strategy: Strategy, machine: Machine, facts: Facts, train
     """What happens when ``job`` runs under ``strategy`` on ``machine``; the worst of the job's buckets."""
     strategy = resolve(job, strategy, machine)
     return max(
-        (_estimate_shape(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes),
+        (
+            _estimate_shape(job, strategy, machine, facts, grid(facts.model, job, shape), trainer)
+            for shape in job.shapes
+        ),
         key=lambda found: found.peak.device_bytes,
     )
 
@@ -83,10 +86,11 @@ def _estimate_shape(
         phases[entry.phase] = seen if known is None or seen.device_bytes > known.device_bytes else known
     top = _peak_stage(played)
     peak = PhasePeak(**{name: max(getattr(seen, name) for seen in phases.values()) for name in PhasePeak.model_fields})
-    work = StepWork(work_of(facts.step, "step", shape), work_of(facts.optimizer, "optimizer", shape))
+    optimizer = optimizer_work_of(facts.optimizer, "optimizer", shape, run.optimizer_scale)
+    work = StepWork(work_of(facts.step, "step", shape), optimizer)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
-    low, high = margin.interval(peak.device_bytes, strategy)
+    low, high = margin.interval(peak.device_bytes)
     host_bytes = host.ram_bytes(run, machine)
     limit = _limit(low, budget, host_bytes, machine)
     verdict: Literal["fits", "tight", "no"] = "no" if limit else "fits" if high <= budget else "tight"
@@ -159,7 +163,10 @@ def _phase_peak(replayed: Replayed, outside: int) -> PhasePeak:
 
 
 def _peak_stage(played: list[Played]) -> Played:
-    """The stage whose tensors peak highest, the later among equals. Reserved is no guide: what was reserved once stays."""
+    """The stage whose tensors peak highest, the later among equals.
+
+    Reserved is no guide: what was reserved once stays.
+    """
     return max(reversed(played), key=lambda entry: entry.replayed.allocated_peak_bytes)
 
 

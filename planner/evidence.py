@@ -75,10 +75,11 @@ DEFAULTS = (
 
 
 SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
-"""Publishers whose script measured two steps (MAX_TRAIN_STEPS=2 in cogvideox-factory's metrics.sh). In fp16 the gradient
-scaler starts at 65,536 and skips a step whose gradients overflow (torch.amp.GradScaler), so the first real optimizer
-step is the last one measured, and no forward or backward runs beside optimizer states. Three of its full fine-tunes,
-whose optimizers keep 0, 3.2 and 12.6 GiB of states, show it: the first two peak within 14 MiB of each other."""
+"""Publishers whose script measured two steps (MAX_TRAIN_STEPS=2 in cogvideox-factory's metrics.sh). In fp16 the
+gradient scaler starts at 65,536 and skips a step whose gradients overflow (torch.amp.GradScaler), so the first real
+optimizer step is the last one measured, and no forward or backward runs beside optimizer states. Three of its full
+fine-tunes, whose optimizers keep 0, 3.2 and 12.6 GiB of states, show it: the first two peak within 14 MiB of each
+other."""
 
 
 class Interval(NamedTuple):

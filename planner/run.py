@@ -47,7 +47,10 @@ class Run:
     empty_cache_after_load: bool = False
 
     def add(self, stage: Stage, nbytes: int, category: str, name: str, *, at: int | None = None) -> int:
-        """Allocates a new buffer in a stage, before its ``at``-th stretch (at the end when None); returns its number."""
+        """Allocates a new buffer in a stage, before its ``at``-th stretch (at the end when None).
+
+        Returns its number.
+        """
         buffer = self.program.buffer(nbytes, category, name)
         self.sizes.append(nbytes)
         position = len(stage.stretches) if at is None else at
@@ -76,6 +79,13 @@ class Run:
         """How many parameters are trained."""
         size = 4 if OptimizerVariant.of(self.job, self.strategy).trained == "fp32" else 2
         return sum(self.sizes[buffer] for buffer in self.named("gradient").values()) // size
+
+    @property
+    def optimizer_scale(self) -> float:
+        """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
+        sizes = [(name, self.sizes[buffer]) for name, buffer in self.named("gradient").items()]
+        recorded = sum(nbytes * self.facts.step.recorded_share(name) for name, nbytes in sizes)
+        return sum(nbytes for _, nbytes in sizes) / recorded
 
     def frozen_block_weights(self) -> dict[tuple[str, int], list[int]]:
         """Buffers of each block's weights that are not trained, in the order the blocks are loaded."""

@@ -6,7 +6,7 @@ says is exact but for fragmentation: what is allocated is a lower bound of what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -15,11 +15,10 @@ from planner.estimate import NCCL_BYTES
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step
 from planner.replay import BLOCK_ROUND_BYTES
-from planner.layout import TRANSFORMS, choose_kernels, end_of_step
 from planner.run import Facts, Run
 from planner.shapes import grid
 from planner.tape import Program, Stage
-from planner.timing import StepWork, Traffic, step_seconds, work_of
+from planner.timing import Kind, StepWork, Traffic, Work, optimizer_work_of, step_seconds, work_of
 from planner.traffic import traffic
 
 FactsGetter = Callable[[Job, Strategy, Machine], Facts]
@@ -47,16 +46,15 @@ class Screen:
         self._steps: dict[int, tuple[Program, Stage, Stage]] = {}
         self._laid_out: dict[tuple[int, int], Run] = {}
         self._sizes: dict[tuple[object, ...], list[int]] = {}
-        self._work: dict[tuple[object, ...], StepWork] = {}
+        self._work: dict[tuple[object, ...], Mapping[Kind, Work]] = {}
         self._looks: dict[tuple[object, ...], Look] = {}
 
     def floor_seconds(self, job: Job, strategy: Strategy, machine: Machine) -> float:
-        """Seconds of a step if nothing had to be moved: never more than a look says."""
+        """Seconds of a step's passes if nothing had to be moved: never more than a look says, and known sooner."""
         facts = self.facts(job, strategy, machine)
-        grids = (grid(facts.model, job, shape) for shape in job.shapes)
         return max(
-            step_seconds(self._work_at(facts, where), facts.gpu, strategy, job, machine, Traffic()).total
-            for where in grids
+            step_seconds(StepWork(self._passes(facts, where)), facts.gpu, strategy, job, machine, Traffic()).total
+            for where in (grid(facts.model, job, shape) for shape in job.shapes)
         )
 
     def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
@@ -86,14 +84,15 @@ class Screen:
         run = self._run(job, strategy, machine, facts, where)
         allocated = allocated_peak(run)
         outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
-        seconds = step_seconds(self._work_at(facts, where), facts.gpu, strategy, job, machine, traffic(run)).total
+        optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
+        work = StepWork(self._passes(facts, where), optimizer)
+        seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total
         return Look(strategy, allocated, allocated + outside, host.ram_bytes(run, machine), seconds)
 
-    def _work_at(self, facts: Facts, where: dict[str, int]) -> StepWork:
-        key = (id(facts.step), id(facts.optimizer), *where.values())
+    def _passes(self, facts: Facts, where: dict[str, int]) -> Mapping[Kind, Work]:
+        key = (id(facts.step), *where.values())
         if key not in self._work:
-            step, optimizer = work_of(facts.step, "step", where), work_of(facts.optimizer, "optimizer", where)
-            self._work[key] = StepWork(step, optimizer)
+            self._work[key] = work_of(facts.step, "step", where)
         return self._work[key]
 
     def _run(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:

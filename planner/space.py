@@ -80,6 +80,13 @@ def switched(before: Strategy, after: Strategy) -> tuple[str, ...]:
     return tuple(field for field in SEARCHED if getattr(before, field) != getattr(after, field))
 
 
+def effort(before: Strategy, after: Strategy) -> int:
+    """How much is switched on: one for each field, one more for each that leans on host RAM, so that of two plans as
+    fast as each other the plainer one wins."""
+    fields = switched(before, after)
+    return len(fields) + sum(getattr(after, field) in ("offload", "cpu") or field == "swap_blocks" for field in fields)
+
+
 def _choices(job: Job, base: Strategy, machine: Machine, fixed: Collection[str]) -> Iterator[dict[str, object]]:
     """Combinations of the searched fields that make sense together, as fields to replace."""
     axes: dict[str, tuple[object, ...]] = {
@@ -115,7 +122,7 @@ def _offloads(job: Job) -> dict[str, tuple[object, ...]]:
 
 
 def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Collection[str]) -> bool:
-    """Whether a combination is worth asking about. What the user typed is never refused here: `rules.check` does that."""
+    """Whether a combination is worth asking about. What the user typed stays: `rules.check` judges that."""
 
     def free(field: str) -> bool:
         return field not in fixed

@@ -1,4 +1,7 @@
-"""Strategies on one GPU, and DDP, as transformations of a Run: each one function, one named buffer or lifetime, one source."""
+"""Strategies on one GPU, and DDP, as transformations of a Run.
+
+Each one function, one named buffer or lifetime, one source.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +91,9 @@ def saved_block_inputs(run: Run) -> SavedInputs:
 
 
 def block_swap(run: Run) -> None:
-    """Block swap: the last ``swap_blocks`` blocks live in pinned host RAM and stream through a ring of two buffers, each
-    as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer docs/RamOffloading.md)."""
+    """Block swap: the last ``swap_blocks`` blocks live in pinned host RAM and stream through a ring of two buffers,
+    each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer
+    docs/RamOffloading.md)."""
     count = run.strategy.swap_blocks
     if not count:
         return

@@ -1,7 +1,7 @@
 """The best strategy for a job by estimate alone: lossless before lossy, then the fastest that fits.
 
-Strategies come by rising seconds, which cost little to know; what seems to fit is replayed, and only then believed. Pure,
-given a getter of facts.
+Strategies come by rising seconds, which cost little to know; what seems to fit is replayed, and only then believed.
+Pure, given a getter of facts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.plan import Estimate, Plan
 from planner.screen import Look, Screen
-from planner.space import most_swapped, naive, strategies, switched
+from planner.space import effort, most_swapped, naive, strategies, switched
 
 Prefer = Literal["speed", "frames", "batch", "resolution"]
 
@@ -28,6 +28,12 @@ SAME_SPEED = 0.005
 """Seconds that differ by less than this share are no reason to switch anything on: predictions are not that good."""
 
 RUNNERS_UP = 3
+
+NEVER = 1e6
+"""Times what a look says: where a strategy cannot be replayed."""
+
+WORTH_LOSS = 1.05
+"""The tightest plan of all is a lossy one only when every lossless one needs this much more."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,10 @@ class Search:
         self.question = question
         self.screen = screen
         self.missing: VplanError | None = None
-        """Why the last strategy without a recording could not be looked at."""
+        """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
+        self._most: dict[tuple[Job, Strategy], Strategy] = {}
         self._lost: dict[Strategy, float] = {}
         """Strategy without swap -> device bytes over those of its look, where a replay told."""
 
@@ -148,7 +155,7 @@ class Search:
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
             marks = float(len(strategy.lossy_fields(job))) if lossy else 0.0
-            changes = len(switched(start, strategy)) if look else -1
+            changes = effort(start, strategy) if look else -1
             speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
             memory = look.device_bytes if look else 0
             heapq.heappush(queue, ((marks, speed, changes, memory), next(tie), strategy, look))
@@ -162,7 +169,7 @@ class Search:
             if look is not None:
                 if not wanted(look):
                     continue
-                found = self._priced(job, look.strategy)
+                found = self.priced(job, look.strategy)
                 if found is None:
                     continue
                 if self.reaches(found, verdict):
@@ -184,7 +191,7 @@ class Search:
 
     def seems(self, look: Look, verdict: str = "fits") -> bool:
         """Whether a replay could come to this verdict."""
-        low, high = margin.interval(self.device_bytes(look), look.strategy)
+        low, high = margin.interval(self.device_bytes(look))
         need = high if verdict == "fits" else low
         return need <= self.question.budget_bytes and self.has_ram(look)
 
@@ -232,15 +239,21 @@ class Search:
 
     def _guess(self, above: Look, below: Look, low: int, high: int) -> int:
         first, second = self.device_bytes(above), self.device_bytes(below)
-        room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes, below.strategy)[1]
+        room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes)[1]
         share = (first - room) / max(first - second, 1)
         return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
     def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
         """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
-        last = most_swapped(job, strategy, self.question.model, self.question.fixed)
-        if not last or self._holds(job, strategy.replace(swap_blocks=last)):
-            return strategy.replace(swap_blocks=last) if last else strategy
+        key = (job, strategy)
+        if key not in self._most:
+            last = most_swapped(job, strategy, self.question.model, self.question.fixed)
+            self._most[key] = strategy.replace(swap_blocks=self._most_held(job, strategy, last)) if last else strategy
+        return self._most[key]
+
+    def _most_held(self, job: Job, strategy: Strategy, last: int) -> int:
+        if self._holds(job, strategy.replace(swap_blocks=last)):
+            return last
         low, high = 0, last
         while high - low > 1:
             middle = (low + high) // 2
@@ -248,7 +261,7 @@ class Search:
                 low = middle
             else:
                 high = middle
-        return strategy.replace(swap_blocks=low)
+        return low
 
     def _holds(self, job: Job, strategy: Strategy) -> bool:
         machine = self.question.machine
@@ -257,9 +270,12 @@ class Search:
     # ---- what is told about a plan
 
     def tightest(self, job: Job, lossy: bool | None = None) -> Estimate | None:
-        """The plan that needs least of what is short, when nothing fits."""
+        """The plan that needs least of what is short, when nothing fits. Lossy only where that helps."""
         looks = self.tightest_looks(job, lossy)
-        priced = (self._priced(job, look.strategy) for look in looks)
+        if lossy is None:
+            least = looks[0].device_bytes if looks else 0
+            looks.sort(key=lambda look: bool(look.strategy.lossy_fields(job)) or look.device_bytes > least * WORTH_LOSS)
+        priced = (self.priced(job, look.strategy) for look in looks)
         return next((found for found in priced if found), None)
 
     def tightest_looks(self, job: Job, lossy: bool | None = None) -> list[Look]:
@@ -300,28 +316,29 @@ class Search:
         """What each step from the naive setting to the plan saved and cost, in an order in which each is allowed."""
         question = self.question
         state = naive(plan.job, question.strategy, question.machine, question.fixed)
-        last = self._priced(plan.job, state) or plan
+        last = self.priced(plan.job, state) or plan
         found = []
         for field in switched(state, plan.strategy):
             before, after = getattr(state, field), getattr(plan.strategy, field)
             state = state.replace(**{field: after})
             # A step on the way may have no recording of its own; the next one then counts for both.
-            now = self._priced(plan.job, state) or last
+            now = self.priced(plan.job, state) or last
             saved = now.peak.device_bytes - last.peak.device_bytes
             found.append(Switch(field, before, after, saved, now.step_seconds - last.step_seconds))
             last = now
         return tuple(found)
 
-    def _priced(self, job: Job, strategy: Strategy) -> Estimate | None:
+    def priced(self, job: Job, strategy: Strategy) -> Estimate | None:
         """The full estimate, or None where there is no recording for it."""
         try:
             return self.settled(job, strategy)
         except VplanError as error:
             self._refused(error)
+            self._lost[strategy.replace(swap_blocks=0)] = NEVER
             return None
 
     def _refused(self, error: VplanError) -> None:
         """Remember why a strategy is left out. Damaged files are no reason to answer without them."""
         if "damaged" in error.message:
             raise error
-        self.missing = error
+        self.missing = self.missing or error

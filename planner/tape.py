@@ -57,9 +57,11 @@ class Run:
     module_list: str
     start: int
     count: int
+    recorded: int
+    """blocks that were there when it was recorded"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tape:
     """A recorded step of one model under one method, precision, checkpointing and optimizer."""
 
@@ -81,12 +83,23 @@ class Tape:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
         for name, fixed in self.regime.items():
             if grid[name] != fixed:
-                raise VplanError(f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}", "record another")
+                fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
+                raise VplanError(fault, "record another")
         values = [grid[name] for name in ATOMS]
         for name in self.atoms[len(ATOMS) :]:
             constant, products = self.sums[name]
             values.append(constant + sum(math.prod(grid[atom] for atom in product) for product in products))
         return values
+
+    def recorded_share(self, name: str) -> float:
+        """Recorded blocks per block of the full model, for the run a parameter's block is in; 1 outside the blocks."""
+        block = self.block_of(name)
+        if block is None:
+            return 1.0
+        for run in self.runs:
+            if run.module_list == block[0] and run.start <= block[1] < run.start + run.count:
+                return run.recorded / run.count
+        raise AssertionError(f"{name} is in no run")
 
     def block_of(self, name: str) -> tuple[str, int] | None:
         """(module list, index) of the block a parameter's full name lies in; None outside the blocks."""
@@ -104,7 +117,8 @@ def read_tape(path: Path) -> Tape:
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         if isinstance(error, VplanError):
             raise
-        raise VplanError(f"tape {path.name} is damaged ({type(error).__name__})", "reinstall vplan or record it again") from None
+        fault = f"tape {path.name} is damaged ({type(error).__name__})"
+        raise VplanError(fault, "reinstall vplan or record it again") from None
 
 
 def parse_tape(data: Mapping[str, Any]) -> Tape:
@@ -122,7 +136,7 @@ def parse_tape(data: Mapping[str, Any]) -> Tape:
         sizes=tuple(
             Monomial(size[0], tuple(size[1]), *(size[2:4]), *map(tuple, size[4:])) for size in body["sizes"]
         ),
-        runs=tuple(Run(run["list"], run["start"], run["count"]) for run in body["runs"]),
+        runs=tuple(Run(run["list"], run["start"], run["count"], run["recorded"]) for run in body["runs"]),
         names=tuple(body["names"]),
         ops=tuple(body["ops"]),
         pieces=body["pieces"],
@@ -210,7 +224,10 @@ class Program:
         return len(self.buffers) - 1
 
     def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None) -> Stage:
-        """Lays a piece (load, step, optimizer_first or optimizer) out. ``counts``: blocks per run, else the full model's."""
+        """Lays a piece (load, step, optimizer_first or optimizer) out.
+
+        ``counts``: blocks per run, else the full model's.
+        """
         first_size = len(self.sizes)
         self.sizes += [(tape, size) for size in tape.sizes]
         return _Piece(self, tape, first_size, list(counts or [run.count for run in tape.runs])).play(piece)

@@ -163,6 +163,19 @@ def work_of(tape: Tape, piece: str, grid: Mapping[str, int], counts: Sequence[in
     return evaluate(symbolic_work(tape, piece, counts), tape.values(grid))
 
 
+def optimizer_work_of(tape: Tape, piece: str, grid: Mapping[str, int], scale: float) -> dict[Kind, Work]:
+    """The work of an optimizer step: one operator walks over all parameters, so it grows with their bytes, not by
+    block.
+
+    `scale`: bytes of trained parameters of the full model per byte recorded.
+    """
+    recorded = work_of(tape, piece, grid, [run.recorded for run in tape.runs])
+    return {
+        kind: amount if kind[0] == KERNELS else Work(round(amount.flops * scale), round(amount.nbytes * scale))
+        for kind, amount in recorded.items()
+    }
+
+
 def total_flops(work: StepWork, strategy: Strategy) -> int:
     """Floating-point operations of one step, recomputation included."""
     passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in work)

@@ -5,13 +5,14 @@ The same bisection says, when nothing fits, which single wish to relax and to wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import MAX_FRAMES, Job, Strategy
 from planner.plan import Estimate
+from planner.space import SEARCHED
 from planner.suggest import Search, Suggestion
 
 MOST_SAMPLES = 1_000
@@ -115,51 +116,77 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     wishes = [frames(model), smaller_sizes(model, job), batch(model)]
     wishes += [rank(model)] if job.method == "lora" else []
     for wish in wishes if not job.buckets else ():
-        plan = _largest(search, job, wish, wish.below(job), None)
-        if plan is not None:
+        plans = (_roomiest(search, job, wish, wish.below(job), lossy) for lossy in (False, True))
+        if plan := next((plan for plan in plans if plan), None):
             found.append(Relaxed(wish.name, _said(wish.read(job)), _said(wish.read(plan.job)), plan))
     if job.method == "full" and not job.trainable:
-        plan = next(search.by_speed(job.replace(method="lora"), None), None)
+        adapters = job.replace(method="lora")
+        plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
             found.append(Relaxed("method", "full", "lora", plan))
-    return tuple(found)
+    return (*found, *_untyped(search, job))
+
+
+def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
+    """Switches that the user typed and that stand in the way, each alone."""
+    question = search.question
+    for field in (field for field in SEARCHED if field in question.fixed):
+        freer = Search(replace(question, fixed=question.fixed - {field}), search.screen)
+        plan = next(freer.by_speed(job, False), None)
+        if plan is not None:
+            yield Relaxed(field, getattr(question.strategy, field), getattr(plan.strategy, field), plan)
 
 
 def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
-    """The plan at the largest value that fits: bisected on what is allocated, then believed only when replayed."""
-    if not values:
-        return None
+    """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
     anchors = _anchors(search, [wish.put(job, values[0]), job], lossy)
+    count = len(values)
+    while (index := _last_roomy(search, job, wish, values[:count], anchors)) >= 0:
+        found = next(search.by_speed(wish.put(job, values[index]), lossy), None)
+        if found is not None:
+            return found
+        count = index
+    return None
+
+
+def _roomiest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
+    """As `_largest`, but any plan there will do: the tightest, which is the first that is asked."""
+    anchors = _anchors(search, [job], lossy)
+    count = len(values)
+    while (index := _last_roomy(search, job, wish, values[:count], anchors)) >= 0:
+        there = wish.put(job, values[index])
+        for strategy in anchors:
+            found = search.priced(there, search.most_in_ram(there, strategy))
+            if found is not None and found.verdict == "fits":
+                return found
+        count = index
+    return None
+
+
+def _last_roomy(search: Search, job: Job, wish: Wish, values: Sequence[Value], anchors: Sequence[Strategy]) -> int:
+    """Index of the largest value at which one of the strategies seems to fit; -1 when none does."""
 
     def seems(index: int) -> bool:
         at = wish.put(job, values[index])
         return any(search.seems(search.look(at, search.most_in_ram(at, strategy))) for strategy in anchors)
 
-    high = len(values)
-    while True:
-        low = -1
-        step = 1
-        while low + step < high and seems(low + step):  # gallop: the answer is nearer the small end
-            low, step = low + step, step * 2
-        high = min(high, low + step)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if seems(middle) else (low, middle)
-        if low < 0:
-            return None
-        found = next(search.by_speed(wish.put(job, values[low]), lossy), None)
-        if found is not None:
-            return found
-        high = low
+    low, high, step = -1, len(values), 1
+    while low + step < high:  # gallop: the answer is nearer the small end
+        if not seems(low + step):
+            high = low + step
+            break
+        low, step = low + step, step * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seems(middle) else (low, middle)
+    return low
 
 
 def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[Strategy]:
     """The strategies that are the tightest at any of the shapes, without their swap."""
-    found: dict[Strategy, None] = {}
-    for job in jobs:
-        for look in search.tightest_looks(job, lossy)[:ANCHORS]:
-            found[look.strategy.replace(swap_blocks=search.question.strategy.swap_blocks)] = None
-    return list(found)
+    swap = search.question.strategy.swap_blocks
+    looks = [look for job in jobs for look in search.tightest_looks(job, lossy)[:ANCHORS]]
+    return list(dict.fromkeys(look.strategy.replace(swap_blocks=swap) for look in looks))
 
 
 def _resolution(sizes: Sequence[tuple[int, int]]) -> Wish:

@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO 1 to 3 as transformations of a recorded step: what a rank keeps, and the buffers the engine adds.
 
-DeepSpeed keeps the whole module in 16 bits, an fp32 master and two Adam states of its share of the trained parameters, and
-sends gradients through one flat bucket (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py; defaults of
-deepspeed/runtime/zero/config.py). Frozen parameters are sharded in stage 3 only.
+DeepSpeed keeps the whole module in 16 bits, an fp32 master and two Adam states of its share of the trained
+parameters, and sends gradients through one flat bucket (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py; defaults
+of deepspeed/runtime/zero/config.py). Frozen parameters are sharded in stage 3 only.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def zero(run: Run) -> None:
 
 def _optimizer_on_gpu(run: Run, share: int, backward: int) -> None:
     """This rank's 16-bit gradients from backward on, and their fp32 copy and one temporary during the step."""
-    partition = run.add(run.step, 2 * share, "gradients", "gradient partition", at=backward)
+    partition = run.add(run.step, 2 * share, "gradient", "gradient partition", at=backward)
     group = min(share, SUB_GROUP_ELEMENTS) if run.strategy.sharding == "zero-3" else share
     for step in (run.optimizer_first, run.optimizer):
-        made = [run.add(step, 4 * group, "gradients", "fp32 gradients")]
+        made = [run.add(step, 4 * group, "gradient", "fp32 gradients", at=0)]
         if run.strategy.optimizer_step == "foreach":
-            made.append(run.add(step, 4 * group, "temporary", "foreach"))
+            made.append(run.add(step, 4 * group, "temporary", "foreach", at=0))
         run.free(step, [*made, partition])
 
 

@@ -1,9 +1,9 @@
 """Turns a raw Trace into a symbolic Tape: sizes as products of the shape's atoms, one template per kind of block.
 
-A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up again.
-Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others repeat the
-middle one, which is checked against the trace, not assumed. An allocation's address is (item of the piece, position in
-it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
+A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up
+again. Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others
+repeat the middle one, which is checked against the trace, not assumed. An allocation's address is (item of the piece,
+position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
 """
 
 from __future__ import annotations
@@ -95,13 +95,15 @@ class _Compressor:
         bounds = self.trace.pieces
         pieces = {
             name: self._piece(start, stop)
-            for (name, start), (_, stop) in zip(bounds, bounds[1:], strict=False)
+            for (name, start), (_, stop) in itertools.pairwise(bounds)
             if name != "gradients"
         }
-        runs = [
-            {"list": run.module_list, "start": run.start, "recorded": run.count, "count": count}
-            for run, count in zip(self.trace.runs, counts, strict=True)
-        ]
+        runs = []
+        ends: dict[str, int] = {}
+        for run, count in zip(self.trace.runs, counts, strict=True):
+            start = ends.get(run.module_list, 0)
+            runs.append({"list": run.module_list, "start": start, "recorded": run.count, "count": count})
+            ends[run.module_list] = start + count
         return {
             "atoms": self.factoriser.names,
             "runs": runs,
@@ -143,12 +145,15 @@ class _Compressor:
         return [part for segment in segments for part in self._split(segment)]
 
     def _split(self, segment: Segment) -> list[Segment]:
-        """Orders neighbouring frees by allocation, because autograd drops a node's tensors in the order of their addresses,
-        which differs from run to run and leaves the allocator the same; and gives those that let something of every block go at once (as autocast's cache of
-        cast weights, when its context exits) a segment per block."""
+        """Orders neighbouring frees by allocation, because autograd drops a node's tensors in the order of their
+        addresses, which differs from run to run and leaves the allocator the same; and gives those that let something
+        of every block go at once (as autocast's cache of cast weights, when its context exits) a segment per
+        block."""
         parts = [Segment(segment.place, segment.passes, work=segment.work)]
         for is_free, group in itertools.groupby(segment.events, key=lambda event: event < 0):
-            events = sorted(group, reverse=True) if is_free else list(group)
+            events = list(group)
+            if is_free:
+                events.sort(reverse=True)
             outside = segment.place is None or segment.passes == "optimizer"
             sweeps = self._sweeps(events) if is_free and outside else {}
             swept = {event for found in sweeps.values() for event in found}
@@ -193,10 +198,15 @@ class _Compressor:
         return items
 
     def _encode(self, item: Item) -> dict[str, Any]:
-        """An item as JSON. A sweep keeps its head, one middle and its tail after checking that all middles are equal."""
+        """An item as JSON.
+
+        A sweep keeps its head, one middle and its tail after checking that all middles are equal.
+        """
         templates = [self._template(segment, item) for segment in item.segments]
         if not item.step:
-            block = item.first if item.run is None or item.first < HEAD else item.first - self.trace.runs[item.run].count
+            block = item.first
+            if item.run is not None and block >= HEAD:
+                block -= self.trace.runs[item.run].count
             return {"run": item.run, "block": block, "templates": templates, "pass": item.segments[0].passes}
         ordered = templates[:: item.step]
         if len(ordered) > HEAD + TAIL:
@@ -207,7 +217,10 @@ class _Compressor:
         return {"run": item.run, "step": item.step, "templates": ordered, "pass": item.segments[0].passes}
 
     def _template(self, segment: Segment, item: Item) -> dict[str, Any]:
-        events = [self._alloc(event, segment, item) if event >= 0 else self._free(~event, segment, item) for event in segment.events]
+        events = [
+            self._alloc(event, segment, item) if event >= 0 else self._free(~event, segment, item)
+            for event in segment.events
+        ]
         return {"events": events, "work": self._work(segment.work)}
 
     def _alloc(self, number: int, segment: Segment, item: Item) -> list[int]:
@@ -233,7 +246,10 @@ class _Compressor:
         return mode, alloc.place[0], block
 
     def _use(self, number: int) -> str:
-        """Made in forward and freed in backward: activation. Recomputed and freed by autograd: activation. Else temporary."""
+        """Made in forward and freed in backward.
+
+        Activation. Recomputed and freed by autograd: activation. Else temporary.
+        """
         made, freed = self.made_at[number], self.freed_at.get(number)
         if freed is None:
             return "temporary"

@@ -1,9 +1,9 @@
-"""Where CUDA differs from what fake CPU tensors do: one table, and the switches that make the recorder behave like CUDA.
+"""Where CUDA differs from what fake CPU tensors do: tables, and switches that make the recorder behave like CUDA.
 
 Three kinds of difference:
 
-* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, RMSNorm. ``cuda_semantics``
-  installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
+* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, RMSNorm.
+  ``cuda_semantics`` installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
 * **Workspace**: memory a CUDA kernel takes and gives back inside one operator (``workspaces``).
 * **Same**: everything else. ``SAME`` lists the operators somebody looked at; a test fails on one nobody has.
 """
@@ -91,7 +91,10 @@ def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
 
 
 def _install_autocast(library: torch.library.Library) -> None:
-    """CUDA's autocast on the CPU key. The lower-precision list keeps torch's own kernel: it owns the weight-cast cache."""
+    """CUDA's autocast on the CPU key.
+
+    The lower-precision list keeps torch's own kernel: it owns the weight-cast cache.
+    """
     lists = autocast_lists()
     cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")}
     listed = set.union(*lists.values())
@@ -120,9 +123,9 @@ def attention(
 ) -> Tensor:
     """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
 
-    Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the same
-    (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). Masks whose rows are not a multiple of 8 elements are
-    copied into padded rows first (pad_bias): at most B * S * 16 bytes, left out.
+    Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
+    same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). Masks whose rows are not a multiple of 8
+    elements are copied into padded rows first (pad_bias): at most B * S * 16 bytes, left out.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= 256:
@@ -135,7 +138,8 @@ def attention(
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    found = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -194,7 +198,8 @@ def _round_up(value: int, multiple: int) -> int:
 def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
     """FlashAttention-2 backward: fp32 dq accumulator and row sums, on query rows rounded up to 128.
 
-    flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B, heads, S).
+    flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B,
+    heads, S).
     """
     query = args[1]
     batch, heads, rows, size = query.shape
@@ -239,3 +244,13 @@ def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
     """What a CUDA kernel allocates inside ``op`` (name without overload) and frees before it returns."""
     entry = WORKSPACES.get(op)
     return entry(args) if entry else []
+
+
+def rounded_output(op: str, position: int, shape: tuple[int, ...], args: tuple[Any, ...]) -> Rounded | None:
+    """The dimension of an output that a kernel rounds up, so that it no longer shows the shape's atoms.
+
+    Memory-efficient attention pads its logsumexp to 32 rows (kAlignLSE, mem_eff_attention/kernel_forward.h).
+    """
+    if op == "aten._scaled_dot_product_efficient_attention" and position == 1 and shape[-1]:
+        return Rounded(args[0].shape[2], 32)
+    return None

@@ -1,8 +1,8 @@
 """Records the allocations of a real training step with fake tensors: no GPU, no weights, no data.
 
-A dispatch mode sees every operator. A storage that an operator returns for the first time is an allocation; the death of
-its last reference is the free, in the order autograd really causes them. Module hooks say which block and pass an event
-belongs to. Both functions return a Trace, which ``trainers.compress`` turns into a symbolic Tape.
+A dispatch mode sees every operator. A storage that an operator returns for the first time is an allocation; the death
+of its last reference is the free, in the order autograd really causes them. Module hooks say which block and pass an
+event belongs to. Both functions return a Trace, which ``trainers.compress`` turns into a symbolic Tape.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 source = args[0][position] if each and len(outputs) == len(args[0]) else None
-                self._allocate(storage, name, self.place if source is None else self._common_place([source]))
+                number = self._allocate(storage, name, self.place if source is None else self._common_place([source]))
+                if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
+                    self.trace.allocs[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
         self._note_workspaces(name, args)
         if work := work_of(func, args, kwargs, out, inputs, outputs):
             self.trace.work.append((before, work))
@@ -118,13 +120,14 @@ class Recorder(TorchDispatchMode):
             return self.place
         return places.pop() if len(places) == 1 else None
 
-    def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> None:
+    def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> int:
         number = len(self.trace.allocs)
         key = storage._cdata
         self.trace.allocs.append(Alloc(storage.nbytes(), op, place, self.phase))
         self._event(number, place)
         self._number[key] = number
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
+        return number
 
     def _event(self, event: int, place: Place | None) -> None:
         self.trace.events.append(event)

@@ -1,7 +1,7 @@
 """The one training step: builds a model under a Strategy and executes optimisation steps.
 
-Recording (fake tensors), probing (a few real steps) and training all call these functions, so what vplan predicts cannot
-drift from what it trains. Nothing here knows that a recorder exists.
+Recording (fake tensors), probing (a few real steps) and training all call these functions, so what vplan predicts
+cannot drift from what it trains. Nothing here knows that a recorder exists.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
 
 
 def stored_dtype(strategy: Strategy) -> str:
+    """The storage dtype of the weights; a VplanError for one that cannot be built."""
     if strategy.weights_dtype not in DTYPES:
         raise VplanError(f"weights_dtype {strategy.weights_dtype} cannot be built yet", "use fp32, bf16 or fp16")
     return strategy.weights_dtype
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives every parameter the dtype ``from_pretrained(torch_dtype=dtype)`` gives it, and tables at most fp32.
+    """Gives every parameter and saved table the dtype ``from_pretrained(torch_dtype=dtype)`` gives it.
 
-    diffusers keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
+    Tables that are not saved are computed when the model is made, some in fp64; they are kept in fp32. diffusers keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
     """
     keep = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
@@ -74,12 +75,19 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(torch.float32 if kept else dtype)
     for module in model.modules():
         for name, table in module._buffers.items():
-            if table is not None and table.dtype == torch.float64:  # diffusers computes position tables in fp64
+            if table is None or not table.is_floating_point():
+                continue
+            if name not in module._non_persistent_buffers_set:
+                module._buffers[name] = table.to(dtype)
+            elif table.dtype == torch.float64:
                 module._buffers[name] = table.float()
 
 
 def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
-    """Adds a peft LoRA on ``job.lora_targets`` in ``strategy.adapter_dtype``; alpha equals the rank, as diffusers' examples."""
+    """Adds a peft LoRA on ``job.lora_targets`` in ``strategy.adapter_dtype``.
+
+    Alpha equals the rank, as diffusers' examples.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     assert job.lora_targets, "targets are resolved before a model is built"
@@ -99,7 +107,10 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
 
 
 def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
-    """Turns on non-reentrant checkpointing of the blocks the strategy names; ``offload`` keeps block inputs in host RAM."""
+    """Turns on non-reentrant checkpointing of the blocks the strategy names.
+
+    ``offload`` keeps block inputs in host RAM.
+    """
     mode = strategy.gradient_checkpointing
     if mode == "none":
         return
@@ -124,7 +135,7 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates parameters that are still on ``meta`` on ``device``, in the order of the modules, and moves the buffers."""
+    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there."""
 
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -137,6 +148,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by full name, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -148,7 +160,8 @@ def make_optimizer(
     if strategy.optimizer == "adamw":
         how = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
         if strategy.optimizer_step not in how:
-            raise VplanError(f"optimizer_step {strategy.optimizer_step} is not applied yet", "use foreach, fused or loop")
+            fault = f"optimizer_step {strategy.optimizer_step} is not applied yet"
+            raise VplanError(fault, "use foreach, fused or loop")
         return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=1e-2, **how[strategy.optimizer_step])
     if strategy.optimizer == "adamw-8bit":
         from bitsandbytes.optim import AdamW8bit

@@ -1,8 +1,8 @@
 """Which tapes a model has, and how they are recorded: one process, many variants.
 
-A *step* tape depends on what changes the stream of operators: method, precision, checkpointing, one sample or several. An
-*optimizer* tape depends on the trained parameters and the optimizer alone. fp16 and bf16 take the same memory, so both
-are recorded as bf16 and called half.
+A *step* tape depends on what changes the stream of operators: method, precision, checkpointing, one sample or
+several. An *optimizer* tape depends on the trained parameters and the optimizer alone. fp16 and bf16 take the same
+memory, so both are recorded as bf16 and called half.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
     """Records one optimizer variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
-    grid, sums, regime = prime_grid(profile, one_sample=False)
+    grid, sums, _ = prime_grid(profile, one_sample=False)
     trace = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, {})
 

@@ -6,7 +6,6 @@ It holds at 80 columns: tables keep their numbers and wrap their words. Rich lea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-
 from typing import TYPE_CHECKING
 
 from planner.commands.common import table
@@ -105,7 +104,7 @@ def ways(found: Estimate) -> str:
     """What a plan switches on, in words for one line."""
     strategy = found.strategy
     words = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
-    if found.job.method == "full" and strategy.weights_dtype != "fp32":
+    if "weights_dtype" in found.lossy:
         words.append(f"{strategy.weights_dtype} weights")
     if strategy.swap_blocks:
         words.append(f"{strategy.swap_blocks} blocks swapped")
@@ -129,7 +128,7 @@ def print_suggestion(
         console.print(f"      {flags}")
     if plan.lossy:
         kept = next((other for other in found.alternatives if not other.lossy), None)
-        without = f"; without: {ways(kept)} ({_need(kept)})" if kept else "; no lossless plan is known"
+        without = f"; without: {ways(kept)} ({_need(kept)})" if kept else ""
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
     console.print(f"step {format_seconds(plan.step_seconds)} (estimated), host RAM {format_gib(plan.host_ram_bytes)}")
@@ -161,10 +160,9 @@ def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -
         return
     console.print("relax one of:", style="bold")
     for wish in relax:
-        lossy = f", lossy: {', '.join(wish.plan.lossy)}" if wish.plan.lossy else ""
+        lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
         flag = wish.field.replace("_", "-").replace("batch", "batch-size")
-        seconds = format_seconds(wish.plan.step_seconds)
-        console.print(f"  --{flag} {wish.after} instead of {wish.before} ({ways(wish.plan)}, {seconds} a step{lossy})")
+        console.print(f"  --{flag} {wish.after} instead of {wish.before}{lossy}")
 
 
 def _switch_row(switch: Switch) -> tuple[str, str, str]:
@@ -178,7 +176,7 @@ def _plan_row(found: Estimate) -> tuple[str, ...]:
         ways(found) + lossy,
         VERDICTS[found.verdict][0],
         f"{gib(found.peak.device_bytes):.2f}",
-        f"{found.step_seconds:.2f}",
+        _seconds(found.step_seconds),
         f"{gib(found.host_ram_bytes):.1f}",
     )
 
@@ -233,7 +231,11 @@ def _row(row: Row) -> tuple[str | Text, ...]:
     if row.plan is None:
         return row.name, clip, word, need, "-", row.reason
     lossy = " (lossy)" if found.lossy else ""
-    return row.name, clip, word, need, f"{found.step_seconds:.1f}", ways(found) + lossy
+    return row.name, clip, word, need, _seconds(found.step_seconds), ways(found) + lossy
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
 
 
 def with_progress(names: Sequence[str], what: str) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Training scripts around diffusers: its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune."""
+"""Training scripts around diffusers.
+
+Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Family:
 
 
 def flow_matching(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Noisy latents, timesteps in [0, 1) and the velocity target ``noise - latents`` (Lipman et al., arXiv 2210.02747)."""
+    """Noisy latents, timesteps in [0, 1), and the velocity ``noise - latents`` to predict (arXiv 2210.02747)."""
     noise = torch.randn_like(latents)
     sigmas = torch.sigmoid(torch.randn(latents.shape[0], device=latents.device))
     spread = sigmas.view(-1, *[1] * (latents.ndim - 1)).to(latents.dtype)

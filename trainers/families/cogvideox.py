@@ -14,6 +14,8 @@ from trainers.families.base import Family, Grid
 
 
 class CogVideoX(Family):
+    """CogVideoX 2B and 5B: text and video tokens in one sequence."""
+
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         tokens = self.config["max_text_seq_length"]

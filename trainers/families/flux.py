@@ -11,6 +11,8 @@ from trainers.families.base import Family, Grid, flow_matching
 
 
 class Flux(Family):
+    """FLUX.1: double-stream, then single-stream blocks over text and image tokens."""
+
     sums = {"S": (0, ("FHW", "T"))}
     fixed = {"F": 1}
 

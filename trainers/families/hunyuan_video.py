@@ -1,4 +1,7 @@
-"""HunyuanVideo: flow matching with an embedded guidance scale (arXiv 2412.03603; diffusers HunyuanVideoTransformer3DModel)."""
+"""HunyuanVideo.
+
+Flow matching with an embedded guidance scale (arXiv 2412.03603; diffusers HunyuanVideoTransformer3DModel).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from trainers.families.base import Family, Grid, flow_matching
 
 
 class HunyuanVideo(Family):
+    """HunyuanVideo: double-stream, then single-stream blocks, text masked."""
+
     sums = {"S": (0, ("FHW", "T"))}
     fixed: dict[str, int] = {}
 

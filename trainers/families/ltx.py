@@ -11,6 +11,8 @@ from trainers.families.base import Family, Grid, flow_matching
 
 
 class Ltx(Family):
+    """LTX-Video: few, large tokens; masked cross-attention to the text."""
+
     fixed: dict[str, int] = {}
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:

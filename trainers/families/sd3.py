@@ -11,6 +11,8 @@ from trainers.families.base import Family, Grid, flow_matching
 
 
 class Sd3(Family):
+    """SD3 and SD3.5: joint text and image attention."""
+
     sums = {"S": (0, ("FHW", "T"))}
     fixed = {"F": 1}
 

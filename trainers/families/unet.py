@@ -16,6 +16,8 @@ from trainers.families.base import Family, Grid
 
 
 class Unet(Family):
+    """The UNet of Stable Diffusion 1.x."""
+
     fixed = {"F": 1}
 
     def __init__(self, profile: ModelProfile) -> None:

@@ -11,6 +11,8 @@ from trainers.families.base import Family, Grid, flow_matching
 
 
 class Wan(Family):
+    """Wan 2.1: self-attention over video tokens, cross-attention to text and, for I2V, image tokens."""
+
     fixed = {"T": 512}
     """diffusers' Wan attention splits image from text tokens at 512; the pipelines pad every prompt to 512."""
 

@@ -1,0 +1,58 @@
+"""The shipped measurements against the estimates: the tolerances are promises, not fits."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+import profiles
+from planner.accuracy import Compared, Prediction, compare
+from planner.estimate import after_step_bytes, estimate
+from planner.evidence import read_rows
+from planner.job import Job, Machine, Strategy
+from planner.library import facts
+
+KNOWN_MISSES = {
+    "cvx-001": "encoding phase: T5 and VAE on the GPU together (not estimated yet)",
+    "ft-003": "reserved, encoders resident: they encode every step (not estimated yet)",
+    "cvxf-114": "reserved of a full fine-tune at batch 4: fragmentation of the optimizer step, cause unknown",
+}
+"""Rows off by more than 5 %, each with its cause as far as we know it. A new one fails the suite."""
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Compared]:
+    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
+        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine), trainer))
+
+    def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
+        return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)
+
+    rows, _ = read_rows(profiles.MEASUREMENTS / "published.jsonl", expandable_segments=False)
+    return compare(rows, predict, after_step)
+
+
+def errors(compared: list[Compared], *counters: str) -> dict[str, float]:
+    return {
+        entry.row.id: entry.error_pct
+        for entry in compared
+        if entry.row.implementation == "diffusers" and entry.counter in counters and entry.error_pct is not None
+    }
+
+
+def test_reserved_peaks_of_diffusers_trainers(compared: list[Compared]) -> None:
+    found = errors(compared, "reserved")
+    assert len(found) >= 28
+    assert statistics.median(map(abs, found.values())) <= 1.0
+    assert {row for row, error in found.items() if abs(error) > 5} <= KNOWN_MISSES.keys()
+
+
+def test_allocated_and_what_stays_after_a_step(compared: list[Compared]) -> None:
+    found = errors(compared, "allocated", "allocated_after_step")
+    assert found
+    assert all(abs(error) <= 1.5 for error in found.values()), found
+
+
+def test_no_verdict_is_wrong(compared: list[Compared]) -> None:
+    assert not [entry.row.id for entry in compared if entry.judges and entry.missed]

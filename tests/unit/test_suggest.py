@@ -1,0 +1,170 @@
+"""The search: what it prefers, what it never trades, what it tells, and that its cheap look agrees with the replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner import catalog
+from planner.errors import VplanError
+from planner.estimate import estimate
+from planner.job import Job, Machine, Strategy
+from planner.library import facts
+from planner.plan import Plan, plan_from_toml, plan_to_toml
+from planner.rules import resolve
+from planner.screen import Screen
+from planner.suggest import Question, Search, Suggestion
+from planner.units import GIB
+from planner.wishes import PREFERRED, frames, largest, relaxed
+
+MODEL = catalog.model("cogvideox-2b")
+SHORT = {"frames": 9, "height": 240, "width": 352}
+SCREEN = Screen(facts)
+
+
+def ask(gpu: str = "24GB", fixed: dict[str, Any] | None = None, lossy: bool = False, **job: Any) -> Search:
+    card = catalog.gpu(gpu)
+    machine = Machine(gpu=card.name, host_ram=32 * GIB)
+    typed = fixed or {}
+    question = Question(
+        catalog.job_for(MODEL, {**SHORT, **job}), Strategy.read(typed), machine, MODEL, card, frozenset(typed), lossy
+    )
+    return Search(question, SCREEN)
+
+
+def best(search: Search) -> Suggestion:
+    found = search.best(search.question.job)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing", "swap"),
+    [("lora", "none", 0), ("lora", "full", 7), ("full", "none", 0), ("full", "full", 0)],
+)
+def test_a_look_says_what_the_replay_says_but_for_fragmentation(method: str, checkpointing: str, swap: int) -> None:
+    machine = Machine(gpu="24GB", host_ram=32 * GIB)
+    job = catalog.job_for(MODEL, {**SHORT, "method": method})
+    strategy = resolve(job, Strategy.read({"gradient_checkpointing": checkpointing, "swap_blocks": swap}), machine)
+    look = SCREEN.look(job, strategy, machine)
+    full = estimate(job, strategy, machine, facts(job, strategy, machine))
+    assert look.allocated_bytes == full.peak.allocated_bytes
+    assert look.host_ram_bytes == full.host_ram_bytes
+    assert look.step_seconds == pytest.approx(full.step_seconds)
+    assert look.device_bytes <= full.peak.device_bytes
+    assert SCREEN.floor_seconds(job, strategy, machine) <= look.step_seconds
+    assert SCREEN.host_ram_bytes(job, strategy, machine) == look.host_ram_bytes
+
+
+def test_a_roomy_card_needs_no_switch() -> None:
+    found = best(ask("80GB"))
+    assert found.plan.verdict == "fits"
+    assert found.plan.strategy.gradient_checkpointing == "none"
+    assert found.plan.lossy == ()
+
+
+def test_a_small_card_gets_what_it_takes_and_is_told_what_each_switch_did() -> None:
+    found = best(ask("24GB", frames=49, height=480, width=720))
+    assert found.plan.verdict == "fits"
+    assert found.plan.lossy == ()
+    first = found.switches[0]
+    assert first.field == "gradient_checkpointing" and first.before == "none"
+    assert first.device_bytes < 0 < first.step_seconds
+    naive = SCREEN.look(found.plan.job, resolve(found.plan.job, Strategy()), found.plan.machine)
+    saved = sum(switch.device_bytes for switch in found.switches)
+    assert found.plan.peak.device_bytes - saved >= naive.device_bytes
+    assert set(first.to_json()) == {"field", "from", "to", "device_bytes", "step_seconds"}
+
+
+def test_what_was_typed_is_never_traded() -> None:
+    found = best(ask("80GB", {"gradient_checkpointing": "full", "optimizer_step": "fused"}))
+    assert found.plan.strategy.gradient_checkpointing == "full"
+    assert found.plan.strategy.optimizer_step == "fused"
+    assert all(other.strategy.optimizer_step == "fused" for other in found.alternatives)
+
+
+def test_nothing_is_switched_on_for_less_than_the_prediction_is_good_for() -> None:
+    found = best(ask("80GB", {"gradient_checkpointing": "full"}))
+    assert found.plan.strategy.optimizer_step == "foreach"
+    assert found.switches == ()
+
+
+def test_blocks_are_swapped_only_as_far_as_needed() -> None:
+    search = ask("8GB", {"gradient_checkpointing": "full"}, frames=49, height=480, width=720)
+    found = best(search).plan
+    swapped = found.strategy.swap_blocks
+    assert found.verdict == "fits" and 0 < swapped < MODEL.blocks - 1
+    fewer = search.settled(found.job, found.strategy.replace(swap_blocks=max(0, swapped - 2)))
+    assert fewer.verdict != "fits"
+
+
+def test_lossy_is_for_when_nothing_lossless_fits_and_the_other_kind_is_named() -> None:
+    fixed = {"gradient_checkpointing": "full", "offload_optimizer": "none", "offload_params": "none"}
+    found = best(ask("16GB", fixed, method="full"))
+    assert "optimizer" in found.plan.lossy or "weights_dtype" in found.plan.lossy
+    assert any(other.lossy == () for other in found.alternatives)
+
+
+def test_runners_up_need_less_and_become_the_ladder() -> None:
+    found = best(ask("80GB", frames=49, height=480, width=720))
+    needs = [found.plan.peak.allocated_bytes, *(other.peak.allocated_bytes for other in found.alternatives)]
+    assert len(needs) > 1 and needs == sorted(needs, reverse=True)
+    assert all(other.step_seconds >= found.plan.step_seconds * 0.99 for other in found.alternatives)
+    plan = found.to_plan()
+    assert len(plan.ladder) == len(found.alternatives)
+    assert plan_from_toml(plan_to_toml(plan)) == plan
+    assert isinstance(plan, Plan)
+
+
+def test_the_longest_clip_fits_and_one_step_more_does_not() -> None:
+    search = ask("8GB", {"gradient_checkpointing": "full", "swap_blocks": 5})
+    found = largest(search, frames(MODEL))
+    assert found is not None and found.plan.verdict == "fits"
+    assert (found.plan.job.frames - 1) % MODEL.shape.frame_step == 0
+    longer = found.plan.job.replace(frames=found.plan.job.frames + MODEL.shape.frame_step)
+    assert next(search.by_speed(longer, False), None) is None
+
+
+def test_the_largest_batch_fits() -> None:
+    search = ask("8GB", {"gradient_checkpointing": "full", "swap_blocks": 0})
+    found = largest(search, PREFERRED["batch"](MODEL))
+    assert found is not None and found.plan.verdict == "fits" and found.plan.job.batch_size > 1
+
+
+def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
+    search = ask("12GB", {"gradient_checkpointing": "none"}, frames=49, height=480, width=720)
+    assert search.best(search.question.job) is None
+    tightest = search.tightest(search.question.job)
+    assert tightest is not None and tightest.verdict == "no"
+    wishes = relaxed(search, search.question.job)
+    assert {"frames", "gradient_checkpointing"} <= {wish.field for wish in wishes}
+    for wish in wishes:
+        assert wish.plan.verdict == "fits"
+        if wish.field == "gradient_checkpointing":
+            assert wish.plan.job == tightest.job and wish.after in ("full", "offload")
+            continue
+        changed = [name for name in Job.model_fields if getattr(wish.plan.job, name) != getattr(tightest.job, name)]
+        assert len(changed) == (2 if wish.field == "resolution" else 1)
+
+
+def test_full_training_that_does_not_fit_may_become_lora() -> None:
+    fixed = {"gradient_checkpointing": "full", "offload_optimizer": "none", "offload_params": "none"}
+    search = ask("8GB", fixed, method="full")
+    assert search.best(search.question.job) is None
+    assert ("method", "lora") in {(wish.field, wish.after) for wish in relaxed(search, search.question.job)}
+
+
+def test_a_strategy_without_a_recording_is_left_out_and_a_damaged_one_is_refused() -> None:
+    def getter(message: str) -> Screen:
+        def raises(*_: object) -> Any:
+            raise VplanError(message, "record it")
+
+        return Screen(raises)
+
+    question = ask().question
+    search = Search(question, getter("no tape"))
+    assert search.best(question.job) is None and search.tightest(question.job) is None
+    assert search.missing is not None and search.missing.message == "no tape"
+    with pytest.raises(VplanError, match="damaged"):
+        Search(question, getter("tape x is damaged")).best(question.job)
