@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from planner import catalog
+from planner import catalog, margin
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence import RAN, RAN_OUT, Counter, Interval, Row
 from planner.job import Job, Machine, Strategy
@@ -34,6 +34,7 @@ class Prediction:
     device_bytes: int
     verdict: Verdict
     basis: str
+    budget_bytes: int = 0
     first_step: PhasePeak | None = None
     """the peaks of the first step, optimizer states made at its end"""
 
@@ -47,6 +48,7 @@ class Prediction:
             allocated_bytes=first.allocated_bytes,
             reserved_bytes=first.reserved_bytes,
             device_bytes=first.device_bytes,
+            verdict=margin.verdict(first.device_bytes, self.budget_bytes),
         )
 
     @classmethod
@@ -58,6 +60,7 @@ class Prediction:
             device_bytes=estimate.peak.device_bytes,
             verdict=estimate.verdict,
             basis=estimate.basis,
+            budget_bytes=estimate.budget_bytes,
             first_step=estimate.phases.get("first_step"),
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner import catalog
 from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
 from planner.plan import Plan
@@ -57,15 +58,13 @@ EVERY_VALUE = frozenset({
 
 def settled(plan: Plan) -> Plan:
     """The plan's three records with open fields filled in, or a VplanError for what contradicts or is not applied."""
-    from planner import catalog
-
     strategy = resolve(plan.job, plan.strategy, plan.machine)
     profile = catalog.model(plan.job.model)
     check_job(profile, plan.job)
     check_blocks(profile, strategy)
     check(plan.job, strategy, plan.machine)
     if plan.trainer != "vplan":
-        raise VplanError(f"the plan is for the trainer {plan.trainer}, and vplan can only run its own", 'write trainer = "vplan"')
+        raise VplanError(f"the plan is for {plan.trainer}; a probe runs vplan's own step", 'write trainer = "vplan"')
     for what, fix in _not_applied(plan.job, strategy, plan.machine):
         raise VplanError(f"{what} is not applied by vplan's training step yet, so it cannot be measured", fix)
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)

@@ -93,7 +93,6 @@ def _estimate_shape(
     low, high = margin.interval(peak.device_bytes)
     host_bytes = host.ram_bytes(run, machine)
     limit = _limit(low, budget, host_bytes, machine)
-    verdict: Literal["fits", "tight", "no"] = "no" if limit else "fits" if high <= budget else "tight"
     return Estimate(
         job=job,
         strategy=strategy,
@@ -106,7 +105,7 @@ def _estimate_shape(
         step_seconds=seconds.total,
         flops=total_flops(work, strategy),
         budget_bytes=budget,
-        verdict=verdict,
+        verdict="no" if limit else margin.verdict(peak.device_bytes, budget),
         limit=limit,
         low_bytes=low,
         high_bytes=high,

@@ -75,11 +75,13 @@ DEFAULTS = (
 
 
 SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
-"""Publishers whose script measured two steps (MAX_TRAIN_STEPS=2 in cogvideox-factory's metrics.sh). In fp16 the
-gradient scaler starts at 65,536 and skips a step whose gradients overflow (torch.amp.GradScaler), so the first real
-optimizer step is the last one measured, and no forward or backward runs beside optimizer states. Three of its full
-fine-tunes, whose optimizers keep 0, 3.2 and 12.6 GiB of states, show it: the first two peak within 14 MiB of each
-other."""
+"""Publishers whose numbers end with the first optimizer step, so that no forward or backward runs beside optimizer
+states.
+
+cogvideox-factory printed its peak before the validation of the first epoch, with MAX_TRAIN_STEPS=2 (metrics.sh). Its
+full fine-tunes of one shape peak within 14 MiB (2B) and 41 MiB (5B) of each other whether their optimizer keeps
+nothing or 3.2 and 10.4 GiB of states on the GPU, which a second step would have added.
+"""
 
 
 class Interval(NamedTuple):
@@ -188,7 +190,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         outcome=outcome,
         intervals=intervals,
         counter=counter,
-        states_come_last=strategy.get("autocast") == "fp16" and _short(line.source),
+        states_come_last=_short(line.source),
         unsupported=unsupported,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from planner.plan import Verdict
+
 RECORDED = (0.025, 0.055)
 """(below, above) as shares of the prediction, when only recordings speak.
 
@@ -15,3 +17,9 @@ def interval(device_bytes: int) -> tuple[int, int]:
     """low and high device bytes of a ``recorded`` estimate."""
     below, above = RECORDED
     return int(device_bytes * (1 - below)), int(device_bytes * (1 + above))
+
+
+def verdict(device_bytes: int, budget_bytes: int) -> Verdict:
+    """fits: even the high end is within the budget; no: not even the low end; tight: between."""
+    low, high = interval(device_bytes)
+    return "no" if low > budget_bytes else "fits" if high <= budget_bytes else "tight"

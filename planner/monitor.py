@@ -53,7 +53,9 @@ class DeviceMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -1,7 +1,7 @@
 """A probe: a few real steps of one plan in a fresh process of their own, and what they measured as one row.
 
-The process is `trainers/probe.py`. It tells what it knows in one JSON file, replaced whole after every phase, so that even
-one that is killed has said where it was. However it ends, it and everything it started are gone when `probe` returns.
+The process is `trainers/probe.py`. It tells what it knows in one JSON file, replaced whole before and after each phase,
+so that one that is killed has still said where it was. It and all it started are gone when `probe` returns.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
@@ -9,18 +9,14 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
+import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 import psutil
 
@@ -30,6 +26,7 @@ from planner.applied import settled
 from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
 from planner.plan import Environment, Measured, Outcome, Plan
+from planner.process import Ended, read_json, run_worker, write_json
 from planner.record import Record
 
 STEPS = 3
@@ -38,10 +35,7 @@ TIME_LIMIT = 900.0
 """Seconds for a whole probe, its imports and the first step included."""
 REQUEST, RESULT, LOG = "request.json", "result.json", "log.txt"
 """Files in the folder that parent and worker share."""
-GRACE_SECONDS = 30.0
-"""To wait for a killed process: the driver frees its memory before it is gone."""
-NEEDED = {"torch": "torch", "diffusers": "diffusers", "peft": "peft", "accelerate": "accelerate"}
-TOP = ("allocated_bytes", "reserved_bytes", "device_bytes")
+COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
 
 
 class ProbeRow(Record):
@@ -55,18 +49,7 @@ class ProbeRow(Record):
     measured: Measured
     env: Environment
     details: dict[str, Any] = {}
-    """what else the worker saw: counters by phase, every step's seconds and loss, and what could not be had (`missing`)"""
-
-
-class Ended(NamedTuple):
-    """How a worker process ended."""
-
-    returncode: int | None
-    """None when it was ended at its time limit"""
-
-    @property
-    def timed_out(self) -> bool:
-        return self.returncode is None
+    """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
 
 
 def probe(
@@ -87,9 +70,8 @@ def probe(
     """
     plan = settled(plan)
     _check_installed(plan.strategy)
-    row = row_id(plan, config)
-    folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    if history and device == "cpu":
+        raise VplanError("the allocator's history is of a GPU", "leave out --record-history, or --device cpu")
     request = {
         "plan": {"schema": 1, **{part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}},
         "device": device,
@@ -97,36 +79,38 @@ def probe(
         "config": dict(config or {}),
         "history": str(Path(history).absolute()) if history else None,
     }
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
     keep = False
     try:
         write_json(folder / REQUEST, request)
         ended = run_worker(vplan.command("worker", "probe", str(folder)), folder / LOG, time_limit)
-        result = read_result(folder / RESULT)
-        if refused := result.get("refused"):
+        told = read_json(folder / RESULT)
+        if refused := told.get("refused"):
             raise VplanError(refused["message"], refused["fix"])
-        outcome = classify(result.get("outcome"), ended)
+        outcome = classify(told.get("outcome"), ended)
         keep = outcome in ("crash", "timeout")
-        details = _details(result, folder / LOG, ended, keep)
+        details = _details(told, ended, folder / LOG if keep else None)
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     return ProbeRow(
-        id=row,
+        id=row_id(plan, config),
         job=plan.job,
         strategy=plan.strategy,
-        machine=_machine(plan.machine, result.get("gpu")),
-        measured=measured(outcome, result),
-        env=_environment(result, command, started),
+        machine=_machine(plan.machine, told.get("gpu")),
+        measured=measured(outcome, told),
+        env=_environment(told, command, started),
         details=details,
     )
 
 
 def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
-    """The name of a plan's row: the same for the same job, strategy and machine, whatever the plan's file says besides."""
-    strategy = settled(plan).strategy
+    """The name of a plan's row: the same for the same job, strategy and machine, whatever else the plan's file says."""
+    plan = settled(plan)
     said: dict[str, Any] = {
-        name: record.model_dump(mode="json", exclude_defaults=True)
-        for name, record in (("job", plan.job), ("strategy", strategy), ("machine", plan.machine))
+        part: getattr(plan, part).model_dump(mode="json", exclude_defaults=True)
+        for part in ("job", "strategy", "machine")
     }
     if config:
         said["config"] = dict(config)
@@ -137,110 +121,74 @@ def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
 def classify(told: str | None, ended: Ended) -> Outcome:
     """What became of a probe: what its worker said last, else what its end says.
 
-    Only the kernel's out-of-memory killer sends SIGKILL to a process of ours that is within its time.
+    SIGKILL within the time limit can only be the kernel, short of host RAM: we send it at the limit alone.
     """
-    outcomes: dict[str, Outcome] = {name: name for name in ("ok", "oom", "host-oom", "nan")}  # type: ignore[misc]
-    if told in outcomes:
-        return outcomes[told]
+    if told in ("ok", "oom", "host-oom", "nan"):
+        return cast(Outcome, told)
     if ended.timed_out:
         return "timeout"
     return "host-oom" if ended.returncode in (-9, 137) else "crash"
 
 
-def measured(outcome: Outcome, result: Mapping[str, Any]) -> Measured:
+def measured(outcome: Outcome, told: Mapping[str, Any]) -> Measured:
     """The row's numbers: the highest of each counter over all phases, and the median steady step."""
-    phases: Mapping[str, Mapping[str, Any]] = result.get("phases", {})
-    peaks = {name: _highest(phase.get(name) for phase in phases.values()) for name in TOP}
+    phases: Mapping[str, Mapping[str, Any]] = told.get("phases", {})
     finished = outcome in ("ok", "nan")
+    steps = told.get("step_seconds")
+    where: Any = "train" if told.get("phase") == "step" else told.get("phase")
     return Measured(
         outcome=outcome,
-        phase=_peak_phase(phases) if finished else result.get("phase"),
-        **peaks,
-        host_bytes=result.get("host_bytes"),
-        step_seconds=_median(result.get("step_seconds", ())) if finished else None,
-        retries=_total(phase.get("retries") for phase in phases.values()),
+        phase=_peak_phase(phases) if finished else where,
+        **{name: _known(max, (phase[name] for phase in phases.values())) for name in COUNTERS},
+        host_bytes=told.get("host_bytes"),
+        step_seconds=statistics.median(steps) if finished and steps else None,
+        retries=_known(sum, (phase["retries"] for phase in phases.values())),
     )
 
 
-def run_worker(command: list[str], log: Path, time_limit: float) -> Ended:
-    """Run a process to its end or its time limit (seconds), with its output in `log`; its whole tree is gone after."""
-    with log.open("wb") as file:
-        # The pipe tells the worker that we died: it then ends itself.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        return Ended(process.wait(time_limit))
-    except subprocess.TimeoutExpired:
-        return Ended(None)
-    finally:
-        end_tree(process)
+def _known(how: Any, values: Iterable[int | None]) -> int | None:
+    """`how` over the values that are there; None when none is."""
+    found = [value for value in values if value is not None]
+    return cast(int, how(found)) if found else None
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads its own session, and all it started, and wait until they are gone."""
-    started: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(process.pid).children(recursive=True)
-    if sys.platform != "win32":
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left; only zombies left (macOS)
-            os.killpg(process.pid, signal.SIGKILL)
-    for child in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    process.kill()
-    if process.stdin:
-        process.stdin.close()
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        fix = "the driver holds it; see `dmesg`, and restart the computer if it stays"
-        raise VplanError(f"the probe's process {process.pid} cannot be ended", fix, 4) from None
-    psutil.wait_procs(started, timeout=GRACE_SECONDS)
+def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The phase whose tensors peak highest, the later among equals, as an estimate names it; None without counters.
 
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Replace a file by one JSON object: whoever reads it sees the old one or the new one, never a part."""
-    partial = path.with_name(f"{path.name}.part")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(data, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """What the worker has told; nothing when it died before it could tell anything."""
-    if not path.exists():
-        return {}
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return result
+    `step` is no phase but whole steady steps: `train` and `optimizer` together.
+    """
+    seen = [(name, phase["allocated_bytes"]) for name, phase in phases.items() if name != "step"]
+    counted = [(name, nbytes) for name, nbytes in seen if nbytes is not None]
+    return max(reversed(counted), key=lambda pair: pair[1])[0] if counted else None
 
 
 def _check_installed(strategy: Strategy) -> None:
     """Name what is missing before a process is started for nothing."""
-    needed = dict(NEEDED)
+    needed = ["torch", "diffusers", "peft", "accelerate"]
     if strategy.optimizer == "adamw-8bit":
-        needed["bitsandbytes"] = "bitsandbytes"
+        needed.append("bitsandbytes")
     for package in needed:
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"a probe of this plan needs {package}", "install it: pip install 'vplan[train]'")
 
 
-def _details(result: Mapping[str, Any], log: Path, ended: Ended, keep: bool) -> dict[str, Any]:
-    """What the row's fixed fields have no place for, and for a failed probe its last words and where all of them are."""
-    own = ("outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel")
-    details = {name: value for name, value in result.items() if name not in own}
-    if keep:
-        words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+def _details(told: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[str, Any]:
+    """What the row's fixed fields have no place for; with a log, its last words and where it is."""
+    placed = {"outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel"}
+    details = {name: value for name, value in told.items() if name not in placed}
+    if log:
+        words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        last = next((line for line in reversed(words) if line), "it said nothing")
+        details["message"] = f"exit code {ended.returncode}: {last[:500]}"
         details["log"] = str(log)
-        details.setdefault("message", words[-1][:500] if words else f"exit code {ended.returncode}, nothing said")
+    elif "outcome" not in told:
+        details["message"] = f"ended by the kernel (exit code {ended.returncode})"
     return details
 
 
 def _machine(asked: Machine, gpu: str | None) -> Machine:
-    """The machine a row speaks of is the one it was taken on, whatever card the plan is for."""
-    with contextlib.suppress(VplanError):  # a card the catalogue does not know: env names it
+    """The machine that a row speaks of: the one it was taken on, whatever card the plan is for."""
+    with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
         card = catalog.gpu(gpu or "")
         if card.name != catalog.parse_gpus(asked.gpu)[1].name:
             ram = psutil.virtual_memory().total
@@ -248,20 +196,13 @@ def _machine(asked: Machine, gpu: str | None) -> Machine:
     return asked
 
 
-def _environment(result: Mapping[str, Any], command: str, started: str) -> Environment:
+def _environment(told: Mapping[str, Any], command: str, started: str) -> Environment:
     return Environment(
-        gpu=result.get("gpu") or "unknown",
-        driver=result.get("driver") or "unknown",
+        gpu=told.get("gpu") or "unknown",
+        driver=told.get("driver") or "unknown",
         torch=metadata.version("torch"),
         diffusers=metadata.version("diffusers"),
-        attention_kernel=result.get("attention_kernel") or "unknown",
+        attention_kernel=told.get("attention_kernel") or "unknown",
         command=command,
         time=started,
     )
-
-
-def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The phase whose tensors peak highest, the later among equals, as an estimate names it; None without counters."""
-    named = [(name, peak["allocated_bytes"]) for name, peak in phases.items() if name != "step"]
-    seen = [(name, nbytes) for name, nbytes in named if nbytes is not None]
-    return max(reversed(seen), key=lambda pair: pair[1])[0] if seen else None

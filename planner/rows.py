@@ -12,7 +12,7 @@ from planner.errors import VplanError, quoted
 
 
 def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
-    """The rows of a file by their id; none when the file is not there. A last line cut off by a dying process is no row."""
+    """The rows of a file by their id; none without the file. A last line that a dying process cut off is no row."""
     path = Path(path)
     if not path.exists():
         return {}

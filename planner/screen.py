@@ -36,6 +36,8 @@ class Look:
 
     host_ram_bytes: int
     step_seconds: float
+    in_optimizer: bool
+    """Whether the peak is where the optimizer's own step decides it."""
 
 
 class Screen:
@@ -69,6 +71,7 @@ class Screen:
                 worst.device_bytes,
                 max(look.host_ram_bytes for look in shapes),
                 max(look.step_seconds for look in shapes),
+                worst.in_optimizer,
             )
         return self._looks[key]
 
@@ -82,12 +85,13 @@ class Screen:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
         run = self._run(job, strategy, machine, facts, where)
-        allocated = allocated_peak(run)
+        allocated, in_optimizer = allocated_peak(run)
         outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
         work = StepWork(self._passes(facts, where), optimizer)
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total
-        return Look(strategy, allocated, allocated + outside, host.ram_bytes(run, machine), seconds)
+        ram = host.ram_bytes(run, machine)
+        return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer)
 
     def _passes(self, facts: Facts, where: dict[str, int]) -> Mapping[Kind, Work]:
         key = (id(facts.step), *where.values())
@@ -153,8 +157,8 @@ def _stage(stage: Stage) -> Stage:
     return Stage(stage.name, [(moment, events.copy()) for moment, events in stage.stretches])
 
 
-def allocated_peak(run: Run) -> int:
-    """The most bytes that tensors hold at once in a whole run; equals the replay's allocated peak.
+def allocated_peak(run: Run) -> tuple[int, bool]:
+    """The most bytes that tensors hold at once in a whole run, as the replay says, and whether that is in the optimizer.
 
     (Without expandable segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
@@ -162,17 +166,13 @@ def allocated_peak(run: Run) -> int:
     # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
     change = rounded + [-size for size in reversed(rounded)]
     step = _rise_and_peak(run.step, change)
-    held = highest = 0
-    for rise, peak in (
-        _rise_and_peak(run.load, change),
-        step,
-        _rise_and_peak(run.optimizer_first, change),
-        step,
-        _rise_and_peak(run.optimizer, change),
-    ):
-        highest = max(highest, held + peak)
+    first, later = (_rise_and_peak(stage, change) for stage in (run.optimizer_first, run.optimizer))
+    held = 0
+    peaks = []
+    for rise, peak in (_rise_and_peak(run.load, change), step, first, step, later):
+        peaks.append(held + peak)
         held += rise
-    return highest
+    return max(peaks), max(peaks[2], peaks[4]) > max(peaks[1], peaks[3])
 
 
 def _rise_and_peak(stage: Stage, change: list[int]) -> tuple[int, int]:

@@ -151,32 +151,35 @@ class Search:
         start = naive(job, self.question.strategy, self.question.machine, self.question.fixed)
         tie = itertools.count()
         tried: set[Strategy] = set()
+        hopeless: set[Strategy] = set()
         queue: list[tuple[tuple[float, ...], int, Strategy, Look | None]] = []
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
+            # Before a look everything in here is a lower bound, so what comes first after one is the best.
             marks = float(len(strategy.lossy_fields(job))) if lossy else 0.0
-            changes = effort(start, strategy) if look else -1
             speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
             memory = look.device_bytes if look else 0
-            heapq.heappush(queue, ((marks, speed, changes, memory), next(tie), strategy, look))
+            heapq.heappush(queue, ((marks, speed, effort(start, strategy), memory), next(tie), strategy, look))
 
         for strategy in self.candidates(job, lossy):
             push(strategy, self.screen.floor_seconds(job, strategy, self.question.machine), None)
         while queue:
             _, _, strategy, look = heapq.heappop(queue)
-            if look is not None and not self.seems(look, verdict):
-                continue  # a replay has shown since how much is lost to fragmentation
-            if look is not None:
+            if look is not None and self.seems(look, verdict):
                 if not wanted(look):
                     continue
                 found = self.priced(job, look.strategy)
-                if found is None:
-                    continue
-                if self.reaches(found, verdict):
+                if found is not None and self.reaches(found, verdict):
                     yield found
                     continue
                 tried.add(look.strategy)
-            look = self.roomiest(job, strategy.replace(swap_blocks=start.swap_blocks), verdict)
+            bare = strategy.replace(swap_blocks=start.swap_blocks)
+            family = bare.replace(optimizer_step="foreach")
+            if family in hopeless:
+                continue
+            look = self.roomiest(job, bare, verdict)
+            if look is None and not self.look(job, bare).in_optimizer:
+                hopeless.add(family)  # another way of stepping changes nothing where the peak is
             if look is not None and look.strategy not in tried:
                 push(look.strategy, look.step_seconds, look)
 
@@ -252,20 +255,26 @@ class Search:
         return self._most[key]
 
     def _most_held(self, job: Job, strategy: Strategy, last: int) -> int:
-        if self._holds(job, strategy.replace(swap_blocks=last)):
+        """The most swapped blocks, up to `last`, whose pinned copies the host's RAM holds."""
+        limit = self.question.machine.host_ram
+        if limit is None:
             return last
         low, high = 0, last
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._holds(job, strategy.replace(swap_blocks=middle)):
-                low = middle
+        most, least = self._ram(job, strategy, last), self._ram(job, strategy, 0)
+        if most <= limit or least > limit:
+            return last if most <= limit else 0
+        while high - low > 1:  # blocks are much alike, so guess before halving
+            guess = low + (high - low) * (limit - least) // max(most - least, 1)
+            middle = min(high - 1, max(low + 1, guess))
+            if (ram := self._ram(job, strategy, middle)) <= limit:
+                low, least = middle, ram
             else:
-                high = middle
+                high, most = middle, ram
         return low
 
-    def _holds(self, job: Job, strategy: Strategy) -> bool:
-        machine = self.question.machine
-        return machine.host_ram is None or self.screen.host_ram_bytes(job, strategy, machine) <= machine.host_ram
+    def _ram(self, job: Job, strategy: Strategy, swapped: int) -> int:
+        strategy = strategy.replace(swap_blocks=swapped)
+        return self.screen.host_ram_bytes(job, strategy, self.question.machine)
 
     # ---- what is told about a plan
 
@@ -300,6 +309,10 @@ class Search:
             lowest = self.look(other.job, other.strategy).device_bytes
             if len(found) == RUNNERS_UP:
                 break
+        if not found:  # the last rung of a ladder: everything moved that can be
+            last = self.tightest(plan.job, kinds)
+            if last and last.verdict in ("fits", plan.verdict) and tighter(self.look(last.job, last.strategy)):
+                found.append(last)
         if plan.lossy and all(other.lossy for other in found):
             other_kind = self.best_lossless(plan.job)
             found[:0] = [other_kind] if other_kind else []

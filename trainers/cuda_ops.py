@@ -5,7 +5,8 @@ Three kinds of difference:
 * **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, RMSNorm.
   ``cuda_semantics`` installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
 * **Workspace**: memory a CUDA kernel takes and gives back inside one operator (``workspaces``).
-* **Same**: everything else. ``SAME`` lists the operators somebody looked at; a test fails on one nobody has.
+* **Same**: everything else. ``SAME`` lists the operators somebody looked at, ``KNOWN_SMALL`` and ``UNMODELLED`` those
+  that take something inside that no tape holds; a test fails on an operator that is in no table.
 """
 
 from __future__ import annotations
@@ -254,3 +255,95 @@ def rounded_output(op: str, position: int, shape: tuple[int, ...], args: tuple[A
     if op == "aten._scaled_dot_product_efficient_attention" and position == 1 and shape[-1]:
         return Rounded(args[0].shape[2], 32)
     return None
+
+
+# --- The rest ------------------------------------------------------------------------------------------------------
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+VIEWS = _aten(
+    "_unsafe_view detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose unbind "
+    "unsqueeze view"
+)
+"""Take no memory: the output shares its input's storage on every device."""
+
+CREATED = _aten(
+    "arange empty empty_like full linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
+    "randn_like zeros zeros_like"
+)
+"""Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
+(aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
+
+POINTWISE = _aten(
+    "add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
+    "logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal rsqrt rsub sigmoid "
+    "silu silu_backward sin sqrt sub sub_ _to_copy"
+)
+"""One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
+needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
+
+MOVES = _aten(
+    "cat cumprod index repeat select_backward slice_backward stack upsample_nearest2d upsample_nearest2d_backward"
+)
+"""Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
+few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
+schedule of 1000 numbers."""
+
+MATMULS = _aten("addmm bmm mm")
+"""cuBLAS's workspace is one buffer per handle that stays, in ``planner.strategies.cublas_workspace``. cuBLASLt, which
+adds the bias in ``addmm``, shares it in today's torch (CublasHandlePool.cpp, unified_cublas_and_lt_workspaces); in
+older ones it took 1 MiB per call (CUDABlas.cpp, gemm_and_bias)."""
+
+OPTIMIZERS = _aten(
+    "_foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_ _foreach_sqrt "
+    "_fused_adamw_"
+) | {"bitsandbytes.optimizer_update_32bit", "bitsandbytes.optimizer_update_8bit_blockwise"}
+"""Tensor lists travel as kernel arguments (ForeachFunctors.cuh, MultiTensorApply.cuh), and all but sqrt work in place;
+its outputs are on the tape. CUDA falls back to one call per tensor where CPU does (ForeachUtils.h, can_use_fast_route:
+same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
+
+HOST = _aten("_local_scalar_dense") | {"profiler._record_function_enter_new", "profiler._record_function_exit"}
+"""Nothing on the device."""
+
+SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | HOST
+"""Operators whose CUDA kernel allocates what the tape says and no more, by their kind as each group says. What was read
+line by line in torch's source is what the two tables below say of reductions, norms, attention and convolution."""
+
+_REDUCTION = (
+    "when few outputs are reduced over many inputs, blocks meet in a buffer of a few numbers per block and output "
+    "(native/cuda/Reduce.cuh, global_memory_size): under 1 MiB"
+)
+KNOWN_SMALL = {
+    "aten.sum": _REDUCTION,
+    "aten.mean": _REDUCTION,
+    "aten.linalg_vector_norm": _REDUCTION,
+    "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
+    "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",
+    "aten._foreach_norm": "one fp32 per tensor and chunk of 65,536 numbers of the largest tensor (native/cuda/"
+    "ForeachReduceOp.cu, output_per_tensor): 5 MiB in full training of a 14B model",
+    "aten.native_layer_norm": "mean and rstd are fp32 on CUDA and of the input's dtype on CPU (layer_norm_kernel.cu): "
+    "4 bytes a row more, and only without autocast, which makes its input fp32",
+    "aten.native_layer_norm_backward": "a trained weight and bias over many rows are summed in two passes through "
+    "at most 2**20 numbers each (layer_norm_kernel.cu, dgamma_blocks): 8 MiB; likewise the fused RMSNorm's weight",
+    "aten.native_group_norm": "scale and shift in fp32 per sample and channel (group_norm_kernel.cu): 20 KiB a sample",
+    "aten.native_group_norm_backward": "sums in fp32 per sample and channel (group_norm_kernel.cu): 40 KiB a sample",
+    "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
+    "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
+    "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"
+    "kernel_forward.h, kNeedsOutputAccumulatorBuffer), which no bundled model with a mask has",
+}
+"""Operators that take a little more inside on CUDA, and why that is left out of tapes."""
+
+_CUDNN = (
+    "cuDNN picks an algorithm at run time and takes its workspace inside the call (native/cudnn/Conv_v8.cpp). A patch "
+    "embedding is one convolution outside the blocks, far from the peak; for a UNet it is the largest effect that is "
+    "not modelled: up to copies of input and output in the layout the kernel wants"
+)
+UNMODELLED = {"aten.convolution": _CUDNN, "aten.convolution_backward": _CUDNN}
+"""Operators whose workspace is not known without a GPU: what a measurement has to tell."""
+
+CLASSIFIED = SAME | KNOWN_SMALL.keys() | UNMODELLED.keys() | WORKSPACES.keys()
+"""Every operator that a tape may show."""

@@ -67,7 +67,8 @@ def stored_dtype(strategy: Strategy) -> str:
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives every parameter and saved table the dtype ``from_pretrained(torch_dtype=dtype)`` gives it.
 
-    Tables that are not saved are computed when the model is made, some in fp64; they are kept in fp32. diffusers keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
+    Tables that are not saved are computed when the model is made, some in fp64; they are kept in fp32. diffusers
+    keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
     """
     keep = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():

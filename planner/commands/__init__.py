@@ -19,6 +19,7 @@ from planner.errors import VplanError, did_you_mean
 VERBS = {
     "suggest": "The best way to train on a card, and what it saves and costs.",
     "estimate": "What one way of training needs, phase by phase.",
+    "probe": "What a plan really takes, measured on this machine's GPU.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
     "record": "Records the tapes again that all estimates are read from.",

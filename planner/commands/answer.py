@@ -188,14 +188,11 @@ def _need(found: Estimate) -> str:
 class Row:
     """One line of an answer for many models or many cards."""
 
-    def __init__(
-        self, name: str, plan: Estimate | None, reason: str, considered: int, tightest: Estimate | None = None
-    ) -> None:
+    def __init__(self, name: str, plan: Estimate | None, reason: str, considered: int) -> None:
         self.name = name
         self.plan = plan
         self.reason = reason
         self.considered = considered
-        self.tightest = tightest
 
     def to_json(self, kind: str) -> dict[str, object]:
         """The object of DESIGN section 9."""
@@ -221,15 +218,12 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[Row]) -> 
 def _row(row: Row) -> tuple[str | Text, ...]:
     from rich.text import Text
 
-    found = row.plan or row.tightest
-    if found is None:
+    if row.plan is None:
         return row.name, "-", Text("no", VERDICTS["no"][1]), "-", "-", row.reason
-    job = found.job
+    found, job = row.plan, row.plan.job
     clip = f"{job.frames}x{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
     word = Text(found.verdict, VERDICTS[found.verdict][1])
     need = f"{gib(found.peak.device_bytes):.1f}"
-    if row.plan is None:
-        return row.name, clip, word, need, "-", row.reason
     lossy = " (lossy)" if found.lossy else ""
     return row.name, clip, word, need, _seconds(found.step_seconds), ways(found) + lossy
 

@@ -91,8 +91,8 @@ def command(models: Sequence[str], text: str, check: bool, jobs: int, output: st
 
     def render(console: Console) -> None:
         what = "are what is recorded now" if check else "written"
-        size = sum(entry.nbytes for entry in done)
-        console.print(f"{len(done)} tapes of {len(names)} models {what}, {size / 1000:.0f} kB in {folder}", markup=False)
+        kilobytes = sum(entry.nbytes for entry in done) / 1000
+        console.print(f"{len(done)} tapes {what}, {kilobytes:.0f} kB in {folder}", markup=False)
 
     show(answer, as_json, render)
 

@@ -168,11 +168,13 @@ class _Wanted:
         search = self._search(request)
         suggestion = self._best(search, explain=False)
         if suggestion is None:
-            tightest = _tightest(search)
-            reason = f"needs {gib(tightest.peak.device_bytes):.1f} GiB at least"
-            if tightest.limit == "host":
-                reason = f"needs {gib(tightest.host_ram_bytes):.0f} GiB of host RAM"
-            return answer.Row(name, None, reason, search.considered, tightest)
+            looks = search.tightest_looks(search.question.job)
+            if not looks:
+                return answer.Row(name, None, str(search.missing or ""), search.considered)
+            reason = f"needs {gib(search.device_bytes(looks[0])):.1f} GiB at least"
+            if not search.has_ram(looks[0]):
+                reason = f"needs {gib(looks[0].host_ram_bytes):.0f} GiB of host RAM"
+            return answer.Row(name, None, reason, search.considered)
         plan = suggestion.plan.replace(assumptions=_assumptions(request, suggestion.plan))
         return answer.Row(name, plan, "", search.considered)
 

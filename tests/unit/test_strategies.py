@@ -1,9 +1,9 @@
-"""planner/strategies.py and planner/zero.py on a hand-made run: every strategy's bytes worked by hand, and what must hold
-for any shape.
+"""planner/strategies.py and planner/zero.py on a hand-made run: every strategy's bytes worked by hand, and what must
+hold for any shape.
 
-The run is a LoRA of four checkpointed blocks. One sample of 1 KiB * F * H * W bytes is X: the input of block 0, and what
-every block makes. A block also keeps a cast copy of its weights until forward ends (as autocast does), and takes 2 X
-while it runs, forward and backward. All blocks take one table of positions of X / 2.
+The run is a LoRA of four checkpointed blocks. One sample of 1 KiB * F * H * W bytes is X: the input of block 0, and
+what every block makes. A block also keeps a cast copy of its weights until forward ends (as autocast does), and takes
+2 X while it runs, forward and backward. All blocks take one table of positions of X / 2.
 """
 
 from __future__ import annotations
@@ -107,21 +107,19 @@ def _step_tape() -> Tape:
     backward = _sweep(
         *grads, [1, 1, -1, 2], passes="backward", step=-1, first=[*grads, [0, 0, 0, 2], [0, 0, 0, 1]]
     )
-    return _tape(
-        {"load": load, "step": [_one(batch, table, first_input), forward, uncast, _one(out, passes="backward"), backward]}
-    )
+    step = [_one(batch, table, first_input), forward, uncast, _one(out, passes="backward"), backward]
+    return _tape({"load": load, "step": step})
 
 
 def _optimizer_tape() -> Tape:
     states = [_alloc("adapter", _STATE, _HERE, 3), _alloc("adapter", _STATE, _HERE, 5)]
     lent = [_alloc("adapter", _TEMPORARY)]
     freed = [-1, _GRADIENT, *_HERE, 2]
-    return _tape(
-        {
-            "optimizer_first": [_sweep(*states, *lent, passes="optimizer"), _sweep([0, 1, 0, 2], freed, passes="optimizer")],
-            "optimizer": [_sweep(*lent, passes="optimizer"), _sweep([0, 1, 0, 0], freed, passes="optimizer")],
-        }
-    )
+
+    def piece(made: list[list[int]], lent_at: int) -> list[dict[str, Any]]:
+        return [_sweep(*made, passes="optimizer"), _sweep([0, 1, 0, lent_at], freed, passes="optimizer")]
+
+    return _tape({"optimizer_first": piece([*states, *lent], 2), "optimizer": piece(lent, 0)})
 
 
 FACTS = Facts(MODEL, GPU, _step_tape(), _optimizer_tape())

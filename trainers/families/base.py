@@ -27,6 +27,9 @@ class Family:
     fixed: Mapping[str, int] = {"F": 1}
     """Grid atoms this family cannot vary."""
 
+    masks_all_tokens = False
+    """Whether attention takes a mask over the joint sequence, whose expanded S x S view must stay below 2**63 elements."""
+
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.config = profile.config

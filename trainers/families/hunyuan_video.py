@@ -18,6 +18,7 @@ class HunyuanVideo(Family):
 
     sums = {"S": (0, ("FHW", "T"))}
     fixed: dict[str, int] = {}
+    masks_all_tokens = True
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text = (grid["B"], grid["T"])

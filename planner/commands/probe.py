@@ -1,0 +1,140 @@
+"""`vplan probe`: what a plan really takes, measured on this machine's GPU."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from planner.commands import USAGE
+from planner.commands.common import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show, table
+from planner.errors import VplanError
+from planner.plan import Plan, read_plan
+from planner.probe import STEPS, TIME_LIMIT, probe, row_id
+from planner.rows import append_row, rows_by_id
+from planner.units import gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FAILED = 4
+"""Exit code: a process we started failed for another reason than memory."""
+EXIT_CODES = {"ok": DONE, "oom": DOES_NOT_FIT, "host-oom": DOES_NOT_FIT}
+"""Of each outcome; any other is FAILED."""
+
+Row = dict[str, Any]
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan probe plan.toml",
+        "vplan probe plan.toml --steps 10 --json",
+        "vplan probe plans/*.toml -o rows.jsonl",
+    ),
+)
+@click.argument("paths", metavar="PLAN.toml...", nargs=-1, required=True)
+@click.option(
+    "--steps", type=click.IntRange(1, 1000), default=STEPS, show_default=True, metavar="N", help="Steady steps to time."
+)
+@click.option(
+    "--time-limit",
+    type=click.IntRange(1, 86_400),
+    default=int(TIME_LIMIT),
+    show_default=True,
+    metavar="SECONDS",
+    help="End a probe that takes longer.",
+)
+@click.option("--record-history", "history", metavar="FILE", help="Write every event of torch's allocator to FILE.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    help="cpu is for tiny models: nothing of the GPU is measured.  [default: cuda]",
+)
+@output_option("the rows, one JSON object a line,")
+@json_option
+def command(
+    paths: tuple[str, ...],
+    steps: int,
+    time_limit: int,
+    history: str | None,
+    device: Literal["cuda", "cpu"],
+    output: str | None,
+    as_json: bool,
+) -> int:
+    """Run a few real training steps of a plan, and say what they took.
+
+    Weights and data are random: memory and speed are the same, and nothing is downloaded. Each plan runs in a fresh
+    process. Several plans run one after another; with -o what is done stays done: plans whose row is in FILE are left
+    out, so the same line goes on where it was stopped. Exit code 3: out of memory; 4: a crash, the time limit, or a loss that is no number.
+    """
+    if history and len(paths) > 1:
+        raise VplanError("--record-history is one file, for one plan", "name one plan", USAGE)
+    plans = [(path, read_plan(path)) for path in paths]
+    # All are checked before the first runs: a slip in the last one should not show after an hour.
+    ids = [row_id(plan) for _, plan in plans]
+    known = rows_by_id(output) if output else {}
+    rows: list[Row] = []
+    for number, ((path, plan), name) in enumerate(zip(plans, ids, strict=True), start=1):
+        start = f"[{number}/{len(plans)}] {path}: "
+        if name in known:
+            click.echo(f"{start}is in {output} already", err=True)
+            rows.append(known[name])
+            continue
+        click.echo(f"{start}running ...", err=True)
+        typed = _typed(path, steps, time_limit, device)
+        row = probe(plan, steps=steps, time_limit=time_limit, device=device, history=history, command=typed).to_json()
+        rows.append(row)
+        if output:
+            append_row(output, row)
+            known[name] = row
+        click.echo(start + _line(row), err=True)
+    answer = rows[0] if len(rows) == 1 else {"rows": rows}
+    show(answer, as_json, lambda console: _render(console, rows, [plan for _, plan in plans]))
+    return max(EXIT_CODES.get(row["measured"]["outcome"], FAILED) for row in rows)
+
+
+def _typed(path: str, steps: int, time_limit: int, device: str) -> str:
+    """The command that takes this row again, by itself."""
+    words = ["vplan", "probe", Path(path).name, "--steps", str(steps), "--time-limit", str(time_limit)]
+    return shlex.join([*words, *(["--device", device] if device != "cuda" else [])])
+
+
+def _line(row: Row) -> str:
+    """One row in a few words."""
+    seen, details = row["measured"], row["details"]
+    words = [seen["outcome"]]
+    if seen["device_bytes"] is not None:
+        words.append(f"{gib(seen['device_bytes']):.2f} GiB on the device")
+    if seen["step_seconds"] is not None:
+        words.append(f"{seen['step_seconds']:.2f} s a step")
+    if seen["outcome"] != "ok" and seen["phase"]:
+        words.append(f"in {seen['phase']}")
+    words += [str(details[key]) for key in ("message", "log") if key in details]
+    return ", ".join(words)
+
+
+def _render(console: Console, rows: list[Row], plans: list[Plan]) -> None:
+    columns = ("plan", "outcome", "peak", ">allocated", ">reserved", ">device", ">estimated", ">s/step")
+    console.print(table(columns, [_cells(row, plan) for row, plan in zip(rows, plans, strict=True)]))
+    console.print("memory in GiB", style="dim")
+    for row in rows:
+        for missing in row["details"].get("missing", ()):
+            console.print(f"{row['id']}: not measured: {missing}", style="dim")
+
+
+def _cells(row: Row, plan: Plan) -> list[str]:
+    seen = row["measured"]
+    estimated = plan.estimate.peak.device_bytes if plan.estimate else None
+    sizes = [seen["allocated_bytes"], seen["reserved_bytes"], seen["device_bytes"], estimated]
+    seconds = seen["step_seconds"]
+    return [
+        row["id"],
+        seen["outcome"],
+        seen["phase"] or "-",
+        *("-" if size is None else f"{gib(size):.2f}" for size in sizes),
+        "-" if seconds is None else f"{seconds:.2f}",
+    ]

@@ -1,0 +1,87 @@
+"""One worker process: started, waited for with a limit, ended with all it started, and heard through one file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from planner.errors import VplanError
+
+GRACE_SECONDS = 30.0
+"""To wait for a killed process: the driver frees its memory before it is gone."""
+
+
+class Ended(NamedTuple):
+    """How a worker process ended."""
+
+    returncode: int | None
+    """None when it was ended at its time limit; below 0 it is a signal's number"""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it would be running still."""
+        return self.returncode is None
+
+
+def run_worker(command: list[str], log: Path, time_limit: float) -> Ended:
+    """Run a process to its end or its time limit (seconds), with its output in `log`; its whole tree is gone after."""
+    with log.open("wb") as file:
+        # Nothing is sent through the pipe. It closes when we die, however we die, and the worker then ends itself.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return Ended(process.wait(time_limit))
+    except subprocess.TimeoutExpired:
+        return Ended(None)
+    finally:
+        end_tree(process)
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads its own session, and all it started, and wait until they are gone."""
+    started: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
+    if sys.platform != "win32":
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left; only zombies left (macOS)
+            os.killpg(process.pid, signal.SIGKILL)
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.kill()
+    if process.stdin:
+        process.stdin.close()
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        fix = "its driver holds it: restart the computer if it stays"
+        raise VplanError(f"process {process.pid} cannot be ended", fix, 4) from None
+    psutil.wait_procs(started, timeout=GRACE_SECONDS)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace a file by one JSON object: whoever reads it sees the old one or the new one, never a part."""
+    partial = path.with_name(f"{path.name}.part")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(data, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a worker has told so far; nothing when it ended before it told anything."""
+    if not path.exists():
+        return {}
+    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return told

@@ -1,0 +1,85 @@
+"""Probes as they are: a fresh process that builds a model and steps it, here on the CPU and with a tiny one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vplan
+from planner.job import Job, Machine, Strategy
+from planner.plan import Plan, write_plan
+from planner.probe import probe
+
+torch = pytest.importorskip("torch")
+
+TINY = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 32,
+    "text_dim": 16,
+    "freq_dim": 16,
+}
+"""Keys of a Wan config."""
+
+
+def plan(strategy: dict[str, Any] | None = None, **job: Any) -> Plan:
+    """The shortest clip of Wan 2.1 1.3B at its smallest size."""
+    shape = {"model": "wan2.1-t2v-1.3b", "frames": 5, "height": 32, "width": 32, "lora_rank": 4}
+    return Plan(job=Job(**{**shape, **job}), strategy=Strategy(**(strategy or {})), machine=Machine(gpu="24GB"))
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a probe leaves behind lies in `folder`."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.run(vplan.command(*words), env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_real_step() -> None:
+    row = probe(plan({"gradient_checkpointing": "full"}), device="cpu", config=TINY, steps=2, time_limit=300)
+    assert row.measured.outcome == "ok", row.details
+    assert row.measured.step_seconds and row.measured.step_seconds > 0
+    assert row.measured.allocated_bytes is row.measured.reserved_bytes is row.measured.device_bytes is None
+    assert row.measured.host_bytes and row.measured.host_bytes > 10**8
+    assert list(row.details["phases"]) == ["load", "first_step", "step", "train", "optimizer"]
+    losses = row.details["losses"]
+    assert len(losses) == 1 + 1 + 2 + 1
+    assert all(loss is not None and 0 < loss < 100 for loss in losses)
+    assert row.env.attention_kernel != "unknown"
+    assert row.env.torch == torch.__version__
+    assert row.strategy.weights_dtype == "bf16"
+
+
+def test_a_loss_that_is_no_number() -> None:
+    """A norm's epsilon below zero takes the root of a negative number. All else is as in a run that works."""
+    strategy = {"optimizer_step": "fused", "expandable_segments": False}
+    row = probe(plan(strategy, method="full"), device="cpu", config={**TINY, "eps": -1e30}, steps=1, time_limit=300)
+    assert row.measured.outcome == "nan", row.details
+    assert row.details["losses"] == [None] * 4
+    assert len(row.details["step_seconds"]) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    write_plan(plan(), tmp_path / "plan.toml")
+    done = run(tmp_path, "probe", str(tmp_path / "plan.toml"), "--json")
+    assert done.returncode == 1
+    error = json.loads(done.stdout)["error"]
+    assert "needs a GPU" in error["message"] and "vplan estimate" in error["fix"]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_time_limit_is_a_result(tmp_path: Path) -> None:
+    write_plan(plan(), tmp_path / "plan.toml")
+    rows = tmp_path / "rows.jsonl"
+    done = run(tmp_path, "probe", str(tmp_path / "plan.toml"), "--device", "cpu", "--time-limit", "1", "-o", str(rows), "--json")
+    assert done.returncode == 4
+    row = json.loads(done.stdout)
+    assert row["measured"]["outcome"] == "timeout"
+    assert Path(row["details"]["log"]).is_file()
+    assert json.loads(rows.read_text()) == row

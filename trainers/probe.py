@@ -1,0 +1,66 @@
+"""The probe's worker process: a few real steps of one plan, told to the parent in one result file.
+
+Torch is imported by ``trainers.measure``, and that only once the allocator's settings are in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from planner.errors import VplanError
+from planner.plan import Plan
+from planner.probe import REQUEST, RESULT
+from planner.process import read_json, write_json
+
+ORPHANED = 130
+"""Exit code when the parent died; nobody reads it."""
+
+
+class Report:
+    """What is known so far, as the parent will read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.told: dict[str, Any] = {"phases": {}, "missing": []}
+
+    def tell(self, **facts: Any) -> None:
+        """Adds facts and writes the file anew. An ``outcome`` is the last word; whatever follows only adds to it."""
+        self.told.update(facts)
+        write_json(self.path, self.told)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the request in the folder named by the only argument."""
+    folder = Path(arguments[0])
+    end_with_parent()
+    request = read_json(folder / REQUEST)
+    report = Report(folder / RESULT)
+    plan = Plan.read(request.pop("plan"), "probe")
+    set_allocator(plan.strategy.expandable_segments)
+    from trainers.measure import Wanted, measure
+
+    try:
+        measure(Wanted.of(plan, **request), report)
+    except VplanError as error:
+        report.tell(refused={"message": error.message, "fix": error.fix})
+    return 0
+
+
+def set_allocator(expandable_segments: bool) -> None:
+    """Gives torch the plan's allocator and no other setting. torch 2.9 renamed the variable and still reads the old."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        os.environ[name] = f"expandable_segments:{expandable_segments}"
+
+
+def end_with_parent() -> None:
+    """Ends this process when its parent dies, however it dies: standard input is a pipe that closes then."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, name="vplan-parent", daemon=True).start()
