@@ -209,10 +209,14 @@ def gpu(name: str) -> GpuProfile:
     raise _unknown_gpu(text)
 
 
+_TYPOS = frozenset({"B", "GB", "GIB"})
+"""`24XB` is a size mistyped, not 24 cards called B."""
+
+
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:
     """How many of which card: `2x4090` and `8 x h100` are several, anything else is one."""
     several = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text.strip(), re.IGNORECASE | re.ASCII)
-    if several is None:
+    if several is None or several[2].upper() in _TYPOS:
         return 1, gpu(text)
     return parse_count(several[1], "--gpu count", at_most=1_024), gpu(several[2])
 

@@ -22,6 +22,10 @@ class VplanError(ValueError):
         return f"{self.message}; {self.fix}" if self.fix else self.message
 
 
+class NotRecordedError(VplanError):
+    """There is no recording that answers a question: another strategy, model or shape may have one."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most like `name`, best first; empty when none is at all like it."""
     # A pasted wall of text cannot be a typo of a short name, and difflib is quadratic in its length.

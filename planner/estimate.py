@@ -7,7 +7,7 @@ creates its states), then a later step, which is where most runs die.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +24,9 @@ from planner.tape import Moment, Stage
 from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops, work_of
 from planner.traffic import traffic
 from planner.units import MIB
+
+Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
+"""Lays a run out, as ``planner.layout.lay_out`` does."""
 
 NCCL_BYTES = 600 * MIB
 """One communicator: 544 to 688 MB on four A100 (NVIDIA/nccl#964), 512 MiB even for one rank (nccl#2363)."""
@@ -52,13 +55,18 @@ class Played:
     allocated_after_bytes: int
 
 
-def estimate(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> Estimate:
-    """What happens when ``job`` runs under ``strategy`` on ``machine``; the worst of the job's buckets."""
+def estimate(
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
+) -> Estimate:
+    """What happens when ``job`` runs under ``strategy`` on ``machine``; the worst of the job's buckets.
+
+    ``layout`` may give runs from a cache, as a search does.
+    """
     strategy = resolve(job, strategy, machine)
     return max(
         (
-            _estimate_shape(job, strategy, machine, facts, grid(facts.model, job, shape), trainer)
-            for shape in job.shapes
+            _of_run(layout(job, strategy, machine, facts, where, trainer), where)
+            for where in (grid(facts.model, job, shape) for shape in job.shapes)
         ),
         key=lambda found: found.peak.device_bytes,
     )
@@ -73,10 +81,9 @@ def after_step_bytes(
     return play(run)[-1].allocated_after_bytes
 
 
-def _estimate_shape(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, shape: dict[str, int], trainer: str
-) -> Estimate:
-    run = lay_out(job, strategy, machine, facts, shape, trainer)
+def _of_run(run: Run, shape: dict[str, int]) -> Estimate:
+    """The estimate of a laid-out run; ``shape`` is the grid it was laid out at."""
+    job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
     played = play(run)
     outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
     phases: dict[PhaseName, PhasePeak] = {}
@@ -125,11 +132,11 @@ def _limit(low: int, budget: int, host_bytes: int, machine: Machine) -> Literal[
 def play(run: Run) -> list[Played]:
     """Replays the run's stages in order on one allocator."""
     allocator = CachingAllocator(expandable_segments=run.strategy.expandable_segments)
+    more = [run.accumulate] if run.accumulate else []
     stages: list[tuple[PhaseName, Stage]] = [
         ("load", run.load),
-        ("first_step", run.step),
-        ("first_step", run.optimizer_first),
-        ("train", run.step),
+        *(("first_step", stage) for stage in (run.step, *more, run.optimizer_first)),
+        *(("train", stage) for stage in (run.step, *more)),
         ("optimizer", run.optimizer),
     ]
     played = []

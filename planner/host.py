@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from planner.job import Machine
 from planner.run import Run
-from planner.strategies import saved_block_inputs
 from planner.units import GIB
 
 PROCESS_BYTES = 3 * GIB
 """One training process: Python, torch and CUDA libraries, a few decoded clips. Assumed; the measured rows will tell."""
+
+
+OFFLOADED_BYTES = 16
+"""Per parameter whose optimizer runs in host RAM: fp32 weight, gradient and two Adam states (DeepSpeed's own estimator
+``estimate_zero2_model_states_mem_needs``; torchao CPUOffloadOptimizer keeps the same four for fp32 weights)."""
 
 
 def power_of_two(nbytes: int) -> int:
@@ -19,19 +23,21 @@ def power_of_two(nbytes: int) -> int:
 def ram_bytes(run: Run, machine: Machine) -> int:
     """Host RAM of all processes on one node."""
     strategy = run.strategy
+    zero = strategy.sharding.startswith("zero")
     found = PROCESS_BYTES
     if strategy.gradient_checkpointing == "offload":
-        saved = saved_block_inputs(run)
+        saved = run.saved
         blocks = len(saved.own)
         found += sum(power_of_two(run.sizes[buffer]) for buffers in saved.own.values() for buffer in buffers)
         found += blocks * sum(power_of_two(run.sizes[buffer]) for buffer in saved.shared)
     if strategy.swap_blocks:
-        blocks_in_order = list(run.frozen_block_weights().values())
+        blocks_in_order = list(run.frozen_block_weights.values())
         swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
         found += sum(power_of_two(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
     if strategy.offload_optimizer == "cpu":
-        trained = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
-        found += 4 * trained  # a pinned copy of weights and gradients, and two states (torchao CPUOffloadOptimizer)
+        found += OFFLOADED_BYTES * run.trained_parameters // (machine.world if zero else 1)
+    if strategy.offload_params == "cpu":
+        found += sum(run.sizes[buffer] for buffer in run.named("weight").values()) // machine.world
     return found * machine.gpus
 
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from planner import attention, dialects
+from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
 from planner.run import Facts, Run, Term
-from planner.strategies import block_swap, checkpoint_offload, cublas_workspace, ddp, offloaded_optimizer, residents
+from planner.strategies import (
+    accumulation,
+    block_swap,
+    checkpoint_offload,
+    cublas_workspace,
+    ddp,
+    offloaded_optimizer,
+    residents,
+)
 from planner.zero import zero
 
 TRANSFORMS: tuple[Term, ...] = (
@@ -13,16 +22,47 @@ TRANSFORMS: tuple[Term, ...] = (
     residents,
     checkpoint_offload,
     block_swap,
+    accumulation,
     offloaded_optimizer,
     ddp,
     zero,
 )
 
 
+PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
+    ("ema", frozenset({"none"}), "leave --ema out"),
+    ("context_parallel", frozenset({1}), "leave --context-parallel out"),
+    ("compile", frozenset({"none"}), "leave --compile out"),
+    ("group_offload", frozenset({"none"}), "leave --group-offload out"),
+    ("validation_mode", frozenset({"off"}), "leave --validation-mode out"),
+    ("text_encoder", frozenset({"cached", "resident"}), "use cached or resident"),
+    ("vae", frozenset({"cached", "resident"}), "use cached or resident"),
+    ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
+    ("offload_params", frozenset({"none", "cpu"}), "use --offload-params cpu"),
+    ("sharding", frozenset({"none", "ddp", "zero-1", "zero-2", "zero-3"}), "use zero-3, which shards the same"),
+)
+"""Strategy fields of which only some values have memory terms so far, and what to ask instead."""
+
+
+def refuse_unpriced(job: Job, strategy: Strategy) -> None:
+    """Raises a VplanError for what would be left out of the answer without a word."""
+    for field, values, fix in PRICED:
+        value = getattr(strategy, field)
+        if value not in values:
+            raise VplanError(f"{field} {value} is not estimated yet", fix)
+    if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
+        fix = "use --weights-dtype fp32, or --zero-stage 1"
+        raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
+    for field in ("trainable", "experts", "validation", "references"):
+        if getattr(job, field):
+            raise VplanError(f"{field} is not estimated yet", f"leave --{field} out")
+
+
 def lay_out(
     job: Job, strategy: Strategy, machine: Machine, facts: Facts, grid: dict[str, int], trainer: str = "vplan"
 ) -> Run:
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
+    refuse_unpriced(job, strategy)
     run = Run(job, strategy, machine, facts)
     run.load = run.program.unfold(facts.step, "load")
     run.step = run.program.unfold(facts.step, "step")

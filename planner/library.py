@@ -7,7 +7,7 @@ from pathlib import Path
 
 import profiles
 from planner import catalog
-from planner.errors import VplanError
+from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.rules import resolve
@@ -21,7 +21,7 @@ def tape(model: str, variant: str) -> Tape:
     """The tape of a model's variant."""
     path: Path = profiles.TAPES / model / f"{variant}.json.gz"
     if not path.is_file():
-        raise VplanError(f"no tape {variant} of {model}", f"record it: vplan record {model}")
+        raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model}")
     return read_tape(path)
 
 
@@ -30,7 +30,7 @@ def facts(
 ) -> Facts:
     """Everything ``estimate`` needs, loaded. ``model`` and ``gpu`` spare the look-up by name."""
     strategy = resolve(job, strategy, machine)
-    batch = job.shapes[0].batch_size or job.batch_size
+    batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     return Facts(
         model or catalog.model(job.model),
         gpu or catalog.parse_gpus(machine.gpu)[1],

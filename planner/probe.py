@@ -179,7 +179,8 @@ def _details(told: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[st
     if log:
         words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
         last = next((line for line in reversed(words) if line), "it said nothing")
-        details["message"] = f"exit code {ended.returncode}: {last[:500]}"
+        how = "ended at its time limit" if ended.timed_out else f"exit code {ended.returncode}"
+        details["message"] = f"{how}: {last[:500]}"
         details["log"] = str(log)
     elif "outcome" not in told:
         details["message"] = f"ended by the kernel (exit code {ended.returncode})"

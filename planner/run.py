@@ -6,6 +6,7 @@ changes the stream of operators itself (checkpointing, method, precision, optimi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,14 @@ class Facts:
     optimizer: Tape
 
 
+@dataclass(frozen=True)
+class SavedInputs:
+    """What the checkpoints of all blocks keep: buffers that only one block needs, and buffers that all of them take."""
+
+    own: dict[tuple[str, int], list[int]]
+    shared: list[int]
+
+
 @dataclass
 class Run:
     """The stages of a run in order, over one Program, with what the transformations need to know."""
@@ -45,6 +54,9 @@ class Run:
     """Per buffer: bytes at the run's shape."""
 
     empty_cache_after_load: bool = False
+
+    accumulate: Stage | None = None
+    """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
 
     def add(self, stage: Stage, nbytes: int, category: str, name: str, *, at: int | None = None) -> int:
         """Allocates a new buffer in a stage, before its ``at``-th stretch (at the end when None).
@@ -74,6 +86,33 @@ class Run:
         """Name -> buffer of a category's named buffers."""
         return {name: buffer for (kind, name), buffer in self.program.named.items() if kind == category}
 
+    @functools.cached_property
+    def saved(self) -> SavedInputs:
+        """The checkpoints' inputs: made in forward, kept, and freed in the backward of a block. Of the recorded step,
+        so it must be read before a transformation moves them."""
+        made: dict[int, int] = {}
+        own: dict[tuple[str, int], list[int]] = {}
+        shared: list[int] = []
+        order = [(m.module_list, m.block) for m, _ in self.step.stretches if m.passes == "forward" and m.block >= 0]
+        for position, (moment, events) in enumerate(self.step.stretches):
+            block = (moment.module_list, moment.block)
+            for event in events:
+                if event >= 0:
+                    made.pop(event, None)
+                    if moment.passes == "forward":
+                        made[event] = position
+                elif (position_made := made.pop(~event, None)) is not None and moment.passes == "backward" and order:
+                    prologue = self.step.stretches[position_made][0].block < 0
+                    if moment.block >= 0:
+                        (shared if block == order[0] and prologue else own.setdefault(block, [])).append(~event)
+        # The first block's own input comes from the prologue too: it has the size of the others' inputs.
+        for buffer in own.get(order[1], []) if len(order) > 1 else []:
+            match = next((other for other in shared if self.sizes[other] == self.sizes[buffer]), None)
+            if match is not None:
+                shared.remove(match)
+                own.setdefault(order[0], []).append(match)
+        return SavedInputs(own, shared)
+
     @property
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
@@ -87,6 +126,7 @@ class Run:
         recorded = sum(nbytes * self.facts.step.recorded_share(name) for name, nbytes in sizes)
         return sum(nbytes for _, nbytes in sizes) / recorded
 
+    @functools.cached_property
     def frozen_block_weights(self) -> dict[tuple[str, int], list[int]]:
         """Buffers of each block's weights that are not trained, in the order the blocks are loaded."""
         blocks: dict[tuple[str, int], list[int]] = {}

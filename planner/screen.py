@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from planner import host
+from planner import dialects, host
 from planner.estimate import NCCL_BYTES
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step
@@ -84,7 +84,7 @@ class Screen:
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
-        run = self._run(job, strategy, machine, facts, where)
+        run = self.lay_out(job, strategy, machine, facts, where)
         allocated, in_optimizer = allocated_peak(run)
         outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
@@ -99,7 +99,9 @@ class Screen:
             self._work[key] = work_of(facts.step, "step", where)
         return self._work[key]
 
-    def _run(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+    def lay_out(
+        self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str = ""
+    ) -> Run:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
         base = self._bare(job, strategy, machine, facts, where)
         run = replace(
@@ -112,7 +114,7 @@ class Screen:
             sizes=base.sizes.copy(),
         )
         choose_kernels(run)
-        for transform in TRANSFORMS:
+        for transform in (*TRANSFORMS, *dialects.terms(trainer)):
             transform(run)
         return run
 
@@ -158,7 +160,7 @@ def _stage(stage: Stage) -> Stage:
 
 
 def allocated_peak(run: Run) -> tuple[int, bool]:
-    """The most bytes that tensors hold at once in a whole run, as the replay says, and whether that is in the optimizer.
+    """The most bytes that tensors hold at once in a whole run, and whether that is in the optimizer's step.
 
     (Without expandable segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """

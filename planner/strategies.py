@@ -5,10 +5,9 @@ Each one function, one named buffer or lifetime, one source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from planner.errors import VplanError
 from planner.run import Run
+from planner.tape import Stage
 from planner.units import KIB, MIB
 
 
@@ -37,57 +36,20 @@ def checkpoint_offload(run: Run) -> None:
     backward (torch.autograd.graph.save_on_cpu). Tensors that every block takes come back once per block."""
     if run.strategy.gradient_checkpointing != "offload":
         return
-    saved = saved_block_inputs(run)
-    for position in reversed(range(len(run.step.stretches))):
-        moment, events = run.step.stretches[position]
+    saved = run.saved
+    gone = set()
+    for position, (moment, events) in enumerate(run.step.stretches):
         block = (moment.module_list, moment.block)
-        if block not in saved.own:
-            continue
-        own = saved.own[block]
-        if moment.passes == "forward":
+        own = saved.own.get(block, [])
+        if moment.passes == "forward" and block not in gone:
+            gone.add(block)
             events += [~buffer for buffer in own]
-        else:
+        elif moment.passes == "backward" and own:
             copies = [run.program.buffer(run.sizes[buffer], "activation", "from host") for buffer in saved.shared]
             run.sizes += [run.sizes[buffer] for buffer in saved.shared]
             kept = [event for event in events if event >= 0 or ~event not in own]
             freed = [~buffer for buffer in [*own, *copies]]
             run.step.stretches[position] = (moment, [*own, *copies, *kept, *freed])
-
-
-@dataclass(frozen=True)
-class SavedInputs:
-    """What the checkpoints of all blocks keep: buffers that only one block needs, and buffers that all of them take."""
-
-    own: dict[tuple[str, int], list[int]]
-    shared: list[int]
-
-
-def saved_block_inputs(run: Run) -> SavedInputs:
-    """Finds the checkpoints' inputs: made in forward, freed in the backward of a block."""
-    made: dict[int, int] = {}
-    own: dict[tuple[str, int], list[int]] = {}
-    order = [(m.module_list, m.block) for m, _ in run.step.stretches if m.passes == "forward" and m.block >= 0]
-    first = order[0] if order else None
-    shared: list[int] = []
-    for position, (moment, events) in enumerate(run.step.stretches):
-        block = (moment.module_list, moment.block)
-        for event in events:
-            if event >= 0:
-                if moment.passes == "forward":
-                    made[event] = position
-            elif ~event in made and moment.passes == "backward" and moment.block >= 0:
-                prologue = run.step.stretches[made[~event]][0].block < 0
-                (shared if block == first and prologue else own.setdefault(block, [])).append(~event)
-    # The first block's own input comes from the prologue too: it has the size of the others' inputs.
-    if first is not None and len(order) > 1:
-        second = own.get(order[1], [])
-        wanted = sorted(run.sizes[buffer] for buffer in second)
-        for nbytes in wanted:
-            match = next((buffer for buffer in shared if run.sizes[buffer] == nbytes), None)
-            if match is not None:
-                shared.remove(match)
-                own.setdefault(first, []).append(match)
-    return SavedInputs(own, shared)
 
 
 def block_swap(run: Run) -> None:
@@ -97,7 +59,7 @@ def block_swap(run: Run) -> None:
     count = run.strategy.swap_blocks
     if not count:
         return
-    blocks = run.frozen_block_weights()
+    blocks = run.frozen_block_weights
     if count > len(blocks):
         raise VplanError(f"swap_blocks {count}: the model has {len(blocks)} blocks", f"use at most {len(blocks)}")
     swapped = list(blocks)[len(blocks) - count :]
@@ -107,8 +69,25 @@ def block_swap(run: Run) -> None:
         run.add(run.load, largest, "buckets", "swap ring")
 
 
+def accumulation(run: Run) -> None:
+    """Gradient accumulation: a further micro-batch runs beside the gradients of the first, and each of its own
+    gradients is added to them and freed within its block (torch AccumulateGrad adds in place)."""
+    if run.strategy.gradient_accumulation == 1:
+        return
+    added = dict.fromkeys(run.named("gradient").values(), 0)
+    for buffer in added:
+        added[buffer] = run.program.buffer(run.sizes[buffer], "temporary", "micro-batch gradient")
+        run.sizes.append(run.sizes[buffer])
+    stretches = []
+    for moment, events in run.step.stretches:
+        own = [added.get(event, event) for event in events]
+        stretches.append((moment, own + [~added[event] for event in events if event in added]))
+    run.accumulate = Stage("step", stretches)
+
+
 def gradients_leave(run: Run) -> None:
-    """Each gradient is freed at the end of the block whose backward made it."""
+    """Each gradient is freed at the end of the block whose backward made it; every micro-batch is like the first."""
+    run.accumulate = None
     gradients = set(run.named("gradient").values())
     for _, events in run.step.stretches:
         events += [~event for event in events if event in gradients]

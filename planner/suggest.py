@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner import margin
-from planner.errors import VplanError
+from planner.errors import NotRecordedError
 from planner.estimate import estimate
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
@@ -96,7 +96,7 @@ class Search:
     def __init__(self, question: Question, screen: Screen) -> None:
         self.question = question
         self.screen = screen
-        self.missing: VplanError | None = None
+        self.missing: NotRecordedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
@@ -137,8 +137,8 @@ class Search:
                 continue
             try:
                 self.screen.facts(job, strategy, question.machine)
-            except VplanError as error:
-                self._refused(error)
+            except NotRecordedError as error:
+                self.missing = self.missing or error
                 continue
             found.append(strategy)
         self._considered.update((job, strategy) for strategy in found)
@@ -212,7 +212,9 @@ class Search:
         key = (job, strategy)
         if key not in self._estimates:
             facts = self.screen.facts(job, strategy, self.question.machine)
-            self._estimates[key] = estimate(job, strategy, self.question.machine, facts)
+            self._estimates[key] = estimate(
+                job, strategy, self.question.machine, facts, layout=self.screen.lay_out
+            )
             found = self._estimates[key]
             bare = strategy.replace(swap_blocks=0)
             ratio = found.peak.device_bytes / self.look(job, strategy).device_bytes
@@ -345,13 +347,7 @@ class Search:
         """The full estimate, or None where there is no recording for it."""
         try:
             return self.settled(job, strategy)
-        except VplanError as error:
-            self._refused(error)
+        except NotRecordedError as error:
+            self.missing = self.missing or error
             self._lost[strategy.replace(swap_blocks=0)] = NEVER
             return None
-
-    def _refused(self, error: VplanError) -> None:
-        """Remember why a strategy is left out. Damaged files are no reason to answer without them."""
-        if "damaged" in error.message:
-            raise error
-        self.missing = self.missing or error

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.errors import VplanError
+from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 1
 ATOMS = ("B", "F", "H", "W", "T", "R")
@@ -84,7 +84,7 @@ class Tape:
         for name, fixed in self.regime.items():
             if grid[name] != fixed:
                 fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
-                raise VplanError(fault, "record another")
+                raise NotRecordedError(fault, "record another")
         values = [grid[name] for name in ATOMS]
         for name in self.atoms[len(ATOMS) :]:
             constant, products = self.sums[name]

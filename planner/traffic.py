@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from planner.run import Run
-from planner.strategies import saved_block_inputs
 from planner.timing import Traffic
 
 
@@ -15,17 +14,23 @@ def traffic(run: Run) -> Traffic:
     gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
     host = gpu = parameters = 0
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
-        blocks = list(run.frozen_block_weights().values())
+        blocks = list(run.frozen_block_weights.values())
         swapped = blocks[len(blocks) - strategy.swap_blocks :]
         host += 2 * accumulation * sum(run.sizes[buffer] for block in swapped for buffer in block)
     if strategy.gradient_checkpointing == "offload":
-        saved = saved_block_inputs(run)
+        saved = run.saved
         own = sum(run.sizes[buffer] for buffers in saved.own.values() for buffer in buffers)
         host += accumulation * (own + len(saved.own) * sum(run.sizes[buffer] for buffer in saved.shared))
     if strategy.offload_optimizer != "none":
         host += 2 * gradients
         parameters = run.trained_parameters // (world if strategy.sharding.startswith("zero") else 1)
-    if world > 1:
-        gpu += int(2 * gradients * (world - 1) / world)
+    share = (world - 1) / world
+    weights = sum(run.sizes[buffer] for buffer in run.named("weight").values())
+    if world > 1:  # all-reduce, or reduce-scatter of gradients and all-gather of the new weights
+        gpu += int(2 * gradients * share)
+    if strategy.sharding == "zero-3":  # gathered for forward and again for backward
+        gpu += int(2 * accumulation * weights * share)
+    if strategy.offload_params != "none":
+        host += 2 * accumulation * weights // world
     overlapped = strategy.offload_optimizer == "none"
     return Traffic(host_bytes=host, gpu_bytes=gpu, overlapped=overlapped, host_parameters=parameters)

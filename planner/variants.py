@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.errors import VplanError
+from planner.errors import NotRecordedError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 
@@ -81,12 +81,13 @@ class StepVariant:
         precision = Precision.of(job, strategy)
         mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
         if precision not in PRECISIONS.get(job.method, ()):
-            raise VplanError(
+            raise NotRecordedError(
                 f"no tape for {job.method} with {precision.name or 'this precision'}",
                 "use one of " + ", ".join(known.name for known in PRECISIONS.get(job.method, ())),
             )
         if mode not in CHECKPOINTING:
-            raise VplanError(f"no tape for gradient_checkpointing {mode}", f"use one of {', '.join(CHECKPOINTING)}")
+            fix = f"use one of {', '.join(CHECKPOINTING)}"
+            raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
         return cls(job.method, precision, mode, batch == 1)
 
     @classmethod
@@ -123,7 +124,8 @@ class OptimizerVariant:
         how = strategy.optimizer_step if strategy.optimizer == "adamw" else "foreach"
         if (strategy.optimizer, how) not in OPTIMIZERS:
             known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
-            raise VplanError(f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})", f"use {known}")
+            fault = f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})"
+            raise NotRecordedError(fault, f"use {known}")
         return cls(job.method, trained, strategy.optimizer, how)
 
     @classmethod

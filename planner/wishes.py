@@ -14,6 +14,7 @@ from planner.job import MAX_FRAMES, Job, Strategy
 from planner.plan import Estimate
 from planner.space import SEARCHED
 from planner.suggest import Search, Suggestion
+from planner.units import GIB
 
 MOST_SAMPLES = 1_000
 ANCHORS = 3
@@ -124,7 +125,20 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
         plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
             found.append(Relaxed("method", "full", "lora", plan))
-    return (*found, *_untyped(search, job))
+    return (*found, *_more_ram(search, job), *_untyped(search, job))
+
+
+def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
+    """The host RAM with which the job would fit as it is, in whole GiB."""
+    question = search.question
+    if question.machine.host_ram is None:
+        return
+    machine = question.machine.replace(host_ram=2**50)
+    plan = next(Search(replace(question, machine=machine), search.screen).by_speed(job, False), None)
+    if plan is not None:
+        need = -(-plan.host_ram_bytes // GIB)
+        plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
+        yield Relaxed("host_ram", f"{question.machine.host_ram / GIB:.0f}GiB", f"{need}GiB", plan)
 
 
 def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:

@@ -69,7 +69,8 @@ def command(
 
     Weights and data are random: memory and speed are the same, and nothing is downloaded. Each plan runs in a fresh
     process. Several plans run one after another; with -o what is done stays done: plans whose row is in FILE are left
-    out, so the same line goes on where it was stopped. Exit code 3: out of memory; 4: a crash, the time limit, or a loss that is no number.
+    out, so the same line goes on where it was stopped. Exit code 3: out of memory; 4: a crash, the time limit, or a
+    loss that is no number.
     """
     if history and len(paths) > 1:
         raise VplanError("--record-history is one file, for one plan", "name one plan", USAGE)
@@ -93,7 +94,7 @@ def command(
             known[name] = row
         click.echo(start + _line(row), err=True)
     answer = rows[0] if len(rows) == 1 else {"rows": rows}
-    show(answer, as_json, lambda console: _render(console, rows, [plan for _, plan in plans]))
+    show(answer, as_json, lambda console: _render(console, rows, plans))
     return max(EXIT_CODES.get(row["measured"]["outcome"], FAILED) for row in rows)
 
 
@@ -117,22 +118,22 @@ def _line(row: Row) -> str:
     return ", ".join(words)
 
 
-def _render(console: Console, rows: list[Row], plans: list[Plan]) -> None:
+def _render(console: Console, rows: list[Row], plans: list[tuple[str, Plan]]) -> None:
     columns = ("plan", "outcome", "peak", ">allocated", ">reserved", ">device", ">estimated", ">s/step")
-    console.print(table(columns, [_cells(row, plan) for row, plan in zip(rows, plans, strict=True)]))
+    console.print(table(columns, [_cells(row, *plan) for row, plan in zip(rows, plans, strict=True)]))
     console.print("memory in GiB", style="dim")
     for row in rows:
         for missing in row["details"].get("missing", ()):
             console.print(f"{row['id']}: not measured: {missing}", style="dim")
 
 
-def _cells(row: Row, plan: Plan) -> list[str]:
+def _cells(row: Row, path: str, plan: Plan) -> list[str]:
     seen = row["measured"]
     estimated = plan.estimate.peak.device_bytes if plan.estimate else None
     sizes = [seen["allocated_bytes"], seen["reserved_bytes"], seen["device_bytes"], estimated]
     seconds = seen["step_seconds"]
     return [
-        row["id"],
+        Path(path).stem,
         seen["outcome"],
         seen["phase"] or "-",
         *("-" if size is None else f"{gib(size):.2f}" for size in sizes),

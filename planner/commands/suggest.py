@@ -18,7 +18,7 @@ from planner.library import facts
 from planner.plan import Estimate, write_plan
 from planner.screen import Screen
 from planner.suggest import Question, Search, Suggestion
-from planner.units import gib
+from planner.units import format_gib, gib
 from planner.wishes import PREFERRED, Relaxed, largest, relaxed
 
 if TYPE_CHECKING:
@@ -172,6 +172,8 @@ class _Wanted:
             if not looks:
                 return answer.Row(name, None, str(search.missing or ""), search.considered)
             reason = f"needs {gib(search.device_bytes(looks[0])):.1f} GiB at least"
+            if request.machine.host_ram and looks[0].host_ram_bytes > 0.8 * request.machine.host_ram:
+                reason += f" with {format_gib(request.machine.host_ram)} of host RAM"
             if not search.has_ram(looks[0]):
                 reason = f"needs {gib(looks[0].host_ram_bytes):.0f} GiB of host RAM"
             return answer.Row(name, None, reason, search.considered)

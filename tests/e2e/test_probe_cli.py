@@ -77,7 +77,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
 def test_the_time_limit_is_a_result(tmp_path: Path) -> None:
     write_plan(plan(), tmp_path / "plan.toml")
     rows = tmp_path / "rows.jsonl"
-    done = run(tmp_path, "probe", str(tmp_path / "plan.toml"), "--device", "cpu", "--time-limit", "1", "-o", str(rows), "--json")
+    options = ("--device", "cpu", "--time-limit", "1", "-o", str(rows), "--json")
+    done = run(tmp_path, "probe", str(tmp_path / "plan.toml"), *options)
     assert done.returncode == 4
     row = json.loads(done.stdout)
     assert row["measured"]["outcome"] == "timeout"

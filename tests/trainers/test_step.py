@@ -109,6 +109,9 @@ TINY: dict[str, dict[str, Any]] = {
 }
 MODELS = list(TINY)
 EACH = pytest.mark.parametrize("name", MODELS)
+BLOCKS = pytest.mark.parametrize("name", [name for name in MODELS if name != "sd1.5"])
+"""A UNet checkpoints the resnets and attentions inside its blocks, not the blocks."""
+
 SEVEN = [name for name in MODELS if name not in ("wan2.1-i2v-14b-480p", "cogvideox-5b")]
 
 
@@ -150,7 +153,7 @@ def test_the_tiny_models_are_of_all_seven_families() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_meta_build_has_the_dtypes_that_from_pretrained_gives(name: str, dtype: str, tmp_path: Path) -> None:
     profile = tiny(name)
     model_class = getattr(diffusers, profile.diffusers_class)
@@ -207,14 +210,8 @@ def test_a_real_step_has_a_finite_loss_and_moves_every_trained_weight(name: str,
     assert all(loss.isfinite() and loss > 0 and not loss.requires_grad for loss in losses)
     after = dict(trainee.model.named_parameters())
     moved = {key for key in before if not torch.equal(before[key], after[key])}
-    assert moved <= trainee.trainable.keys()
-    assert trainee.trainable.keys() - moved <= unused(name, method)
+    assert moved == trainee.trainable.keys()
     assert all(parameter.grad is None for parameter in after.values())
-
-
-def unused(name: str, method: str) -> set[str]:
-    """Weights whose output nothing reads."""
-    return set()
 
 
 def gradients(profile: ModelProfile, method: str, **strategy: object) -> tuple[float, dict[str, torch.Tensor]]:
@@ -241,10 +238,10 @@ def test_checkpointing_changes_no_gradient(name: str, method: str) -> None:
         assert found_loss == loss
         assert found.keys() == expected.keys()
         for key, gradient in expected.items():
-            assert gradient is None and found[key] is None or torch.equal(gradient, found[key]), (mode, key)
+            assert (gradient is None and found[key] is None) or torch.equal(gradient, found[key]), (mode, key)
 
 
-@EACH
+@BLOCKS
 @pytest.mark.parametrize(("mode", "limit"), [("full", None), ("partial", 1)])
 def test_checkpointing_runs_blocks_again_in_the_order_they_ran(name: str, mode: str, limit: int | None) -> None:
     """Every block twice under full, the first only under partial."""
@@ -259,15 +256,12 @@ def test_checkpointing_runs_blocks_again_in_the_order_they_ran(name: str, mode: 
             block.register_forward_pre_hook(lambda *_, key=f"{listed}.{index}": runs.append(key))
     step.forward(trainee, family(profile), batch(profile, strategy), strategy).backward()
     again = {key for key in runs if runs.count(key) == 2}
-    if profile.family == "unet":  # a UNet checkpoints the resnets and attentions inside its blocks
-        assert not again
-    else:
-        assert again == (set(runs) if limit is None else {runs[0]})
+    assert again == (set(runs) if limit is None else {runs[0]})
 
 
 def saved_bytes(profile: ModelProfile, **strategy: object) -> int:
     """What autograd keeps between forward and backward, weights and each storage once."""
-    trainee, chosen = built(profile, "lora", autocast="none", **strategy)
+    trainee, chosen = built(profile, "full", autocast="none", **strategy)
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -318,5 +312,8 @@ def test_what_cannot_be_built_yet_is_refused_by_name(strategy: dict[str, str], n
 @EACH
 def test_a_published_model_has_the_parameters_its_profile_says(name: str) -> None:
     profile = catalog.model(name)
-    model = step.build_model(profile, job(profile, "full"), Strategy())
+    config = dict(profile.config)
+    if "pos_embed_max_size" in config:  # the table of positions is no parameter, and takes 20 s to compute
+        config["pos_embed_max_size"] = 8
+    model = step.build_model(profile, job(profile, "full"), Strategy(weights_dtype="bf16"), config)
     assert sum(parameter.numel() for parameter in model.parameters()) == profile.parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,16 @@ def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
             continue
         changed = [name for name in Job.model_fields if getattr(wish.plan.job, name) != getattr(tightest.job, name)]
         assert len(changed) == (2 if wish.field == "resolution" else 1)
+
+
+def test_more_host_ram_is_named_when_it_would_do() -> None:
+    fixed = {"gradient_checkpointing": "full", "adapter_dtype": "fp32", "optimizer": "adamw"}
+    search = ask("8GB", fixed, frames=49, height=480, width=720)
+    question = replace(search.question, machine=search.question.machine.replace(host_ram=3 * GIB))
+    poor = Search(question, SCREEN)
+    assert poor.best(question.job) is None
+    (wish,) = [wish for wish in relaxed(poor, question.job) if wish.field == "host_ram"]
+    assert wish.before == "3GiB" and wish.plan.machine.host_ram == int(str(wish.after).removesuffix("GiB")) * GIB
 
 
 def test_full_training_that_does_not_fit_may_become_lora() -> None:

@@ -23,7 +23,7 @@ from trainers.meter import Meter  # noqa: E402
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "oom"),
         (RuntimeError("CUDA error: out of memory"), "oom"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), "host-oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "host-oom"),
         (MemoryError(), "host-oom"),
         (RuntimeError("CUDA error: device-side assert triggered"), None),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),

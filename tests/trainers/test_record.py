@@ -1,0 +1,189 @@
+"""trainers/record.py, compress.py, tapes.py: a tape recorded once, at odd sizes and with few blocks, is what a recording
+at any other shape and depth gives, event by event; and the shipped tapes are what the code records now."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+import profiles
+from planner import catalog
+from planner.commands.record import NOT_COMPARED, first_difference
+from planner.job import Job, Strategy
+from planner.replay import CachingAllocator
+from planner.shapes import grid
+from planner.tape import Program, Stage, Tape, parse_tape
+from trainers import tapes
+from trainers.record import Trace, record_optimizer, record_step
+
+MODEL = "wan2.1-t2v-1.3b"
+PROFILE = catalog.model(MODEL)
+VARIANTS = {variant.name: variant for variant in tapes.all_variants()}
+LORA_ONE, LORA_MANY, FULL_ONE, FULL_MANY = (
+    "step-lora-half-fp32-autocast-full-one",
+    "step-lora-half-half-none-many",
+    "step-full-half-none-one",
+    "step-full-fp32-autocast-full-many",
+)
+STEPS = (LORA_ONE, LORA_MANY, FULL_ONE, FULL_MANY)
+OPTIMIZERS = ("optimizer-lora-fp32-adamw-foreach", "optimizer-full-half-adamw-8bit-foreach")
+
+
+def record(name: str) -> dict[str, Any]:
+    """Through JSON, as a file holds it."""
+    make = tapes.step_tape if name in STEPS else tapes.optimizer_tape
+    found: dict[str, Any] = json.loads(json.dumps(make(PROFILE, VARIANTS[name])))
+    return found
+
+
+recorded = functools.cache(record)
+
+
+def tape(name: str) -> Tape:
+    return parse_tape(recorded(name))
+
+
+def ordinary(name: str) -> tuple[Job, Strategy, dict[str, int]]:
+    """25 frames of 320x480, as people train; rank 24, so that no atom is where the tape had it."""
+    job, strategy = VARIANTS[name].records(PROFILE)
+    job = job.replace(frames=25, height=320, width=480, lora_rank=24, batch_size=3 if name.endswith("many") else 1)
+    return job, strategy, grid(PROFILE, job)
+
+
+def config(blocks: int) -> dict[str, Any]:
+    return {**PROFILE.config, "num_layers": blocks}
+
+
+def direct(name: str, blocks: int) -> Trace:
+    job, strategy, shape = ordinary(name)
+    make = record_step if name in STEPS else record_optimizer
+    return make(PROFILE, job, strategy, shape, config(blocks))
+
+
+def piece(trace: Trace, name: str) -> list[int]:
+    """The events of a piece on the GPU."""
+    names = [found for found, _ in trace.pieces]
+    index = names.index(name)
+    start, stop = trace.pieces[index][1], trace.pieces[index + 1][1]
+    on_host = {number for number, alloc in enumerate(trace.allocs) if alloc.category == "host"}
+    return [event for event in trace.events[start:stop] if (event if event >= 0 else ~event) not in on_host]
+
+
+def made(events: list[int], sizes: list[int]) -> list[int]:
+    return [sizes[event] for event in events if event >= 0]
+
+
+def levels(events: list[int], sizes: list[int]) -> list[int]:
+    """Bytes after each allocation, from the start of the events: where frees fall between allocations shows."""
+    found, level = [], 0
+    for event in events:
+        level += sizes[event] if event >= 0 else -sizes[~event]
+        if event >= 0:
+            found.append(level)
+    return [*found, level]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [*[(name, tapes.RECORDED_BLOCKS) for name in STEPS], (LORA_ONE, 9), (FULL_MANY, 9)]
+)
+def test_a_step_tape_is_what_is_recorded_at_another_shape_and_depth(name: str, blocks: int) -> None:
+    trace = direct(name, blocks)
+    program = Program()
+    stages = [program.unfold(tape(name), part, [blocks]) for part in ("load", "step")]
+    sizes, direct_sizes = program.bytes_of(ordinary(name)[2]), [alloc.nbytes for alloc in trace.allocs]
+    unfolded, real = (CachingAllocator(expandable_segments=False) for _ in range(2))
+    for stage in stages:
+        events = piece(trace, stage.name)
+        assert made(stage.ops, sizes) == made(events, direct_sizes)
+        assert levels(stage.ops, sizes) == levels(events, direct_sizes)
+        one, other = unfolded.run(stage.ops, sizes), real.run(events, direct_sizes)
+        assert one.allocated_peak_bytes == other.allocated_peak_bytes
+        assert unfolded.allocated_bytes == real.allocated_bytes
+        assert one.reserved_peak_bytes == pytest.approx(other.reserved_peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_tape_is_what_is_recorded_at_another_depth(name: str) -> None:
+    trace = direct(name, 9)
+    program = Program()
+    step = LORA_ONE if "lora" in name else FULL_ONE
+    load, _ = (program.unfold(tape(step), part, [9]) for part in ("load", "step"))
+    gradients = [buffer for (category, _), buffer in program.named.items() if category == "gradient"]
+    stages = [program.unfold(tape(name), part, [9]) for part in ("optimizer_first", "optimizer")]
+    sizes, direct_sizes = program.bytes_of(ordinary(name)[2]), [alloc.nbytes for alloc in trace.allocs]
+    unfolded, real = (CachingAllocator(expandable_segments=False) for _ in range(2))
+    unfolded.run(load.ops, sizes)
+    real.run(piece(trace, "load"), direct_sizes)
+    lent = iter(gradient_pieces(trace))
+    for stage in stages:
+        events = piece(trace, stage.name)
+        unfolded.run(gradients, sizes)
+        real.run(next(lent), direct_sizes)
+        assert made(stage.ops, sizes) == made(events, direct_sizes)
+        assert levels(stage.ops, sizes) == levels(events, direct_sizes)
+        one, other = unfolded.run(stage.ops, sizes), real.run(events, direct_sizes)
+        assert one.allocated_peak_bytes == other.allocated_peak_bytes
+        assert unfolded.allocated_bytes == real.allocated_bytes
+
+
+def gradient_pieces(trace: Trace) -> list[list[int]]:
+    bounds = [*trace.pieces, ("", len(trace.events))]
+    return [
+        trace.events[start:stop]
+        for (name, start), (_, stop) in zip(bounds, bounds[1:], strict=False)
+        if name == "gradients"
+    ]
+
+
+@pytest.mark.parametrize("name", [LORA_ONE, OPTIMIZERS[0]])
+def test_two_recordings_are_identical(name: str) -> None:
+    assert first_difference(recorded(name), record(name)) == ""
+
+
+@pytest.mark.parametrize("name", [*STEPS, *OPTIMIZERS])
+def test_a_shipped_tape_is_what_the_code_records_now(name: str) -> None:
+    there = json.loads(gzip.decompress((profiles.TAPES / MODEL / f"{name}.json.gz").read_bytes()))
+    now = dict(recorded(name))
+    for key in NOT_COMPARED:
+        del there[key], now[key]
+    assert first_difference(there, now) == "", f"vplan record {MODEL}"
+
+
+def test_every_model_ships_every_variant() -> None:
+    missing = [
+        f"{model}/{name}"
+        for model in profiles.model_names()
+        for name in VARIANTS
+        if not (profiles.TAPES / model / f"{name}.json.gz").is_file()
+    ]
+    assert not missing
+
+
+def test_no_tape_is_shipped_that_nothing_records() -> None:
+    known = {profiles.TAPES / model / f"{name}.json.gz" for model in profiles.model_names() for name in VARIANTS}
+    assert not set(profiles.TAPES.rglob("*.*")) - known
+
+
+def test_shipped_tapes_are_small() -> None:
+    assert all(path.stat().st_size <= 100_000 for path in profiles.TAPES.rglob("*.json.gz"))
+
+
+def test_sizes_read_at_primes_show_every_atom() -> None:
+    """What grows with the clip must not be taken for a constant: such a size would be hundreds of MiB at the primes."""
+    for path in profiles.TAPES.rglob("step-*.json.gz"):
+        found = parse_tape(json.loads(gzip.decompress(path.read_bytes())))
+        weights = max(monomial.coefficient for monomial in weight_sizes(found))
+        for number, monomial in enumerate(found.sizes):
+            constant = not any(monomial.exponents) and not monomial.multiple
+            fp32_copies = 2 * weights * (2 if "half" in path.name else 1)
+            assert not constant or monomial.coefficient <= fp32_copies, f"{path.parent.name}/{path.name}: size {number}"
+
+
+def weight_sizes(found: Tape) -> list[Any]:
+    program = Program()
+    stage: Stage = program.unfold(found, "load")
+    return [program.sizes[program.buffers[event]][1] for event in stage.ops]  # type: ignore[index]
