@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     cls=Verb,
     epilog=examples(
         "vplan estimate wan2.1-t2v-1.3b --gpu 24GB --frames 81",
-        "vplan estimate flux.1-dev --gpu rtx4090 --gradient-checkpointing full --swap-blocks 20 --json",
+        "vplan estimate plan.toml --frames 49 --json",
     ),
 )
 @request_options()

@@ -60,7 +60,7 @@ def test_every_verb_has_help_with_examples(verb: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message", "fix"),
     [
-        (["sugest"], "no such command 'sugest'", "--help"),
+        (["sugest"], "no such command 'sugest'", "did you mean suggest"),
         (["gpu"], "no such command 'gpu'", "did you mean gpus"),
         (["gpus", "--jsn"], "no such option --jsn", "did you mean --json"),
         (["gpus", "rtx4090"], "unexpected extra argument", "vplan gpus --help"),

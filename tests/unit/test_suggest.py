@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner import catalog
-from planner.errors import VplanError
+from planner.errors import NotRecordedError, VplanError
 from planner.estimate import estimate
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
@@ -167,15 +167,15 @@ def test_full_training_that_does_not_fit_may_become_lora() -> None:
 
 
 def test_a_strategy_without_a_recording_is_left_out_and_a_damaged_one_is_refused() -> None:
-    def getter(message: str) -> Screen:
+    def getter(error: VplanError) -> Screen:
         def raises(*_: object) -> Any:
-            raise VplanError(message, "record it")
+            raise error
 
         return Screen(raises)
 
     question = ask().question
-    search = Search(question, getter("no tape"))
+    search = Search(question, getter(NotRecordedError("no tape", "record it")))
     assert search.best(question.job) is None and search.tightest(question.job) is None
     assert search.missing is not None and search.missing.message == "no tape"
     with pytest.raises(VplanError, match="damaged"):
-        Search(question, getter("tape x is damaged")).best(question.job)
+        Search(question, getter(VplanError("tape x is damaged", "record it"))).best(question.job)

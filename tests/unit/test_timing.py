@@ -51,7 +51,7 @@ def tiny_tape(depth, **item):
     single = {"run": 0, "block": -1, "pass": "backward", "templates": templates[:1]}
     pieces = {"step": [sweep, single]}
     atoms = ("B", "F", "H", "W", "T", "R")
-    return Tape("tiny", {}, {}, {}, atoms, {}, (), (Run("blocks", 0, depth),), (), (), pieces)
+    return Tape("tiny", {}, {}, {}, atoms, {}, (), (Run("blocks", 0, depth, depth),), (), (), pieces)
 
 
 def test_each_kept_template_counts_once_per_block_that_uses_it():
