@@ -83,6 +83,7 @@ def command(models: Sequence[str], text: str, check: bool, jobs: int, output: st
                 f"vplan record {task.model} --variant {task.variant}",
             )
         done.append(entry)
+    done.sort(key=lambda entry: tasks.index(entry.task))
     answer = {
         "folder": str(folder),
         "checked": check,
@@ -90,9 +91,9 @@ def command(models: Sequence[str], text: str, check: bool, jobs: int, output: st
     }
 
     def render(console: Console) -> None:
-        what = "are what is recorded now" if check else "written"
+        what = "as recorded now" if check else "written"
         kilobytes = sum(entry.nbytes for entry in done) / 1000
-        console.print(f"{len(done)} tapes {what}, {kilobytes:.0f} kB in {folder}", markup=False)
+        console.print(f"tapes {what}: {len(done)}, {kilobytes:.0f} kB in {folder}", markup=False)
 
     show(answer, as_json, render)
 
