@@ -1,0 +1,104 @@
+"""How fast vplan answers: cold processes, allocated peaks a second, the replay of a 14B model's tape.
+
+    python -m tests.benchmarks.speed [--times N]
+
+Medians of N runs of each (default 5), in seconds, beside what is promised. Run it on an idle machine; needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import vplan
+from planner import catalog
+from planner.estimate import play
+from planner.job import Job, Machine, Strategy
+from planner.layout import lay_out
+from planner.library import facts
+from planner.peaks import peak_forms
+from planner.rules import resolve
+from planner.shapes import grid
+
+MACHINE = Machine(gpu="rtx4090")
+COMMANDS = (
+    (0.5, ("estimate", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "81", "--gradient-checkpointing", "full")),
+    (0.5, ("estimate", "wan2.1-t2v-14b", "--gpu", "80GB", "--frames", "81", "--gradient-checkpointing", "full")),
+    (1.0, ("suggest", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "81")),
+    (1.0, ("suggest", "wan2.1-t2v-14b", "--gpu", "80GB", "--frames", "81")),
+    (5.0, ("suggest", "--gpu", "24GB", "--frames", "81")),
+)
+
+
+def median_seconds(call: Callable[[], object], times: int) -> float:
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def cold(words: tuple[str, ...]) -> Callable[[], object]:
+    """A fresh process, as a user starts it. Does not fit (3) is an answer too."""
+
+    def run() -> None:
+        done = subprocess.run(vplan.command(*words), capture_output=True, text=True, check=False)
+        assert done.returncode in (0, 3), done.stderr
+
+    return run
+
+
+def laid_out(model: str, **more: object) -> tuple[dict[str, int], object]:
+    profile = catalog.model(model)
+    height, width = profile.shape.resolutions[0]
+    job = Job(model=model, frames=profile.shape.default_frames, height=height, width=width)
+    strategy = resolve(job, Strategy.read({"gradient_checkpointing": "full", **more}), MACHINE)
+    shape = grid(profile, job)
+    return shape, lay_out(job, strategy, MACHINE, facts(job, strategy, MACHINE), shape)
+
+
+def peaks_per_second(times: int) -> tuple[float, float]:
+    """Allocated peaks a second over 10,000 shapes, and the seconds it takes to prepare for them."""
+    shape, run = laid_out("wan2.1-t2v-14b")
+    start = time.perf_counter()
+    forms = peak_forms(run)
+    prepared = time.perf_counter() - start
+    random = np.random.default_rng(0)
+    grids = [{**shape, **dict(zip("FHW", map(int, random.integers(2, 60, 3)), strict=True))} for _ in range(10_000)]
+    return len(grids) / median_seconds(lambda: forms.at(grids), times), prepared
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.speed", description=__doc__.split("\n")[0])
+    parser.add_argument("--times", type=int, default=5)
+    times = parser.parse_args().times
+    late = 0
+
+    def line(what: str, found: float, promised: float, unit: str, *, more_is_better: bool = False) -> None:
+        nonlocal late
+        kept = found >= promised if more_is_better else found <= promised
+        late += not kept
+        sign = ">=" if more_is_better else "<="
+        print(f"{'' if kept else 'LATE ':5}{found:12,.3f} {unit:5} {sign} {promised:9,.1f}  {what}", flush=True)
+
+    for promised, words in COMMANDS:
+        line("vplan " + " ".join(words), median_seconds(cold(words), times), promised, "s")
+    rate, prepared = peaks_per_second(times)
+    line("allocated peaks a second, over 10,000 shapes", rate, 10_000, "1/s", more_is_better=True)
+    print(f"     {prepared:12,.3f} s        (prepared once per strategy)")
+    for checkpointing in ("full", "none"):
+        _, run = laid_out("wan2.1-t2v-14b", gradient_checkpointing=checkpointing)
+        line(f"replay of a 14B tape, five stages, checkpointing {checkpointing}",
+             median_seconds(lambda run=run: play(run), times), 0.5, "s")
+    return int(late > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""What the README shows is what the commands print. `python tests/e2e/test_readme.py` writes the README anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"```console\n\$ (vplan [^\n]+)\n(.*?)```", re.DOTALL)
+COLUMNS = "110"
+
+
+def printed(command: str) -> str:
+    """What a command of the README prints on stdout, on a terminal of 110 columns without colour."""
+    words = [sys.executable, str(ROOT / "vplan.py"), *shlex.split(command)[1:]]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": COLUMNS, "NO_COLOR": "1"}
+    )
+    assert done.returncode in (0, 3), done.stderr
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(("command", "shown"), BLOCK.findall(README.read_text()))
+def test_output_in_the_readme(command: str, shown: str) -> None:
+    assert printed(command) == shown
+
+
+if __name__ == "__main__":
+    README.write_text(BLOCK.sub(lambda m: f"```console\n$ {m[1]}\n{printed(m[1])}```", README.read_text()))
