@@ -69,6 +69,8 @@ class LoraDefaults(Record):
     """Which layers get an adapter when the job does not say."""
 
     targets: Annotated[tuple[Text, ...], Field(min_length=1)]
+    wide: tuple[Text, ...] = ()
+    """a second usual choice that adapts the feed-forward layers too; recorded beside the default"""
 
 
 class Training(Record):

@@ -31,9 +31,10 @@ def facts(
     """Everything ``estimate`` needs, loaded. ``model`` and ``gpu`` spare the look-up by name."""
     strategy = resolve(job, strategy, machine)
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
+    model = model or catalog.model(job.model)
     return Facts(
-        model or catalog.model(job.model),
+        model,
         gpu or catalog.parse_gpus(machine.gpu)[1],
-        tape(job.model, StepVariant.of(job, strategy, batch).name),
-        tape(job.model, OptimizerVariant.of(job, strategy).name),
+        tape(job.model, StepVariant.of(model, job, strategy, batch).name),
+        tape(job.model, OptimizerVariant.of(model, job, strategy).name),
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.tape import Moment, Program, Stage, Tape
-from planner.variants import OptimizerVariant
+from planner.variants import Precision
 
 SERVICE = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
@@ -116,7 +116,7 @@ class Run:
     @property
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
-        size = 4 if OptimizerVariant.of(self.job, self.strategy).trained == "fp32" else 2
+        size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
         return sum(self.sizes[buffer] for buffer in self.named("gradient").values()) // size
 
     @property

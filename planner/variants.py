@@ -33,6 +33,11 @@ class Precision:
         )
 
     @property
+    def trained(self) -> str:
+        """fp32 or half: how the trained parameters are stored."""
+        return self.adapter or self.weights
+
+    @property
     def name(self) -> str:
         return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
 
@@ -41,8 +46,28 @@ PRECISIONS = {
     "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
     "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
 }
+WIDE = "lora-wide"
+"""LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""
+
 CHECKPOINTING = ("none", "full")
 OPTIMIZERS = (("adamw", "foreach"), ("adamw", "fused"), ("adamw", "loop"), ("adamw-8bit", "foreach"))
+
+
+def methods(profile: ModelProfile) -> tuple[str, ...]:
+    """What is recorded of a model: LoRA on its usual layers, on more layers where that is usual too, and full."""
+    return ("lora", WIDE, "full") if profile.lora.wide else ("lora", "full")
+
+
+def recorded_method(profile: ModelProfile, job: Job) -> str:
+    """Which of them a job is; a NotRecordedError for a LoRA on other layers."""
+    targets = frozenset(job.lora_targets or profile.lora.targets)
+    if job.method != "lora" or targets == frozenset(profile.lora.targets):
+        return job.method
+    if targets == frozenset(profile.lora.wide):
+        return WIDE
+    known = " or ".join(",".join(layers) for layers in (profile.lora.targets, profile.lora.wide) if layers)
+    fault = f"no tape of {profile.name} for a LoRA on {', '.join(sorted(targets))}"
+    raise NotRecordedError(fault, f"leave --lora-targets out, or use {known}")
 
 
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
@@ -50,11 +75,11 @@ def _records(profile: ModelProfile, method: str, precision: Precision, **strateg
     job = Job.read(
         {
             "model": profile.name,
-            "method": method,
+            "method": method.removesuffix("-wide"),
             "frames": profile.shape.default_frames,
             "height": height,
             "width": width,
-            "lora_targets": profile.lora.targets,
+            "lora_targets": profile.lora.wide if method == WIDE else profile.lora.targets,
         }
     )
     fields = {
@@ -76,7 +101,7 @@ class StepVariant:
     """Batch 1: some copies of expanded tensors do not happen then."""
 
     @classmethod
-    def of(cls, job: Job, strategy: Strategy, batch: int) -> StepVariant:
+    def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
         """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``."""
         precision = Precision.of(job, strategy)
         mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
@@ -88,11 +113,12 @@ class StepVariant:
         if mode not in CHECKPOINTING:
             fix = f"use one of {', '.join(CHECKPOINTING)}"
             raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
-        return cls(job.method, precision, mode, batch == 1)
+        return cls(recorded_method(profile, job), precision, mode, batch == 1)
 
     @classmethod
-    def all(cls) -> Iterator[StepVariant]:
-        for method, precisions in PRECISIONS.items():
+    def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
+        for method in methods(profile):
+            precisions = PRECISIONS[method.removesuffix("-wide")]
             for precision, mode, one in itertools.product(precisions, CHECKPOINTING, (True, False)):
                 yield cls(method, precision, mode, one)
 
@@ -118,19 +144,17 @@ class OptimizerVariant:
     how: str
 
     @classmethod
-    def of(cls, job: Job, strategy: Strategy) -> OptimizerVariant:
-        precision = Precision.of(job, strategy)
-        trained = precision.adapter or precision.weights
+    def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
         how = strategy.optimizer_step if strategy.optimizer == "adamw" else "foreach"
         if (strategy.optimizer, how) not in OPTIMIZERS:
             known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
             fault = f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})"
             raise NotRecordedError(fault, f"use {known}")
-        return cls(job.method, trained, strategy.optimizer, how)
+        return cls(recorded_method(profile, job), Precision.of(job, strategy).trained, strategy.optimizer, how)
 
     @classmethod
-    def all(cls) -> Iterator[OptimizerVariant]:
-        for method, trained, (optimizer, how) in itertools.product(("lora", "full"), ("fp32", "half"), OPTIMIZERS):
+    def all(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
+        for method, trained, (optimizer, how) in itertools.product(methods(profile), ("fp32", "half"), OPTIMIZERS):
             yield cls(method, trained, optimizer, how)
 
     @property
@@ -139,6 +163,6 @@ class OptimizerVariant:
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The Job and Strategy to record it with."""
-        stored = "half" if self.method == "lora" else self.trained
-        precision = Precision(stored, self.trained if self.method == "lora" else "", autocast=False)
+        lora = self.method != "full"
+        precision = Precision("half" if lora else self.trained, self.trained if lora else "", autocast=False)
         return _records(profile, self.method, precision, optimizer=self.optimizer, optimizer_step=self.how)

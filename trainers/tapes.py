@@ -84,7 +84,7 @@ def shallow_config(profile: ModelProfile) -> dict[str, Any]:
 def full_run_lengths(name: str) -> tuple[int, ...]:
     """Blocks in each run of like blocks of a bundled model's published architecture, counted on the meta device."""
     profile = catalog.model(name)
-    job, strategy = next(StepVariant.all()).records(profile)
+    job, strategy = next(StepVariant.all(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy)
     return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
 
@@ -137,6 +137,6 @@ def write_tape(tape: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def all_variants() -> Iterator[StepVariant | OptimizerVariant]:
+def all_variants(profile: ModelProfile) -> Iterator[StepVariant | OptimizerVariant]:
     """Every variant shipped for a model."""
-    return itertools.chain(StepVariant.all(), OptimizerVariant.all())
+    return itertools.chain(StepVariant.all(profile), OptimizerVariant.all(profile))

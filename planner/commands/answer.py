@@ -9,15 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from planner.commands.common import table
-from planner.commands.request import Request
-from planner.plan import Estimate
-from planner.suggest import Suggestion, Switch
 from planner.units import format_gib, format_seconds, gib
-from planner.wishes import Relaxed
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+    from planner.commands.request import Request
+    from planner.plan import Estimate
+    from planner.suggest import Suggestion, Switch
+    from planner.wishes import Relaxed
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 BAR_WIDTH = 48

@@ -107,11 +107,16 @@ def _require_torch() -> None:
 def _tasks(models: dict[str, None], text: str, folder: Path, check: bool) -> list[Task]:
     from planner.variants import OptimizerVariant, StepVariant
 
-    variants = [variant.name for kind in (StepVariant, OptimizerVariant) for variant in kind.all()]
-    chosen = [name for name in variants if text in name]
+    variants = [
+        (model, variant.name)
+        for model in models
+        for kind in (StepVariant, OptimizerVariant)
+        for variant in kind.all(catalog.model(model))
+    ]
+    chosen = [(model, name) for model, name in variants if text in name]
     if not chosen:
-        raise VplanError(f"no variant has {quoted(text)} in its name", f"they are named like {variants[0]}")
-    return [Task(model, name, folder / model / f"{name}.json.gz", check) for model in models for name in chosen]
+        raise VplanError(f"no variant has {quoted(text)} in its name", f"they are named like {variants[0][1]}")
+    return [Task(model, name, folder / model / f"{name}.json.gz", check) for model, name in chosen]
 
 
 def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:
@@ -145,9 +150,10 @@ def _record(task: Task) -> Done:
     """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
     from trainers import tapes
 
-    variant = next(variant for variant in tapes.all_variants() if variant.name == task.variant)
+    profile = catalog.model(task.model)
+    variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
     record = tapes.step_tape if variant.name.startswith("step-") else tapes.optimizer_tape
-    tape = record(catalog.model(task.model), variant)
+    tape = record(profile, variant)
     if not task.check:
         return Done(task, tapes.write_tape(tape, task.path.parent).stat().st_size, "")
     if not task.path.is_file():

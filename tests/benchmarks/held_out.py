@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.held_out [MODEL ...] [--checkpointing none|full]
 
-Prints one line per model and method: allocated peaks of the passes and of the optimizer's step, from the shipped tape and
-recorded directly, and the error of each. Ends with exit code 1 when one is over 0.1 %. It shows that tapes are true to
+Prints one line per model and method: allocated peaks of the passes and of the optimizer's step, from the shipped tape
+and recorded directly, and the error of each. Ends with exit code 1 when one is over 0.1 %. It shows that tapes are true to
 the recorder, nothing about the recorder: that is what `vplan accuracy` compares with measurements. Needs vplan[train];
 a model takes one to five minutes and up to 8 GB of RAM.
 """
@@ -46,11 +46,11 @@ class Case:
 
     @property
     def step_variant(self) -> str:
-        return StepVariant.of(self.job, self.strategy, self.job.batch_size).name
+        return StepVariant.of(self.profile, self.job, self.strategy, self.job.batch_size).name
 
     @property
     def optimizer_variant(self) -> str:
-        return OptimizerVariant.of(self.job, self.strategy).name
+        return OptimizerVariant.of(self.profile, self.job, self.strategy).name
 
 
 def case(name: str, method: str, checkpointing: str) -> Case:
@@ -114,7 +114,8 @@ def main() -> int:
     parser.add_argument("--checkpointing", choices=("none", "full"), default="full")
     asked = parser.parse_args()
     worst = 0.0
-    print(f"{'model':22} {'method':6} {'shape':18} {'of':9} {'tape GiB':>10} {'direct GiB':>10} {'error %':>9} {'s':>6}")
+    numbers = f"{'tape GiB':>10} {'direct GiB':>10} {'error %':>9} {'s':>6}"
+    print(f"{'model':22} {'method':6} {'shape':18} {'of':9} {numbers}")
     for name, method in itertools.product(asked.models or catalog.model_names(), METHODS):
         held = case(catalog.model(name).name, method, asked.checkpointing)
         start = time.perf_counter()

@@ -23,7 +23,7 @@ from trainers.record import Trace, record_optimizer, record_step
 
 MODEL = "wan2.1-t2v-1.3b"
 PROFILE = catalog.model(MODEL)
-VARIANTS = {variant.name: variant for variant in tapes.all_variants()}
+VARIANTS = {variant.name: variant for variant in tapes.all_variants(PROFILE)}
 LORA_ONE, LORA_MANY, FULL_ONE, FULL_MANY = (
     "step-lora-half-fp32-autocast-full-one",
     "step-lora-half-half-none-many",

@@ -28,7 +28,7 @@ class Family:
     """Grid atoms this family cannot vary."""
 
     masks_all_tokens = False
-    """Whether attention takes a mask over the joint sequence, whose expanded S x S view must stay below 2**63 elements."""
+    """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
