@@ -3,9 +3,9 @@
     python -m tests.benchmarks.held_out [MODEL ...] [--checkpointing none|full]
 
 Prints one line per model and method: allocated peaks of the passes and of the optimizer's step, from the shipped tape
-and recorded directly, and the error of each. Ends with exit code 1 when one is over 0.1 %. It shows that tapes are true to
-the recorder, nothing about the recorder: that is what `vplan accuracy` compares with measurements. Needs vplan[train];
-a model takes one to five minutes and up to 8 GB of RAM.
+and recorded directly, and the error of each. Ends with exit code 1 when one is over 0.1 %. It shows that tapes are true
+to the recorder, nothing about the recorder: that is what `vplan accuracy` compares with measurements. Needs
+vplan[train]; a model takes half a minute to three minutes.
 """
 
 from __future__ import annotations
