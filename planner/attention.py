@@ -6,6 +6,8 @@ holds for any of them; what they take inside backward differs a little, and the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from planner.facts import GpuProfile
 from planner.job import Machine, Strategy
 
@@ -13,14 +15,16 @@ FLASH_FROM = (8, 0)
 """FlashAttention-2 needs Ampere or newer (torch SDPA: sm80 or later)."""
 
 
-def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile) -> str:
-    """The kernel for unmasked half-precision attention: cudnn, flash or efficient.
+def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Collection[str]) -> str:
+    """The kernel of the recorded attention on a card: cudnn, flash or efficient. ``operators``: those of the recording.
 
     torch 2.13 puts cuDNN first on sm90 and sm100; Windows wheels are built without flash; older cards than Ampere
     have the memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). Masked attention is never
     flash.
     """
-    if strategy.attention not in ("sdpa", "auto"):
+    if "_scaled_dot_product_flash_attention" not in operators:
+        return "efficient"
+    if strategy.attention != "sdpa":
         return str(strategy.attention)
     if gpu.capability[0] in (9, 10):
         return "cudnn"
@@ -30,8 +34,8 @@ def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile) -> str:
 
 
 def workspaces(name: str) -> tuple[str, ...]:
-    """The tapes' workspace entries that hold for a kernel: an fp32 accumulator for the gradient of the queries.
+    """The tapes' workspace entries that hold for a kernel that runs where flash was recorded.
 
-    FlashAttention-2 and 3, cuDNN and memory-efficient attention all accumulate dq in fp32 for half-precision inputs.
+    FlashAttention-2, cuDNN and memory-efficient attention all accumulate dq in fp32 for half-precision inputs.
     """
-    return () if name == "math" else ("flash",)
+    return ("flash",) if name in ("flash", "cudnn", "efficient") else ()

@@ -7,7 +7,7 @@ creates its states), then a later step, which is where most runs die.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ from typing import Literal
 from planner import attention, host, margin
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
-from planner.plan import Breakdown, Estimate, Peak, PhaseName, PhasePeak
+from planner.plan import Breakdown, Estimate, Peak, PhaseName, PhasePeak, Verdict
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
 from planner.run import Facts, Run
@@ -49,6 +49,7 @@ BREAKDOWN = {
 class Played:
     """One stage replayed: its phase, its peaks, and what stayed allocated behind it."""
 
+    run: Run
     phase: PhaseName
     stage: Stage
     replayed: Replayed
@@ -63,13 +64,17 @@ def estimate(
     ``layout`` may give runs from a cache, as a search does.
     """
     strategy = resolve(job, strategy, machine)
-    return max(
-        (
-            _of_run(layout(job, strategy, machine, facts, where, trainer), where)
-            for where in (grid(facts.model, job, shape) for shape in job.shapes)
-        ),
-        key=lambda found: found.peak.device_bytes,
-    )
+    runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
+    if len(runs) == 1:
+        return _of_run(runs[0], play(runs))
+    alone = [play([run]) for run in runs]
+    worst = max(range(len(runs)), key=lambda index: _reserved(alone[index]))
+    mixed = play([runs[worst], *runs[:worst], *runs[worst + 1 :]])
+    return _of_run(runs[worst], max(mixed, alone[worst], key=_reserved))
+
+
+def _reserved(played: list[Played]) -> int:
+    return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 
 def after_step_bytes(
@@ -78,72 +83,90 @@ def after_step_bytes(
     """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
     strategy = resolve(job, strategy, machine)
     run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)
-    return play(run)[-1].allocated_after_bytes
+    return play([run])[-1].allocated_after_bytes
 
 
-def _of_run(run: Run, shape: dict[str, int]) -> Estimate:
-    """The estimate of a laid-out run; ``shape`` is the grid it was laid out at."""
-    job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
-    played = play(run)
+def _of_run(run: Run, played: list[Played]) -> Estimate:
+    """The estimate of a replayed run."""
+    job, strategy, machine, facts, shape = run.job, run.strategy, run.machine, run.facts, run.grid
     outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
-    phases: dict[PhaseName, PhasePeak] = {}
-    for entry in played:
-        seen = _phase_peak(entry.replayed, outside)
-        known = phases.get(entry.phase)
-        phases[entry.phase] = seen if known is None or seen.device_bytes > known.device_bytes else known
+    phases = {
+        phase: _highest(_phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
+        for phase in dict.fromkeys(entry.phase for entry in played)
+    }
     top = _peak_stage(played)
-    peak = PhasePeak(**{name: max(getattr(seen, name) for seen in phases.values()) for name in PhasePeak.model_fields})
+    peak = _highest(phases.values())
     optimizer = optimizer_work_of(facts.optimizer, "optimizer", shape, run.optimizer_scale)
     work = StepWork(work_of(facts.step, "step", shape), optimizer)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     low, high = margin.interval(peak.device_bytes)
     host_bytes = host.ram_bytes(run, machine)
-    limit = _limit(low, budget, host_bytes, machine)
+    verdict, limit = _verdict(run, peak.device_bytes, host_bytes, budget)
     return Estimate(
         job=job,
         strategy=strategy,
         machine=machine,
         peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
         phases=phases,
-        breakdown=_breakdown(run, played, top, peak, outside),
+        breakdown=_breakdown(played, top, peak, outside),
         host_ram_bytes=host_bytes,
         disk_bytes=host.disk_bytes(run),
         step_seconds=seconds.total,
         flops=total_flops(work, strategy),
         budget_bytes=budget,
-        verdict="no" if limit else margin.verdict(peak.device_bytes, budget),
+        verdict=verdict,
         limit=limit,
         low_bytes=low,
         high_bytes=high,
         basis="recorded",
         lossy=strategy.lossy_fields(job),
-        attention_kernel=attention.kernel(strategy, machine, facts.gpu),
-        assumptions=(),
+        attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
+        assumptions=_left_out(strategy),
     )
 
 
-def _limit(low: int, budget: int, host_bytes: int, machine: Machine) -> Literal["gpu", "host"] | None:
-    if low > budget:
-        return "gpu"
-    return "host" if machine.host_ram is not None and host_bytes > machine.host_ram else None
+def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
+    """The highest of each counter."""
+    known = list(peaks)
+    return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})
 
 
-def play(run: Run) -> list[Played]:
-    """Replays the run's stages in order on one allocator."""
-    allocator = CachingAllocator(expandable_segments=run.strategy.expandable_segments)
-    more = [run.accumulate] if run.accumulate else []
-    stages: list[tuple[PhaseName, Stage]] = [
-        ("load", run.load),
-        *(("first_step", stage) for stage in (run.step, *more, run.optimizer_first)),
-        *(("train", stage) for stage in (run.step, *more)),
-        ("optimizer", run.optimizer),
-    ]
+def _left_out(strategy: Strategy) -> tuple[str, ...]:
+    """What the estimate does not count, in words."""
+    resident = [name for name in ("text_encoder", "vae") if getattr(strategy, name) == "resident"]
+    return tuple(f"what the resident {name.replace('_', ' ')} takes to encode is not counted" for name in resident)
+
+
+def _verdict(
+    run: Run, device_bytes: int, host_bytes: int, budget: int
+) -> tuple[Verdict, Literal["gpu", "host"] | None]:
+    """The verdict and what is short. On unified memory the host's share comes out of the same budget."""
+    machine = run.machine
+    unified = machine.unified or run.facts.gpu.unified
+    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget)
+    if verdict == "no":
+        return "no", "gpu"
+    if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
+        return "no", "host"
+    return ("tight" if verdict == "fits" and _left_out(run.strategy) else verdict), None
+
+
+def play(runs: list[Run]) -> list[Played]:
+    """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
+    fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
+    """
+    first = runs[0]
+    allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
+    stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
+    later = [entry for entry in stages if entry[1] in ("train", "optimizer")]
+    if len(runs) > 1:
+        stages = [entry for entry in stages if entry[0] is first] + later + later
     played = []
     with _without_garbage_collection():
-        for phase, stage in stages:
+        for run, phase, stage in stages:
             replayed = allocator.run(stage.ops, run.sizes)
-            played.append(Played(phase, stage, replayed, allocator.allocated_bytes))
+            played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
             if phase == "load" and run.empty_cache_after_load:
                 allocator.empty_cache()
     return played
@@ -190,7 +213,7 @@ def describe(played: Played, strategy: Strategy) -> str:
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
 
 
-def _breakdown(run: Run, played: list[Played], top: Played, peak: PhasePeak, outside: int) -> Breakdown:
+def _breakdown(played: list[Played], top: Played, peak: PhasePeak, outside: int) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
     live: dict[int, None] = {}
     for entry in played:
@@ -204,8 +227,8 @@ def _breakdown(run: Run, played: list[Played], top: Played, peak: PhasePeak, out
             break
     parts: dict[str, int] = {}
     for buffer in live:
-        part = BREAKDOWN[run.program.category[buffer]]
-        rounded = -(-run.sizes[buffer] // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
+        part = BREAKDOWN[top.run.program.category[buffer]]
+        rounded = -(-top.run.sizes[buffer] // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
         parts[part] = parts.get(part, 0) + rounded
     fragmentation = peak.device_bytes - outside - sum(parts.values())
     return Breakdown(**parts, fragmentation=fragmentation, context=outside)

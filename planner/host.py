@@ -26,10 +26,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     zero = strategy.sharding.startswith("zero")
     found = PROCESS_BYTES
     if strategy.gradient_checkpointing == "offload":
-        saved = run.saved
-        blocks = len(saved.own)
-        found += sum(power_of_two(run.sizes[buffer]) for buffers in saved.own.values() for buffer in buffers)
-        found += blocks * sum(power_of_two(run.sizes[buffer]) for buffer in saved.shared)
+        found += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
     if strategy.swap_blocks:
         blocks_in_order = list(run.frozen_block_weights.values())
         swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
@@ -42,7 +39,9 @@ def ram_bytes(run: Run, machine: Machine) -> int:
 
 
 def disk_bytes(run: Run) -> int:
-    """One checkpoint: the trained weights and the optimizer's states."""
+    """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well."""
+    if run.strategy.sharding.startswith("zero"):
+        return 14 * run.trained_parameters
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
     return sum(run.sizes[buffer] for buffer in gradients.values()) + states

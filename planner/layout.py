@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planner import attention, dialects
-from planner.errors import VplanError
+from planner.errors import NotRecordedError, VplanError
+from planner.facts import ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.run import Facts, Run, Term
 from planner.strategies import (
@@ -37,14 +38,17 @@ PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("validation_mode", frozenset({"off"}), "leave --validation-mode out"),
     ("text_encoder", frozenset({"cached", "resident"}), "use cached or resident"),
     ("vae", frozenset({"cached", "resident"}), "use cached or resident"),
+    ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16"}), "use bf16"),
+    ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
+    ("offload_gradients", frozenset({"none", "cpu"}), "use --offload-gradients cpu"),
     ("offload_params", frozenset({"none", "cpu"}), "use --offload-params cpu"),
     ("sharding", frozenset({"none", "ddp", "zero-1", "zero-2", "zero-3"}), "use zero-3, which shards the same"),
 )
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""
 
 
-def refuse_unpriced(job: Job, strategy: Strategy) -> None:
+def refuse_unpriced(job: Job, strategy: Strategy, model: ModelProfile) -> None:
     """Raises a VplanError for what would be left out of the answer without a word."""
     for field, values, fix in PRICED:
         value = getattr(strategy, field)
@@ -55,15 +59,20 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
     for field in ("trainable", "experts", "validation", "references", "lora_dropout"):
         if getattr(job, field):
-            raise VplanError(f"{field} is not estimated yet", f"leave --{field} out")
+            raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
+    if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
+        raise VplanError("adamw-8bit is estimated with its states on one GPU only", "use --optimizer adamw")
+    if strategy.gradient_checkpointing == "offload" and model.family == "unet":
+        fault = f"{model.title} checkpoints parts of its blocks, whose offload is not estimated yet"
+        raise NotRecordedError(fault, "use --gradient-checkpointing full")
 
 
 def lay_out(
     job: Job, strategy: Strategy, machine: Machine, facts: Facts, grid: dict[str, int], trainer: str = "vplan"
 ) -> Run:
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
-    refuse_unpriced(job, strategy)
-    run = Run(job, strategy, machine, facts)
+    refuse_unpriced(job, strategy, facts.model)
+    run = Run(job, strategy, machine, facts, grid=grid)
     run.load = run.program.unfold(facts.step, "load")
     run.step = run.program.unfold(facts.step, "step")
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
@@ -78,7 +87,8 @@ def lay_out(
 
 def choose_kernels(run: Run) -> None:
     """Drops the workspaces of attention kernels that will not run."""
-    kernels = {"any", *attention.workspaces(attention.kernel(run.strategy, run.machine, run.facts.gpu))}
+    chosen = attention.kernel(run.strategy, run.machine, run.facts.gpu, run.facts.step.ops)
+    kernels = {"any", *attention.workspaces(chosen)}
     others = [buffer for buffer, kernel in enumerate(run.program.kernel) if kernel not in kernels]
     if others:
         run.drop(run.step, others)
@@ -93,6 +103,6 @@ def end_of_step(run: Run) -> None:
         else:
             alive.pop(~event, None)
     gradients = set(run.named("gradient").values())
-    left = [buffer for buffer in alive if buffer not in gradients]
-    run.free(run.optimizer_first, left)
-    run.free(run.optimizer, left)
+    run.left = [buffer for buffer in alive if buffer not in gradients]
+    run.free(run.optimizer_first, run.left)
+    run.free(run.optimizer, run.left)

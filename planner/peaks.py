@@ -64,16 +64,14 @@ def _product(atoms: NDArray[np.float64], exponents: Sequence[int]) -> NDArray[np
 def peak_forms(run: Run) -> PeakForms:
     """The moments of a laid-out run that can be its allocated peak, at whatever shape. One-off, a fraction of a second.
 
-    Transformations that add buffers of plain bytes (swap ring, buckets) must not depend on the shape; all of ours do
-    not, but for checkpoint offload, whose copies repeat sizes of the shape the run was laid out at.
+    What transformations add (swap ring, buckets) are plain bytes that do not depend on the shape.
     """
-    assert run.strategy.gradient_checkpointing != "offload", "its copies are of one shape"
     columns: dict[object, int] = {}
     column = [columns.setdefault(run.program.sizes[index], len(columns)) for index in run.program.buffers]
     alive = np.zeros(len(columns), dtype=np.int32)
     moments = []
     rising = False
-    for stage in (run.load, run.step, run.optimizer_first, run.step, run.optimizer):
+    for _, stage in run.stages:
         for event in stage.ops:
             if event >= 0:
                 alive[column[event]] += 1

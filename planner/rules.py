@@ -129,6 +129,12 @@ def _offloading(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Cont
     if strategy.offload_gradients != "none" and strategy.offload_optimizer == "none":
         fix = "add --offload-optimizer cpu, or leave out --offload-gradients"
         yield "offload_gradients sends gradients where no optimizer is", fix
+    if strategy.offload_gradients != "none" and not sharding.startswith("zero"):
+        fix = "leave out --offload-gradients"
+        if sharding == "ddp":
+            yield "offload_gradients frees each gradient, but ddp keeps them whole in its buckets", fix
+        if strategy.gradient_accumulation > 1:  # torchao CPUOffloadOptimizer says the same
+            yield "offload_gradients clears the gradients in every backward, so there is nothing to accumulate", fix
 
 
 def _parallel(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
+from planner.plan import PhaseName
 from planner.tape import Moment, Program, Stage, Tape
 from planner.variants import Precision
 
@@ -27,14 +28,6 @@ class Facts:
     gpu: GpuProfile
     step: Tape
     optimizer: Tape
-
-
-@dataclass(frozen=True)
-class SavedInputs:
-    """What the checkpoints of all blocks keep: buffers that only one block needs, and buffers that all of them take."""
-
-    own: dict[tuple[str, int], list[int]]
-    shared: list[int]
 
 
 @dataclass
@@ -53,7 +46,13 @@ class Run:
     sizes: list[int] = field(default_factory=list)
     """Per buffer: bytes at the run's shape."""
 
+    grid: dict[str, int] = field(default_factory=dict)
+    """The shape: atoms B, F, H, W, T, R."""
+
     empty_cache_after_load: bool = False
+
+    left: list[int] = field(default_factory=list)
+    """What a step leaves alive for the next to replace: the batch, the loss."""
 
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
@@ -86,32 +85,39 @@ class Run:
         """Name -> buffer of a category's named buffers."""
         return {name: buffer for (kind, name), buffer in self.program.named.items() if kind == category}
 
+    @property
+    def stages(self) -> list[tuple[PhaseName, Stage]]:
+        """The run in order.
+
+        The optimizer makes its states at the end of the first step; the later step is what lasts.
+        """
+        more = [self.accumulate] if self.accumulate else []
+        return [
+            ("load", self.load),
+            *[("first_step", stage) for stage in (self.step, *more, self.optimizer_first)],
+            *[("train", stage) for stage in (self.step, *more)],
+            ("optimizer", self.optimizer),
+        ]
+
     @functools.cached_property
-    def saved(self) -> SavedInputs:
-        """The checkpoints' inputs: made in forward, kept, and freed in the backward of a block. Of the recorded step,
-        so it must be read before a transformation moves them."""
+    def block_inputs(self) -> dict[tuple[str, int], list[int]]:
+        """What the checkpoint of each block keeps: made in an earlier block's forward, freed in its own backward.
+
+        Of the recorded step, so it must be read before a transformation moves them. The first block's input and what
+        all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
+        input.
+        """
         made: dict[int, int] = {}
-        own: dict[tuple[str, int], list[int]] = {}
-        shared: list[int] = []
-        order = [(m.module_list, m.block) for m, _ in self.step.stretches if m.passes == "forward" and m.block >= 0]
-        for position, (moment, events) in enumerate(self.step.stretches):
-            block = (moment.module_list, moment.block)
+        kept: dict[tuple[str, int], list[int]] = {}
+        for moment, events in self.step.stretches:
             for event in events:
                 if event >= 0:
                     made.pop(event, None)
-                    if moment.passes == "forward":
-                        made[event] = position
-                elif (position_made := made.pop(~event, None)) is not None and moment.passes == "backward" and order:
-                    prologue = self.step.stretches[position_made][0].block < 0
-                    if moment.block >= 0:
-                        (shared if block == order[0] and prologue else own.setdefault(block, [])).append(~event)
-        # The first block's own input comes from the prologue too: it has the size of the others' inputs.
-        for buffer in own.get(order[1], []) if len(order) > 1 else []:
-            match = next((other for other in shared if self.sizes[other] == self.sizes[buffer]), None)
-            if match is not None:
-                shared.remove(match)
-                own.setdefault(order[0], []).append(match)
-        return SavedInputs(own, shared)
+                    if moment.passes == "forward" and moment.block >= 0:
+                        made[event] = 1
+                elif made.pop(~event, None) and moment.passes == "backward" and moment.block >= 0:
+                    kept.setdefault((moment.module_list, moment.block), []).append(~event)
+        return kept
 
     @property
     def trained_parameters(self) -> int:

@@ -128,7 +128,7 @@ class Screen:
         if shape not in self._sizes:
             self._sizes[shape] = base.program.bytes_of(where)
         sizes = self._sizes[shape]
-        return replace(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes)
+        return replace(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where)
 
     def _unfolded(self, run: Run) -> Run:
         """Both tapes laid out; the step's, which is most of the work, only once per recording."""
@@ -167,14 +167,16 @@ def allocated_peak(run: Run) -> tuple[int, bool]:
     rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes]
     # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
     change = rounded + [-size for size in reversed(rounded)]
-    step = _rise_and_peak(run.step, change)
-    first, later = (_rise_and_peak(stage, change) for stage in (run.optimizer_first, run.optimizer))
+    stages = run.stages
+    rises = {id(stage): _rise_and_peak(stage, change) for _, stage in stages}
     held = 0
-    peaks = []
-    for rise, peak in (_rise_and_peak(run.load, change), step, first, step, later):
-        peaks.append(held + peak)
+    peaks = {True: 0, False: 0}
+    for _, stage in stages:
+        rise, peak = rises[id(stage)]
+        optimizer = stage.name.startswith("optimizer")
+        peaks[optimizer] = max(peaks[optimizer], held + peak)
         held += rise
-    return max(peaks), max(peaks[2], peaks[4]) > max(peaks[1], peaks[3])
+    return max(peaks.values()), peaks[True] > peaks[False]
 
 
 def _rise_and_peak(stage: Stage, change: list[int]) -> tuple[int, int]:

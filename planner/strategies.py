@@ -32,24 +32,21 @@ def residents(run: Run) -> None:
 
 
 def checkpoint_offload(run: Run) -> None:
-    """``save_on_cpu`` around each checkpoint: block inputs go to host RAM in forward and come back, block by block, in
-    backward (torch.autograd.graph.save_on_cpu). Tensors that every block takes come back once per block."""
+    """``save_on_cpu`` around each checkpoint: a block's input goes to host RAM once the block has run and comes back
+    when its backward begins (torch.autograd.graph.save_on_cpu)."""
     if run.strategy.gradient_checkpointing != "offload":
         return
-    saved = run.saved
     gone = set()
     for position, (moment, events) in enumerate(run.step.stretches):
         block = (moment.module_list, moment.block)
-        own = saved.own.get(block, [])
+        inputs = run.block_inputs.get(block, [])
         if moment.passes == "forward" and block not in gone:
             gone.add(block)
-            events += [~buffer for buffer in own]
-        elif moment.passes == "backward" and own:
-            copies = [run.program.buffer(run.sizes[buffer], "activation", "from host") for buffer in saved.shared]
-            run.sizes += [run.sizes[buffer] for buffer in saved.shared]
-            kept = [event for event in events if event >= 0 or ~event not in own]
-            freed = [~buffer for buffer in [*own, *copies]]
-            run.step.stretches[position] = (moment, [*own, *copies, *kept, *freed])
+            events += [~buffer for buffer in inputs]
+        elif moment.passes == "backward" and inputs:
+            kept = [event for event in events if event >= 0 or ~event not in inputs]
+            freed = [~buffer for buffer in inputs]
+            run.step.stretches[position] = (moment, [*inputs, *kept, *freed])
 
 
 def block_swap(run: Run) -> None:
@@ -61,7 +58,8 @@ def block_swap(run: Run) -> None:
         return
     blocks = run.frozen_block_weights
     if count > len(blocks):
-        raise VplanError(f"swap_blocks {count}: the model has {len(blocks)} blocks", f"use at most {len(blocks)}")
+        fault = f"swap_blocks {count}: the model has {len(blocks)} blocks with frozen weights"
+        raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
     swapped = list(blocks)[len(blocks) - count :]
     largest = max(sum(run.sizes[buffer] for buffer in blocks[block]) for block in swapped)
     run.drop(run.load, [buffer for block in swapped for buffer in blocks[block]])
@@ -78,7 +76,7 @@ def accumulation(run: Run) -> None:
     for buffer in added:
         added[buffer] = run.program.buffer(run.sizes[buffer], "temporary", "micro-batch gradient")
         run.sizes.append(run.sizes[buffer])
-    stretches = []
+    stretches = [(run.step.stretches[0][0], [~buffer for buffer in run.left])]
     for moment, events in run.step.stretches:
         own = [added.get(event, event) for event in events]
         stretches.append((moment, own + [~added[event] for event in events if event in added]))

@@ -69,7 +69,7 @@ class Tape:
     variant: str
     versions: Mapping[str, str]
     regime: Mapping[str, int]
-    """Atoms it holds at one value only, e.g. {"B": 1} or {"T": 512}; every other atom is free from 2 up."""
+    """Atoms it holds at one value only, e.g. {"B": 1} or {"T": 512}; every other atom is free."""
 
     atoms: tuple[str, ...]
     sums: Mapping[str, tuple[int, tuple[str, ...]]]

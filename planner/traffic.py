@@ -18,9 +18,8 @@ def traffic(run: Run) -> Traffic:
         swapped = blocks[len(blocks) - strategy.swap_blocks :]
         host += 2 * accumulation * sum(run.sizes[buffer] for block in swapped for buffer in block)
     if strategy.gradient_checkpointing == "offload":
-        saved = run.saved
-        own = sum(run.sizes[buffer] for buffers in saved.own.values() for buffer in buffers)
-        host += accumulation * (own + len(saved.own) * sum(run.sizes[buffer] for buffer in saved.shared))
+        inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
+        host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
     if strategy.offload_optimizer != "none":
         host += 2 * gradients
         parameters = run.trained_parameters // (world if strategy.sharding.startswith("zero") else 1)

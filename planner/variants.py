@@ -145,7 +145,7 @@ class OptimizerVariant:
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
-        how = strategy.optimizer_step if strategy.optimizer == "adamw" else "foreach"
+        how = strategy.optimizer_step
         if (strategy.optimizer, how) not in OPTIMIZERS:
             known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
             fault = f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})"

@@ -63,7 +63,7 @@ def frames(model: ModelProfile) -> Wish:
     """The length of a clip, by the model's rule."""
     step = model.shape.frame_step
     first = -(-(model.shape.min_frames - 1) // step) * step + 1
-    # Latent frames of a clip; a single one is another recording's regime.
+    # Latent frames of a clip; a single one would be an image.
     last = MAX_FRAMES if model.kind == "video" else 1
     return Wish("frames", ("frames",), range(first, last + 1, step), lambda job: job.frames, _put("frames"))
 

@@ -30,6 +30,8 @@ def zero(run: Run) -> None:
     stage = int(strategy.sharding[-1])
     share = -(-run.trained_parameters // run.machine.world)
     offloaded = strategy.offload_optimizer != "none"
+    if stage == 1 and strategy.gradient_accumulation > 1:  # reduced at the last micro-batch only
+        run.add(run.load, 2 * run.trained_parameters, "gradient", "16-bit gradients")
     gradients_leave(run)
     for step in (run.optimizer_first, run.optimizer):
         run.drop(step, [event for event in step.ops if event >= 0])

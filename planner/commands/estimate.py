@@ -39,7 +39,7 @@ def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> in
             request.job, request.strategy, request.machine, request.model, request.gpu
         )
     )
-    found = found.replace(assumptions=request.assumptions)
+    found = found.replace(assumptions=(*request.assumptions, *found.assumptions))
     if output:
         write_plan(Plan.of(found), output)
 
