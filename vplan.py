@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -66,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(error, as_json="--json" in arguments)
     from planner.commands import cli
 
+    for stream in (sys.stdout, sys.stderr):  # a bar that a terminal cannot spell is no reason to die
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     code: int = cli.main(arguments, prog_name="vplan", standalone_mode=False)
     return code
 

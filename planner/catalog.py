@@ -209,8 +209,8 @@ def gpu(name: str) -> GpuProfile:
     raise _unknown_gpu(text)
 
 
-_TYPOS = frozenset({"B", "GB", "GIB"})
-"""`24XB` is a size mistyped, not 24 cards called B."""
+_TYPOS = frozenset({"B", "GB", "GIB", "TX"})
+"""`24XB` is a size mistyped, not 24 cards called B; nor is `7900xtx` so many of anything."""
 
 
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:

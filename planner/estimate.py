@@ -66,10 +66,10 @@ def estimate(
     strategy = resolve(job, strategy, machine)
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
-        return _of_run(runs[0], play(runs))
-    alone = [play([run]) for run in runs]
+        return _of_run(runs[0], play(runs[0]))
+    alone = [play(run) for run in runs]
     worst = max(range(len(runs)), key=lambda index: _reserved(alone[index]))
-    mixed = play([runs[worst], *runs[:worst], *runs[worst + 1 :]])
+    mixed = play(runs[worst], *runs[:worst], *runs[worst + 1 :])
     return _of_run(runs[worst], max(mixed, alone[worst], key=_reserved))
 
 
@@ -83,7 +83,7 @@ def after_step_bytes(
     """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
     strategy = resolve(job, strategy, machine)
     run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)
-    return play([run])[-1].allocated_after_bytes
+    return play(run)[-1].allocated_after_bytes
 
 
 def _of_run(run: Run, played: list[Played]) -> Estimate:
@@ -152,7 +152,7 @@ def _verdict(
     return ("tight" if verdict == "fits" and _left_out(run.strategy) else verdict), None
 
 
-def play(runs: list[Run]) -> list[Played]:
+def play(*runs: Run) -> list[Played]:
     """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
     fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
     """

@@ -201,6 +201,8 @@ def plan_from_toml(text: str, where: str = "plan") -> Plan:
         whole = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise VplanError(f"{where} is not TOML: {error}", "correct that line, or write the plan again") from None
+    except RecursionError:
+        raise VplanError(f"{where} is nested too deeply to be a plan", "write the plan again") from None
     if whole.get("schema") != 1:
         written = f"schema {quoted(whole['schema'])}" if "schema" in whole else "no schema"
         raise VplanError(f"{where} has {written}; this vplan reads schema 1", "write schema = 1 at its top")

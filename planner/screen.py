@@ -13,7 +13,7 @@ from itertools import accumulate
 from planner import dialects, host
 from planner.estimate import NCCL_BYTES
 from planner.job import Bucket, Job, Machine, Strategy
-from planner.layout import TRANSFORMS, choose_kernels, end_of_step
+from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run
 from planner.shapes import grid
@@ -103,6 +103,7 @@ class Screen:
         self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str = ""
     ) -> Run:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
+        refuse_unpriced(job, strategy, facts.model)
         base = self._bare(job, strategy, machine, facts, where)
         run = replace(
             base,

@@ -157,9 +157,11 @@ class Search:
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
             # Before a look everything in here is a lower bound, so what comes first after one is the best.
             marks = float(len(strategy.lossy_fields(job))) if lossy else 0.0
+            # ZeRO trains in other number formats than the rest, so its speed is no reason to change engines: memory is.
+            engine = float(strategy.sharding.startswith("zero"))
             speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
             memory = look.device_bytes if look else 0
-            heapq.heappush(queue, ((marks, speed, effort(start, strategy), memory), next(tie), strategy, look))
+            heapq.heappush(queue, ((marks, engine, speed, effort(start, strategy), memory), next(tie), strategy, look))
 
         for strategy in self.candidates(job, lossy):
             push(strategy, self.screen.floor_seconds(job, strategy, self.question.machine), None)

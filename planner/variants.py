@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.errors import NotRecordedError
+from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 
@@ -105,6 +105,8 @@ class StepVariant:
         """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``."""
         precision = Precision.of(job, strategy)
         mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
+        if job.method == "sample":
+            raise VplanError("method sample is not estimated yet", "use --method lora or full")
         if precision not in PRECISIONS.get(job.method, ()):
             raise NotRecordedError(
                 f"no tape for {job.method} with {precision.name or 'this precision'}",

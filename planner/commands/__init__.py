@@ -127,7 +127,7 @@ def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -
 @click.group(
     cls=Verbs,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="\b\nExamples:\n  vplan models\n  vplan gpus --json",
+    epilog="\b\nExamples:\n  vplan suggest --gpu 24GB --frames 81\n  vplan suggest wan2.1-t2v-14b --gpu 4090 --json",
 )
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
 def cli() -> None:

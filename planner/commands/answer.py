@@ -57,7 +57,7 @@ def verdict_line(found: Estimate) -> Text:
 def print_estimate(console: Console, found: Estimate) -> None:
     """Verdict, bar, phases, breakdown and the rest of one estimate."""
     console.print(verdict_line(found))
-    console.print(bar(found))
+    console.print(bar(console, found))
     console.print(f"peak: {found.peak.phase}, {found.peak.moment}")
     rows = [
         (name, *(f"{gib(value):.2f}" for value in (peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)))
@@ -75,13 +75,14 @@ def print_estimate(console: Console, found: Estimate) -> None:
         console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
 
 
-def bar(found: Estimate) -> Text:
+def bar(console: Console, found: Estimate) -> Text:
     """The need against the budget, as wide as the budget: one cell per 1/48 of it."""
     from rich.text import Text
 
     share = found.peak.device_bytes / max(found.budget_bytes, 1)
     filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
-    text = Text("█" * filled + "░" * (BAR_WIDTH - filled), VERDICTS[found.verdict][1])
+    full, empty = "█░" if console.encoding.startswith("utf") else "#."
+    text = Text(full * filled + empty * (BAR_WIDTH - filled), VERDICTS[found.verdict][1])
     text.append(f" {share:.0%} of the budget", "default")
     return text
 
@@ -123,7 +124,7 @@ def print_suggestion(
     plan = found.plan
     headline(console, request, plan)
     console.print(verdict_line(plan))
-    console.print(bar(plan))
+    console.print(bar(console, plan))
     console.print(f"plan: {ways(plan)}", style="bold", soft_wrap=False)
     if flags := typed_out(found.switches):
         console.print(f"      {flags}")

@@ -9,6 +9,7 @@ import click
 from planner.commands.answer import headline, print_estimate
 from planner.commands.common import Verb, examples, json_option, output_option, show, verdict_exit_code
 from planner.commands.request import Asked, request_options
+from planner.errors import VplanError
 from planner.estimate import estimate
 from planner.library import facts
 from planner.plan import Plan, write_plan
@@ -34,6 +35,8 @@ def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> in
     Nothing is searched: what you do not set is vplan's default (`vplan suggest` chooses instead).
     """
     request = asked.settle()
+    if request.frames_max:
+        raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
     found = estimate(
         request.job, request.strategy, request.machine, facts(
             request.job, request.strategy, request.machine, request.model, request.gpu

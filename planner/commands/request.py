@@ -76,6 +76,9 @@ class Asked:
         machine = self._machine(count, card, notes)
         strategy = Strategy.read(self.strategy)
         check_blocks(profile, strategy)
+        if machine.reserve >= card.allocatable_bytes:
+            fault = f"--reserve {format_gib(machine.reserve)} leaves nothing of {card.title}"
+            raise VplanError(fault, f"it gives {format_gib(card.allocatable_bytes)} in all: reserve less")
         if not searched:
             strategy = resolve(job, strategy, machine)
             check(job, strategy, machine)

@@ -173,7 +173,7 @@ class _Wanted:
                 return answer.Row(name, None, str(search.missing or ""), search.considered)
             reason = f"needs {gib(search.device_bytes(looks[0])):.1f} GiB at least"
             if request.machine.host_ram and looks[0].host_ram_bytes > 0.8 * request.machine.host_ram:
-                reason += f" with {format_gib(request.machine.host_ram)} of host RAM"
+                reason += f" with {format_gib(request.machine.host_ram)} of host RAM (--host-ram)"
             if not search.has_ram(looks[0]):
                 reason = f"needs {gib(looks[0].host_ram_bytes):.0f} GiB of host RAM"
             return answer.Row(name, None, reason, search.considered)

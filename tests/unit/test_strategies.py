@@ -189,10 +189,11 @@ def _block_names(blocks: int, swapped: int) -> list[str]:
 
 def test_offloaded_checkpoints_leave_after_their_block_and_come_back_one_by_one() -> None:
     run = laid_out(gradient_checkpointing="offload")
-    # Forward of any block: the latents, the table, its input, every cast copy so far, its output and what it takes.
-    forward = BATCH + TABLE + X + BLOCKS * CAST + X + 2 * X
-    # Backward of a block: its input and the table come back; the table that forward made goes with block 0.
-    backward = BATCH + TABLE + X + TABLE + 2 * X + BLOCKS * ADAPTER
+    # Forward of the last block: the latents, the table, block 0's input (made outside the blocks, it stays), its own
+    # input, every cast copy so far, its output and what it takes.
+    forward = BATCH + TABLE + X + X + BLOCKS * CAST + X + 2 * X
+    # Backward of a block: its input comes back; block 0's and the table were there all the time.
+    backward = BATCH + TABLE + X + X + 2 * X + BLOCKS * ADAPTER
     assert peaks(run)["step"] == LOADED + STATES + max(forward, backward)
     assert after(run) == LOADED + STATES
 
