@@ -163,7 +163,7 @@ def play(*runs: Run) -> list[Played]:
     if len(runs) > 1:
         stages = [entry for entry in stages if entry[0] is first] + later + later
     played = []
-    with _without_garbage_collection():
+    with without_garbage_collection():
         for run, phase, stage in stages:
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
@@ -173,7 +173,7 @@ def play(*runs: Run) -> list[Played]:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Python's collector takes 40 % of a replay and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()

@@ -70,7 +70,7 @@ class LoraDefaults(Record):
 
     targets: Annotated[tuple[Text, ...], Field(min_length=1)]
     wide: tuple[Text, ...] = ()
-    """a second usual choice that adapts the feed-forward layers too; recorded beside the default"""
+    """a second usual choice of layers, recorded beside the default"""
 
 
 class Training(Record):

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from planner.estimate import without_garbage_collection
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from trainers import cuda_ops, step
@@ -235,19 +236,6 @@ def _watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]
             child.register_forward_pre_hook(entering(None))
 
 
-@contextlib.contextmanager
-def _collected_by_count_only() -> Iterator[None]:
-    """Frees must come from reference counts, not from a garbage collection that runs at a random moment."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def record_step(
     profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
 ) -> Trace:
@@ -303,7 +291,9 @@ def _recording(
     recorder = Recorder()
     model = step.build_model(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers and noise schedules are real
-    with _collected_by_count_only(), cuda_ops.cuda_semantics(), fake:
+    gc.collect()
+    # Frees must come from reference counts, not from a collection that runs at a random moment.
+    with without_garbage_collection(), cuda_ops.cuda_semantics(), fake:
         lists = [stack.list for stack in profile.stacks]
         partial = strategy.checkpointed_blocks if strategy.gradient_checkpointing == "partial" else None
         recorder.trace.runs, places = find_runs(model, lists, partial)
