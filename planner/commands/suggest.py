@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +54,6 @@ def command(asked: Asked, prefer: str, allow: str | None, strict: bool, output: 
     --model for every model that can train at that length.
     """
     started = time.perf_counter()
-    gc.freeze()
-    gc.set_threshold(200_000)  # replays make many objects and no garbage: collecting would take a third of the time
     wanted = _Wanted(asked, "frames" if asked.job.get("frames") == "max" else prefer, allow is not None)
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "give one of them, as --gpu 24GB", USAGE)
