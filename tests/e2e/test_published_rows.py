@@ -14,7 +14,7 @@ from planner.job import Job, Machine, Strategy
 from planner.library import facts
 
 KNOWN_MISSES = {
-    "cvx-001": "encoding phase: T5 and VAE on the GPU together (not estimated yet)",
+    "cvx-001": "a card's size is printed; encoding with T5 and VAE together and validation are not estimated yet",
     "ft-003": "reserved, encoders resident: they encode every step (not estimated yet)",
     "cvxf-114": "reserved of a full fine-tune at batch 4: fragmentation of the optimizer step, cause unknown",
 }
