@@ -67,10 +67,9 @@ def estimate(
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
         return _of_run(runs[0], play(runs[0]))
-    alone = [play(run) for run in runs]
-    worst = max(range(len(runs)), key=lambda index: _reserved(alone[index]))
-    mixed = play(runs[worst], *runs[:worst], *runs[worst + 1 :])
-    return _of_run(runs[worst], max(mixed, alone[worst], key=_reserved))
+    # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
+    runs.sort(key=lambda run: _reserved(play(run)))
+    return _of_run(runs[-1], max(play(*runs), play(*reversed(runs)), key=_reserved))
 
 
 def _reserved(played: list[Played]) -> int:

@@ -1,0 +1,87 @@
+"""The estimate of whole runs: phases, verdicts, buckets, accumulation, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner import catalog
+from planner.errors import VplanError
+from planner.estimate import estimate
+from planner.job import Job, Machine, Strategy
+from planner.library import facts
+from planner.margin import interval
+from planner.plan import Estimate
+from planner.shapes import job_for
+from planner.units import GIB
+
+MODEL = "wan2.1-t2v-1.3b"
+
+
+def job(**fields: Any) -> Job:
+    return job_for(catalog.model(MODEL), {"model": MODEL, **fields})
+
+
+def priced(asked: Job, gpu: str = "rtx4090", machine: dict[str, Any] | None = None, **strategy: Any) -> Estimate:
+    known = Strategy.read({"gradient_checkpointing": "full", **strategy})
+    where = Machine.read({"gpu": gpu, "host_ram": 64 * GIB, **(machine or {})})
+    return estimate(asked, known, where, facts(asked, known, where))
+
+
+def test_a_phase_holds_the_highest_of_each_counter() -> None:
+    found = priced(job())
+    assert list(found.phases) == ["load", "first_step", "train", "optimizer"]
+    for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
+        assert getattr(found.peak, name) == max(getattr(phase, name) for phase in found.phases.values())
+    # The first step's forward and backward need more tensors than its optimizer, whatever stays reserved behind them.
+    assert found.phases["first_step"].allocated_bytes > 3 * found.phases["load"].allocated_bytes
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_accumulated_gradients_are_there_while_the_next_micro_batch_runs(method: str) -> None:
+    once, twice = (
+        priced(job(method=method), gpu="h100-80gb", gradient_accumulation=number).phases["train"] for number in (1, 2)
+    )
+    many = priced(job(method=method), gpu="h100-80gb", gradient_accumulation=8).phases["train"]
+    assert twice.allocated_bytes > once.allocated_bytes
+    assert many == twice
+
+
+def test_a_set_of_buckets_needs_what_its_worst_needs_and_may_need_more() -> None:
+    shapes = [{"frames": 81, "height": 480, "width": 832}, {"frames": 49, "height": 720, "width": 1280}]
+    mixed = priced(job(buckets=shapes), expandable_segments=False)
+    alone = [priced(job(**shape), expandable_segments=False) for shape in shapes]
+    assert mixed.peak.allocated_bytes == max(found.peak.allocated_bytes for found in alone)
+    assert mixed.peak.reserved_bytes > max(found.peak.reserved_bytes for found in alone)
+
+
+def test_on_unified_memory_what_is_offloaded_comes_out_of_the_same_budget() -> None:
+    found = priced(job(method="full"), gpu="gb10", offload_optimizer="cpu")
+    device = interval(found.peak.device_bytes)[1]
+    assert found.verdict == "fits" and found.host_ram_bytes > GIB
+    # Leave so much that the device's share alone would fit with one GiB to spare.
+    reserve = catalog.gpu("gb10").allocatable_bytes - device - GIB
+    assert priced(job(method="full"), "gb10", {"reserve": reserve}, offload_optimizer="cpu").verdict != "fits"
+
+
+def test_what_is_not_counted_is_said_and_never_called_fits() -> None:
+    found = priced(job(), gpu="h100-80gb", vae="resident")
+    assert found.verdict == "tight"
+    assert any("vae" in assumption for assumption in found.assumptions)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"weights_dtype": "nf4"}, {"attention": "math"}, {"ema": "gpu"}, {"compile": "full"}, {"master_weights": "fp32"}],
+)
+def test_what_has_no_memory_terms_is_refused_by_name(strategy: dict[str, Any]) -> None:
+    with pytest.raises(VplanError, match=next(iter(strategy))):
+        priced(job(), adapter_dtype="bf16", **strategy)
+
+
+def test_a_lora_on_layers_without_a_recording_is_refused() -> None:
+    with pytest.raises(VplanError, match="LoRA on to_q"):
+        priced(job(lora_targets=["to_q"]))
+    wide = priced(job(lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]))
+    assert wide.peak.allocated_bytes > priced(job()).peak.allocated_bytes
