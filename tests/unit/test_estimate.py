@@ -52,7 +52,8 @@ def test_a_set_of_buckets_needs_what_its_worst_needs_and_may_need_more() -> None
     shapes = [{"frames": 81, "height": 480, "width": 832}, {"frames": 49, "height": 720, "width": 1280}]
     mixed = priced(job(buckets=shapes), expandable_segments=False)
     alone = [priced(job(**shape), expandable_segments=False) for shape in shapes]
-    assert mixed.peak.allocated_bytes == max(found.peak.allocated_bytes for found in alone)
+    # A block of another shape may be handed out whole, up to 1 MiB more than was asked for.
+    assert mixed.peak.allocated_bytes == pytest.approx(max(found.peak.allocated_bytes for found in alone), rel=1e-3)
     assert mixed.peak.reserved_bytes > max(found.peak.reserved_bytes for found in alone)
 
 
