@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from planner import attention, dialects
-from planner.errors import NotRecordedError, VplanError
-from planner.facts import ModelProfile
+from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
 from planner.run import Facts, Run, Term
 from planner.strategies import (
@@ -48,7 +47,7 @@ PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""
 
 
-def refuse_unpriced(job: Job, strategy: Strategy, model: ModelProfile) -> None:
+def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     """Raises a VplanError for what would be left out of the answer without a word."""
     for field, values, fix in PRICED:
         value = getattr(strategy, field)
@@ -62,16 +61,13 @@ def refuse_unpriced(job: Job, strategy: Strategy, model: ModelProfile) -> None:
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
     if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
         raise VplanError("adamw-8bit is estimated with its states on one GPU only", "use --optimizer adamw")
-    if strategy.gradient_checkpointing == "offload" and model.family == "unet":
-        fault = f"{model.title} checkpoints parts of its blocks, whose offload is not estimated yet"
-        raise NotRecordedError(fault, "use --gradient-checkpointing full")
 
 
 def lay_out(
     job: Job, strategy: Strategy, machine: Machine, facts: Facts, grid: dict[str, int], trainer: str = "vplan"
 ) -> Run:
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
-    refuse_unpriced(job, strategy, facts.model)
+    refuse_unpriced(job, strategy)
     run = Run(job, strategy, machine, facts, grid=grid)
     run.load = run.program.unfold(facts.step, "load")
     run.step = run.program.unfold(facts.step, "step")

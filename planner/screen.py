@@ -103,7 +103,7 @@ class Screen:
         self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str = ""
     ) -> Run:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
-        refuse_unpriced(job, strategy, facts.model)
+        refuse_unpriced(job, strategy)
         base = self._bare(job, strategy, machine, facts, where)
         run = replace(
             base,

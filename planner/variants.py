@@ -112,6 +112,9 @@ class StepVariant:
                 f"no tape for {job.method} with {precision.name or 'this precision'}",
                 "use one of " + ", ".join(known.name for known in PRECISIONS.get(job.method, ())),
             )
+        if strategy.gradient_checkpointing == "offload" and profile.family == "unet":
+            fault = f"{profile.title} checkpoints parts of its blocks, whose offload is not estimated yet"
+            raise NotRecordedError(fault, "use --gradient-checkpointing full")
         if mode not in CHECKPOINTING:
             fix = f"use one of {', '.join(CHECKPOINTING)}"
             raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
