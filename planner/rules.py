@@ -15,13 +15,22 @@ Contradiction = tuple[str, str]
 """What contradicts, and what to type instead."""
 
 
+DEEPSPEED = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "autocast": "none", "master_weights": "fp32"}
+"""What DeepSpeed's ZeRO makes of a module: 16 bits throughout, and an fp32 master of what is trained."""
+
+
 def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Strategy:
     """The strategy with everything that was left open filled in: storage by method, ddp for several GPUs.
 
     `expandable_segments` is switched off where torch cannot do it. What the user said stays as it is.
     """
     changes: dict[str, object] = {}
-    if strategy.weights_dtype is None:
+    if strategy.sharding.startswith("zero"):
+        changes = {field: value for field, value in DEEPSPEED.items() if field not in strategy.model_fields_set}
+        trained = "adapter_dtype" if job.method == "lora" else "weights_dtype"
+        if changes.get(trained, getattr(strategy, trained)) == "fp32":  # said so; a master of it is no second thing
+            changes.pop("master_weights", None)
+    elif strategy.weights_dtype is None:
         changes["weights_dtype"] = strategy.weights(job.method)
     if machine is not None:
         said = strategy.model_fields_set
