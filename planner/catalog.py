@@ -209,14 +209,13 @@ def gpu(name: str) -> GpuProfile:
     raise _unknown_gpu(text)
 
 
-_TYPOS = frozenset({"B", "GB", "GIB", "TX"})
-"""`24XB` is a size mistyped, not 24 cards called B; nor is `7900xtx` so many of anything."""
-
-
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:
-    """How many of which card: `2x4090` and `8 x h100` are several, anything else is one."""
+    """How many of which card: `2x4090` and `8 x h100` are several, anything else is one.
+
+    What stands behind the x must be a card or have a digit: `24XB` and `7900xtx` are one mistyped word.
+    """
     several = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text.strip(), re.IGNORECASE | re.ASCII)
-    if several is None or several[2].upper() in _TYPOS:
+    if several is None or not (re.search(r"\d", several[2]) or _named_card(several[2])):
         return 1, gpu(text)
     return parse_count(several[1], "--gpu count", at_most=1_024), gpu(several[2])
 

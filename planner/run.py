@@ -107,16 +107,18 @@ class Run:
         all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
         input.
         """
-        made: dict[int, int] = {}
+        made: set[int] = set()
         kept: dict[tuple[str, int], list[int]] = {}
         for moment, events in self.step.stretches:
             for event in events:
                 if event >= 0:
-                    made.pop(event, None)
+                    made.discard(event)
                     if moment.passes == "forward" and moment.block >= 0:
-                        made[event] = 1
-                elif made.pop(~event, None) and moment.passes == "backward" and moment.block >= 0:
-                    kept.setdefault((moment.module_list, moment.block), []).append(~event)
+                        made.add(event)
+                elif ~event in made:
+                    made.remove(~event)
+                    if moment.passes == "backward" and moment.block >= 0:
+                        kept.setdefault((moment.module_list, moment.block), []).append(~event)
         return kept
 
     @property
