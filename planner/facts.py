@@ -7,7 +7,7 @@ from pydantic import Field
 
 from planner.errors import VplanError
 from planner.job import FloatDtype
-from planner.record import Count, Flag, NotNegative, Positive, Record
+from planner.record import Count, CountOrZero, Flag, NotNegative, Positive, Record
 from planner.units import GIB, MIB
 
 Text = Annotated[str, Field(min_length=1)]
@@ -57,6 +57,10 @@ class ShapeRules(Record):
     size_multiple: Count
     """height and width are multiples of it, pixels: VAE times patch"""
     text_tokens: Count
+    references: CountOrZero = 0
+    """reference images a sample has when the job does not say; 0: the model takes none"""
+    audio_tokens_per_frame: NotNegative = 0.0
+    """for models that make sound too, at their usual frame rate"""
     min_frames: Count
     max_frames: Count
     """the longest clip it was trained on; longer ones run, and are extrapolation"""

@@ -56,7 +56,7 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
-    for field in ("trainable", "experts", "validation", "references", "lora_dropout"):
+    for field in ("trainable", "experts", "validation", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
     if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):

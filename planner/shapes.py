@@ -83,6 +83,8 @@ def check_job(model: ModelProfile, job: Job) -> None:
         check_shape(model, shape.frames, shape.height, shape.width)
     if job.validation:
         check_shape(model, job.validation.frames, job.validation.height, job.validation.width)
+    if job.references and not model.shape.references:
+        raise VplanError(f"{model.title} takes no reference images", "leave out --references")
     if job.experts and model.experts == 1:
         raise VplanError(f"{model.title} is one model, without experts", "leave out --experts")
 
@@ -100,15 +102,20 @@ def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
 def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
     """The integers that tapes are symbolic in, for the job's own shape or one of its buckets.
 
-    B samples, F latent frames, H and W cells of the patch grid, T text tokens, R LoRA rank.
+    B samples, F latent frames, H and W cells of the patch grid, T text tokens, R LoRA rank, E tokens beside the clip's
+    own and its text's: reference images at the clip's size, and audio.
     """
     shape = shape or job.shapes[0]
     _, patch_height, patch_width = model.shape.patch
+    rows = shape.height // (model.vae.spatial * patch_height)
+    columns = shape.width // (model.vae.spatial * patch_width)
     return {
         "B": shape.batch_size or job.batch_size,
         "F": (shape.frames - 1) // model.vae.temporal + 1,
-        "H": shape.height // (model.vae.spatial * patch_height),
-        "W": shape.width // (model.vae.spatial * patch_width),
+        "H": rows,
+        "W": columns,
         "T": job.text_tokens or model.shape.text_tokens,
         "R": job.lora_rank,
+        "E": (job.references or model.shape.references) * rows * columns
+        + round(shape.frames * model.shape.audio_tokens_per_frame),
     }

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 1
-ATOMS = ("B", "F", "H", "W", "T", "R")
-"""Batch, latent frames, rows and columns of the patch grid, text tokens, LoRA rank."""
+ATOMS = ("B", "F", "H", "W", "T", "R", "E")
+"""Batch, latent frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images,
+audio. A tape lists those its model has."""
 
 CATEGORIES = ("weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace")
 KINDS = ("matmul", "attention", "convolution", "pointwise", "kernels")
@@ -85,10 +86,13 @@ class Tape:
             if grid[name] != fixed:
                 fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
                 raise NotRecordedError(fault, "record another")
-        values = [grid[name] for name in ATOMS]
-        for name in self.atoms[len(ATOMS) :]:
-            constant, products = self.sums[name]
-            values.append(constant + sum(math.prod(grid[atom] for atom in product) for product in products))
+        values = []
+        for name in self.atoms:
+            if name in self.sums:
+                constant, products = self.sums[name]
+                values.append(constant + sum(math.prod(grid[atom] for atom in product) for product in products))
+            else:
+                values.append(grid[name])
         return values
 
     def recorded_share(self, name: str) -> float:

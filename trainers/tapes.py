@@ -30,7 +30,7 @@ from trainers.record import Trace, find_runs, record_optimizer, record_step
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Per kind of block: both ends and two middles, which must be alike."""
 
-PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031}
+PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 2063}
 """Larger than any prime factor of a published architecture, so that a size shows its atoms. Small primes are not:
 CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
 Rows and columns stay below 384, where SD3's table of positions ends."""
@@ -113,7 +113,8 @@ def _tape(
     sums: dict[str, int],
     regime: dict[str, int],
 ) -> dict[str, Any]:
-    atoms = {atom: 1 if atom in regime else grid[atom] for atom in ATOMS} | sums
+    used = [atom for atom in ATOMS if atom != "E" or family(profile).extra_tokens]
+    atoms = {atom: 1 if atom in regime else grid[atom] for atom in used} | sums
     return {
         "format": FORMAT,
         "model": profile.name,

@@ -56,7 +56,7 @@ def test_every_bundled_model_is_sound() -> None:
         profile = model(name)
         assert profile.name == name
         job = job_for(profile, {})
-        assert all(atom >= 1 for atom in grid(profile, job).values())
+        assert all(count >= 1 for atom, count in grid(profile, job).items() if atom != "E")
         for height, width in profile.shape.resolutions:
             check_shape(profile, profile.shape.default_frames, height, width)
 

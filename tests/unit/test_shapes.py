@@ -131,7 +131,12 @@ def test_the_grid_of_a_bucket() -> None:
     wan = model("wan2.1-t2v-1.3b")
     buckets = [{"frames": 1, "height": 720, "width": 1280, "batch_size": 4}]
     job = job_for(wan, {"buckets": buckets, "text_tokens": 100, "lora_rank": 8})
-    assert grid(wan, job, job.shapes[0]) == {"B": 4, "F": 1, "H": 45, "W": 80, "T": 100, "R": 8}
+    assert grid(wan, job, job.shapes[0]) == {"B": 4, "F": 1, "H": 45, "W": 80, "T": 100, "R": 8, "E": 0}
     assert wan.blocks == 30
     assert model("flux.1-dev").blocks == 19 + 38
     assert model("sd1.5").blocks == 8
+
+
+def test_a_model_without_references_takes_none() -> None:
+    with pytest.raises(VplanError, match="takes no reference images"):
+        job_for(model("flux.1-dev"), {"references": 1})

@@ -27,6 +27,9 @@ class Family:
     fixed: Mapping[str, int] = {"F": 1}
     """Grid atoms this family cannot vary."""
 
+    extra_tokens = False
+    """Whether samples have tokens beside the clip's own and its text's (grid atom E)."""
+
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
 
