@@ -35,6 +35,11 @@ class Vae(Record):
     dtype: FloatDtype
     config: dict[str, Any]
 
+    @property
+    def takes_clips(self) -> bool:
+        """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
+        return self.class_name not in ("AutoencoderKL", "AutoencoderKLFlux2")
+
 
 class TextEncoder(Record):
     """One encoder of the condition (a prompt, or an image for image-to-video)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner import attention, dialects
 from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
+from planner.phases import residents, saving, validation
 from planner.run import Facts, Run, Term
 from planner.strategies import (
     accumulation,
@@ -13,7 +14,6 @@ from planner.strategies import (
     cublas_workspace,
     ddp,
     offloaded_optimizer,
-    residents,
 )
 from planner.zero import zero
 
@@ -26,6 +26,8 @@ TRANSFORMS: tuple[Term, ...] = (
     offloaded_optimizer,
     ddp,
     zero,
+    validation,
+    saving,
 )
 
 
@@ -34,9 +36,6 @@ PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
     ("group_offload", frozenset({"none"}), "leave --group-offload out"),
-    ("validation_mode", frozenset({"off"}), "leave --validation-mode out"),
-    ("text_encoder", frozenset({"cached", "resident"}), "use cached or resident"),
-    ("vae", frozenset({"cached", "resident"}), "use cached or resident"),
     ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16"}), "use bf16"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
@@ -56,7 +55,7 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
-    for field in ("trainable", "experts", "validation", "lora_dropout"):
+    for field in ("trainable", "experts", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
     if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):

@@ -7,7 +7,7 @@ changes the stream of operators itself (checkpointing, method, precision, optimi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from planner.facts import GpuProfile, ModelProfile
@@ -28,6 +28,11 @@ class Facts:
     gpu: GpuProfile
     step: Tape
     optimizer: Tape
+    around: Mapping[str, Tape] = field(default_factory=dict)
+    """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
+
+    sample: Tape | None = None
+    """a forward without gradients, for validation"""
 
 
 @dataclass
@@ -53,6 +58,17 @@ class Run:
 
     left: list[int] = field(default_factory=list)
     """What a step leaves alive for the next to replace: the batch, the loss."""
+
+    encode: Stage | None = None
+    """Text encoders and VAE that work on each batch before the model does."""
+
+    validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
+    save: Stage | None = None
+    encoders_together: bool = False
+    """Whether a trainer holds all encoders on the GPU while it caches."""
+
+    encoded_by_layer: list[str] = field(default_factory=list)
+    """Text encoders too large for the card as a whole, that encode layer by layer."""
 
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
@@ -92,11 +108,17 @@ class Run:
         The optimizer makes its states at the end of the first step; the later step is what lasts.
         """
         more = [self.accumulate] if self.accumulate else []
+        encode: list[tuple[PhaseName, Stage]] = [("encode", self.encode)] if self.encode else []
+        save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
         return [
             ("load", self.load),
+            *encode,
             *[("first_step", stage) for stage in (self.step, *more, self.optimizer_first)],
+            *encode,
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),
+            *self.validation,
+            *save,
         ]
 
     @functools.cached_property

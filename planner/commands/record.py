@@ -20,6 +20,7 @@ import click
 import profiles
 from planner import catalog
 from planner.commands.common import Verb, examples, json_option, show
+from planner.components import COMPONENTS, Component
 from planner.errors import VplanError, quoted
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Task(NamedTuple):
 
     model: str
     variant: str
+    component: str
+    """the VAE or text encoder of that model it is a tape of; empty: the model itself"""
     path: Path
     check: bool
 
@@ -105,18 +108,24 @@ def _require_torch() -> None:
 
 
 def _tasks(models: dict[str, None], text: str, folder: Path, check: bool) -> list[Task]:
-    from planner.variants import OptimizerVariant, StepVariant
+    from planner.components import components
+    from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 
-    variants = [
-        (model, variant.name)
+    tasks = [
+        Task(model, variant.name, "", folder / model / f"{variant.name}.json.gz", check)
         for model in models
-        for kind in (StepVariant, OptimizerVariant)
+        for kind in (StepVariant, SampleVariant, OptimizerVariant)
         for variant in kind.all(catalog.model(model))
     ]
-    chosen = [(model, name) for model, name in variants if text in name]
+    around = {component: model for model in models for component in components(catalog.model(model))}
+    tasks += [
+        Task(model, variant, name, folder / COMPONENTS / name / f"{variant}.json.gz", check)
+        for (name, variant), model in around.items()
+    ]
+    chosen = [task for task in tasks if text in task.variant or text in task.component]
     if not chosen:
-        raise VplanError(f"no variant has {quoted(text)} in its name", f"they are named like {variants[0][1]}")
-    return [Task(model, name, folder / model / f"{name}.json.gz", check) for model, name in chosen]
+        raise VplanError(f"no variant has {quoted(text)} in its name", f"they are named like {tasks[0].variant}")
+    return chosen
 
 
 def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:
@@ -151,9 +160,14 @@ def _record(task: Task) -> Done:
     from trainers import tapes
 
     profile = catalog.model(task.model)
-    variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
-    record = tapes.step_tape if variant.name.startswith("step-") else tapes.optimizer_tape
-    tape = record(profile, variant)
+    if task.component:
+        from trainers import components
+
+        tape = components.component_tape(profile, Component(task.component, task.variant))
+    else:
+        tape = tapes.record(
+            profile, next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
+        )
     if not task.check:
         return Done(task, tapes.write_tape(tape, task.path.parent).stat().st_size, "")
     if not task.path.is_file():
