@@ -132,7 +132,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         basis="recorded",
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=_assumptions(run),
+        assumptions=_assumptions(run, played),
     )
 
 
@@ -142,10 +142,11 @@ def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
     return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})
 
 
-def _assumptions(run: Run) -> tuple[str, ...]:
+def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
     """What the estimate does not count, and what it takes for granted, in words."""
-    layers = [f"{name} is larger than the card and encodes layer by layer" for name in run.encoded_by_layer]
-    return (*_left_out(run), *dict.fromkeys(layers))
+    layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
+    words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
+    return (*_left_out(run), *words)
 
 
 def _left_out(run: Run) -> tuple[str, ...]:

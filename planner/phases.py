@@ -15,6 +15,7 @@ from planner.components import CFG_IN_ONE_BATCH, CHUNKS, FRAMEWISE, chunks_of, c
 from planner.facts import ModelProfile, TextEncoder, Vae
 from planner.job import Bucket, Job, Strategy
 from planner.margin import RECORDED
+from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
@@ -41,6 +42,11 @@ class Component:
 
     offload: str = "none"
     """none, block or leaf: weights that come to the GPU only for their turn"""
+
+    @property
+    def piece_of_layers(self) -> bool:
+        """Whether it is a stack of layers, which can come to the GPU one by one."""
+        return self.tape is not None and self.counts is None and bool(self.tape.runs)
 
 
 def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> Component:
@@ -222,11 +228,13 @@ def caching(run: Run) -> list[Run]:
     found = []
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
-        if peak * (1 + RECORDED[1]) > room and not run.encoders_together:
-            layers = (replace(group[0], offload="block"),)
-            program, stage, sizes, peak = _encoding(layers, cublas_bytes(gpu))
-            run.encoded_by_layer.append(group[0].name.partition("-")[0])
-        found.append(Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, encode=stage))
+        by_layer = ""
+        if peak * (1 + RECORDED[1]) > room and not run.encoders_together and group[0].piece_of_layers:
+            program, stage, sizes, peak = _encoding((replace(group[0], offload="block"),), cublas_bytes(gpu))
+            by_layer = group[0].name.partition("-")[0]
+        encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
+        encoding.encode, encoding.encode_peak_bytes = stage, peak
+        found.append(encoding)
     return found
 
 
@@ -244,7 +252,8 @@ def _encoding(components: tuple[Component, ...], workspace: int) -> tuple[Progra
         stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
     stage.stretches.append((SERVICE, [~buffer for buffer in alive(stage)]))
     sizes = program.bytes_of({})
-    held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in stage.ops)
+    rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in sizes]
+    held = itertools.accumulate(rounded[event] if event >= 0 else -rounded[~event] for event in stage.ops)
     return program, stage, sizes, max(held)
 
 

@@ -67,8 +67,11 @@ class Run:
     encoders_together: bool = False
     """Whether a trainer holds all encoders on the GPU while it caches."""
 
-    encoded_by_layer: list[str] = field(default_factory=list)
-    """Text encoders too large for the card as a whole, that encode layer by layer."""
+    encode_peak_bytes: int = 0
+    """Of a run that only encodes: allocated."""
+
+    by_layer: str = ""
+    """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
 
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""

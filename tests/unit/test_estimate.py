@@ -88,7 +88,8 @@ def test_a_text_encoder_larger_than_the_card_encodes_layer_by_layer() -> None:
 
 
 def test_what_encodes_in_every_step_is_there_beside_the_states() -> None:
-    cached, resident, swapped = (priced(job(), gpu="80GB", text_encoder=kind, vae=kind) for kind in ("cached", "resident", "swapped"))
+    kinds = ("cached", "resident", "swapped")
+    cached, resident, swapped = (priced(job(), gpu="80GB", text_encoder=kind, vae=kind) for kind in kinds)
     weights = 2 * PROFILE.text_encoders[0].parameters + 2 * PROFILE.vae.parameters
     assert resident.phases["load"].allocated_bytes >= cached.phases["load"].allocated_bytes + weights
     assert swapped.phases["load"].allocated_bytes == cached.phases["load"].allocated_bytes
