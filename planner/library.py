@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import profiles
-from planner import catalog
+from planner import catalog, home
 from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
@@ -16,12 +16,17 @@ from planner.tape import Tape, read_tape
 from planner.variants import OptimizerVariant, StepVariant
 
 
-@functools.cache
 def tape(model: str, variant: str) -> Tape:
-    """The tape of a model's variant."""
-    path: Path = profiles.TAPES / model / f"{variant}.json.gz"
-    if not path.is_file():
-        raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model}")
+    """The tape of a model's variant. No user's model has a bundled one's name, so a name has tapes in one place."""
+    for folder in (profiles.TAPES, home.tapes()):
+        path: Path = folder / model / f"{variant}.json.gz"
+        if path.is_file():
+            return _read(path, path.stat().st_mtime_ns)
+    raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model} --variant {variant}")
+
+
+@functools.cache
+def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 
 
