@@ -124,7 +124,7 @@ def read_config(place: Path, root: Path) -> Config:
     """The JSON object in a config file that really lies under `root`; a VplanError says what else it is."""
     name = _shown(place, root)
     try:
-        real = place.resolve(strict=True)
+        real = Path(os.path.realpath(place, strict=True))  # `resolve` ends a loop with an error of its own
         if not any(real.is_relative_to(allowed) for allowed in _allowed(root)):
             raise VplanError(f"{name} leads out of its folder", "copy the file it leads to in its place")
         if not real.is_file():

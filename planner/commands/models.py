@@ -34,7 +34,7 @@ def _table(console: Console, models: list[ModelProfile]) -> None:
 def _row(model: ModelProfile) -> list[Any]:
     shape = model.shape
     return [
-        model.name,
+        f"{model.name} (yours)" if model.is_own else model.name,
         model.kind,
         f"{model.parameters / 1e9:.2f} B",
         shape.default_frames,
