@@ -189,7 +189,7 @@ def test_an_unknown_text_encoder_is_stood_in_for_and_said(tmp_path: Path) -> Non
         ("vae", {"_class_name": "EvilVae"}, "vae/config.json: class 'EvilVae' is not known"),
         ("vae", {"_class_name": "AutoencoderKLWan", "base_dim": "wide"}, "base_dim 'wide' is not a whole number"),
         ("vae", {"_class_name": "AutoencoderKLWan", "z_dim": 10**9}, "z_dim 1000000000 is larger"),
-        ("vae", {"_class_name": "AutoencoderKLWan", "temperal_downsample": [True, True, True]}, "is not that of any VAE"),
+        ("vae", {"_class_name": "AutoencoderKLWan", "temperal_downsample": [True] * 3}, "is not that of any VAE"),
         ("vae", {"_class_name": "AutoencoderKLWan", "evil": 1}, "has no 'evil'"),
         ("text_encoder", {"architectures": ["UMT5EncoderModel"], "d_model": "wide"}, "d_model 'wide' is not a whole"),
         ("text_encoder", {"architectures": ["UMT5EncoderModel"], "d_model": -64}, "text_encoder/config.json"),
