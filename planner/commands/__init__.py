@@ -25,8 +25,9 @@ VERBS = {
     "probe": "What a plan really takes, measured on this machine's GPU.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
-    "record": "Records the tapes again that all estimates are read from.",
+    "record": "Records a model of your own, or our tapes again.",
     "accuracy": "How near the estimates come to what was measured.",
+    "doctor": "What this machine has, and what it lacks for training.",
 }
 """Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""
 
