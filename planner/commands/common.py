@@ -48,6 +48,12 @@ def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
 
 
+def markdown_option(page: str) -> Callable[[Function], Function]:
+    """Adds `--markdown`; the command gets `as_markdown: bool`. `page` is the page of the docs it prints."""
+    text = f"Print {page} of the docs: all we know of those that come with vplan, with sources."
+    return click.option("--markdown", "as_markdown", is_flag=True, help=text)
+
+
 def output_option(what: str) -> Callable[[Function], Function]:
     """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
     return click.option("-o", "--output", metavar="FILE", help=f"Write {what} to FILE.")

@@ -49,6 +49,8 @@ class Done(NamedTuple):
     task: Task
     nbytes: int
     difference: str
+    unclassified: tuple[str, ...] = ()
+    """operators nobody has compared with CUDA's"""
 
 
 @click.command(
@@ -106,7 +108,10 @@ def command(
         "folder": str(home.tapes() if kept else folder),
         "checked": check,
         "own": [entry.to_json() for entry in kept],
-        "tapes": [{"model": task.model, "variant": task.variant, "bytes": nbytes} for task, nbytes, _ in done],
+        "tapes": [
+            {"model": entry.task.model, "variant": entry.task.variant, "bytes": entry.nbytes} for entry in done
+        ],
+        "unclassified": sorted({name for entry in done for name in entry.unclassified}),
     }
     show(answer, as_json, lambda console: _render(console, answer, kept))
 
@@ -145,6 +150,9 @@ def _render(console: Console, answer: dict[str, Any], kept: Sequence[own.Kept]) 
     what = "as recorded now" if answer["checked"] else "written"
     kilobytes = sum(tape["bytes"] for tape in answer["tapes"]) / 1000
     console.print(f"tapes {what}: {len(answer['tapes'])}, {kilobytes:.0f} kB in {answer['folder']}", markup=False)
+    if answer["unclassified"]:
+        names = ", ".join(answer["unclassified"])
+        console.print(f"not compared with what CUDA does, so less sure: {names}", markup=False)
     for entry in kept:
         console.print(f"next: vplan suggest {entry.profile.name} --gpu 24GB", markup=False)
 
@@ -224,14 +232,15 @@ def _with_progress(entries: Iterator[Done], total: int) -> Iterator[Done]:
 
 def _record(task: Task) -> Done:
     """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
-    from trainers import tapes
+    from trainers import cuda_ops, tapes
 
     profile = catalog.model(task.model)
     variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
     record = tapes.step_tape if variant.name.startswith("step-") else tapes.optimizer_tape
     tape = _of_own(record, profile, variant) if profile.is_own else record(profile, variant)
     if not task.check:
-        return Done(task, tapes.write_tape(tape, task.path.parent).stat().st_size, "")
+        unclassified = tuple(name for name in tape["operators"] if name not in cuda_ops.CLASSIFIED)
+        return Done(task, tapes.write_tape(tape, task.path.parent).stat().st_size, "", unclassified)
     if not task.path.is_file():
         return Done(task, 0, f"there is no {task.path}")
     there = _read(task.path)

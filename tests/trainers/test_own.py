@@ -15,6 +15,7 @@ from planner import catalog, folder, home
 from planner.commands import cli, own
 from planner.errors import VplanError
 from planner.facts import ModelProfile
+from trainers import cuda_ops
 from trainers.own import Derived, complete, derive
 
 LORA = "step-lora-half-fp32-autocast-full-one"
@@ -72,6 +73,7 @@ def test_a_folder_becomes_a_model(tmp_path: Path, own_home: Path) -> None:
     assert (said["name"], said["class"], said["lent_by"]) == ("my-wan", "WanTransformer3DModel", "wan2.1-t2v-1.3b")
     assert said["notes"] == ["of wan2.1-t2v-1.3b: VAE, text encoders, clip rules, LoRA layers, training law"]
     assert [entry["variant"] for entry in done["tapes"]] == [LORA]
+    assert done["unclassified"] == []
     assert answer("record", "my-wan", "--variant", ADAMW)["tapes"][0]["variant"] == ADAMW  # by its name, as any model
     assert {path.name for path in own_home.rglob("*.gz")} == {f"{LORA}.json.gz", f"{ADAMW}.json.gz"}
 
@@ -121,6 +123,14 @@ def test_a_copy_of_a_bundled_model_records_the_bundled_tape(tmp_path: Path, own_
         assert (entry["parameters"], entry["lent_by"]) == (catalog.model(name).parameters, name)
         ours = own_home / "tapes" / f"copy-of-{name}" / f"{variant}.json.gz"
         assert tape(ours) == tape(profiles.TAPES / name / f"{variant}.json.gz")
+
+
+def test_an_operator_nobody_compared_with_cuda_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ops, "CLASSIFIED", cuda_ops.CLASSIFIED - {"aten._foreach_addcdiv_"})
+    place = wrote(tmp_path / "mine", "transformer", published("wan2.1-t2v-1.3b", **SMALL))
+    done = vplan("record", place, "--variant", ADAMW)
+    assert done.exit_code == 0
+    assert "so less sure: aten._foreach_addcdiv_\n" in done.stdout
 
 
 def test_another_folder_of_the_same_name_needs_a_name(tmp_path: Path) -> None:
