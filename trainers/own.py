@@ -43,6 +43,17 @@ INTERFACE = ("channels", "patch", "text", "caption", "image", "cross_attention_d
 """Parts of keys about what a model takes and gives: they decide whose VAE and text encoders fit it."""
 INTERFACE_WEIGHT = 4.0
 
+NOT_BUILT_FROM = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "trust_remote_code",
+)
+"""Keys of a transformers config that say nothing about the shape of a model."""
+
 LEVELS = ("block_out_channels", "dim_mult", "down_block_types")
 """Keys of a VAE's config that have an entry per level: how many there are decides how much it shrinks a clip."""
 SHRINKS = (
@@ -240,12 +251,28 @@ def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
 
     model_class = getattr(transformers, same[0].class_name)
     where = f"{part}/{CONFIG}"
-    dropped = ("architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype")
-    config = {key: value for key, value in config.items() if key not in dropped}
+    named = inspect.signature(model_class.config_class).parameters
+    config = {key: value for key, value in _harmless(config).items() if key in named}
     check_kinds(config, [known.config for known in same], where)
-    parameters = count(lambda: model_class(model_class.config_class(**config)), where, same[0].class_name)
+
+    def build() -> nn.Module:
+        settings = model_class.config_class(**config)
+        settings._attn_implementation = "eager"  # anything else may be fetched, and counts the same
+        return model_class(settings)  # type: ignore[no-any-return]
+
+    parameters = count(build, where, same[0].class_name)
     near = min(same, key=lambda known: distance({key: config.get(key) for key in known.config}, known.config))
     return near.replace(config=config, parameters=parameters)
+
+
+def _harmless(value: Any) -> Any:
+    """A transformers config without the keys, at any depth, that can name code: transformers fetches kernels."""
+    if isinstance(value, list):
+        return [_harmless(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: inner for key, inner in value.items() if not key.startswith("_") and key not in NOT_BUILT_FROM}
+    return {key: _harmless(inner) for key, inner in kept.items() if "implementation" not in key and "kernel" not in key}
 
 
 def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:

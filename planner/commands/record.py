@@ -143,8 +143,8 @@ def _all_done(tasks: list[Task], jobs: int) -> list[Done]:
 def _render(console: Console, answer: dict[str, Any], kept: Sequence[own.Kept]) -> None:
     for entry in kept:
         profile = entry.profile
-        billions = f"{profile.parameters / 1e9:.2f} B parameters"
-        console.print(f"{profile.name}: {profile.diffusers_class}, {billions}, {profile.blocks} blocks", markup=False)
+        size = f"{profile.parameters:,} parameters"
+        console.print(f"{profile.name}: {profile.diffusers_class}, {size}, {profile.blocks} blocks", markup=False)
         for note in entry.notes:
             console.print(note, markup=False)
     what = "as recorded now" if answer["checked"] else "written"

@@ -160,6 +160,27 @@ def test_every_bundled_model_finds_itself_as_its_nearest(tmp_path: Path, name: s
     assert len(list(own.first_variants(found))) == len(set(own.first_variants(found))) == 12
 
 
+PARTS = {
+    **{model.vae.class_name: model for model in map(catalog.model, profiles.model_names())},
+    **{part.name: model for model in map(catalog.model, profiles.model_names()) for part in model.text_encoders},
+}
+"""Every VAE and text encoder that a bundled model has, to one such model."""
+
+
+@pytest.mark.parametrize("name", sorted({model.name for model in PARTS.values()}))
+def test_a_pipelines_parts_are_counted_as_the_bundled_ones(tmp_path: Path, name: str) -> None:
+    profile, place = catalog.model(name), tmp_path / "mine"
+    wrote(place, "vae", {"_class_name": profile.vae.class_name, **profile.vae.config})
+    for part, encoder in zip(folder.ENCODERS, profile.text_encoders, strict=False):
+        wrote(place, part, {"architectures": [encoder.class_name], "model_type": "any", **encoder.config})
+    part = "unet" if profile.diffusers_class.startswith("UNet") else "transformer"
+    found, notes = derived(place, published(name), part)
+    assert notes[1] == "of the folder: VAE, text encoders"
+    assert found.vae.parameters == profile.vae.parameters
+    assert found.shape == catalog.model(found.lent_by).shape
+    assert [one.parameters for one in found.text_encoders] == [one.parameters for one in profile.text_encoders]
+
+
 def test_what_a_model_takes_in_decides_who_lends(tmp_path: Path) -> None:
     i2v = published("wan2.1-i2v-14b-480p", **{**SMALL, "added_kv_proj_dim": 512})
     assert derived(tmp_path / "a", i2v).profile.lent_by == "wan2.1-i2v-14b-480p"
@@ -191,6 +212,34 @@ def test_an_unknown_text_encoder_is_stood_in_for_and_said(tmp_path: Path) -> Non
     found, notes = derived(tmp_path / "mine", published("wan2.1-t2v-1.3b", **SMALL))
     assert found.text_encoders == catalog.model("wan2.1-t2v-1.3b").text_encoders
     assert notes[-1].startswith("text_encoder is a 'EvilModel', which is not known here")
+
+
+def test_a_text_encoder_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers fetches an attention kernel that a config names, from the Hub, and runs it."""
+    from transformers import PreTrainedModel
+
+    asked = []
+    monkeypatch.setattr(
+        PreTrainedModel,
+        "_check_and_adjust_attn_implementation",
+        lambda self, name, *rest, **named: asked.append(name) or "eager",
+    )
+    lender = catalog.model("wan2.1-t2v-1.3b").text_encoders[0]
+    evil = "kernels-community/evil"
+    encoder = {
+        **lender.config,
+        "architectures": ["UMT5EncoderModel"],
+        "attn_implementation": evil,
+        "_attn_implementation": evil,
+        "_attn_implementation_internal": evil,
+        "auto_map": {"AutoModel": "evil.Model"},
+        "trust_remote_code": True,
+    }
+    wrote(tmp_path / "mine", "text_encoder", encoder)
+    found, _ = derived(tmp_path / "mine", published("wan2.1-t2v-1.3b", **SMALL))
+    assert found.text_encoders[0].parameters == lender.parameters
+    assert asked and set(asked) == {"eager"}
+    assert "evil" not in json.dumps(found.to_json())
 
 
 @pytest.mark.parametrize(
