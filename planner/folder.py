@@ -34,6 +34,8 @@ MAX_BLOCKS = 512
 """Layers named by one key, and all of them together; published models have up to 60."""
 MAX_PER_LEVEL = 16
 """Levels of a UNet, and layers inside each of its blocks (SDXL: 10): they multiply."""
+MAX_UNET_BLOCKS = 256
+"""SDXL has 60 by this count. A UNet's levels all differ, so none is left out when it is recorded."""
 LEVELS = ("block_types", "block_out_channels", "_per_block")
 """How the lists are called that have an entry for every level of a UNet or VAE."""
 MAX_VALUES = 10_000
@@ -209,6 +211,9 @@ def check_values(config: Config, where: str, *, may_be_negative: bool = False) -
         if most and max(value, blocks if most == MAX_BLOCKS else 0) > most:
             fault = f"{where}: {key} {quoted(value)} is deeper than any model"
             raise VplanError(fault, f"correct the file: {most} at most")
+    if _unet_blocks(config) > MAX_UNET_BLOCKS:
+        fault = f"{where}: its levels, layers and transformer blocks multiply to more than {MAX_UNET_BLOCKS}"
+        raise VplanError(fault, "correct the file")
 
 
 def _most(key: str) -> int | None:
@@ -218,6 +223,17 @@ def _most(key: str) -> int | None:
         return MAX_PER_LEVEL
     counts = name.startswith(("num_", "n_", "depth")) or name in ("num_layers", "layers")
     return MAX_BLOCKS if counts and any(word in name for word in ("layer", "depth", "block")) else None
+
+
+def _unet_blocks(config: Config) -> int:
+    """How many blocks a UNet or VAE has at most: levels, times layers, times what each of them holds."""
+
+    def numbers(key: str) -> list[int]:
+        return [leaf for _, leaf, _ in _leaves(config.get(key)) if type(leaf) is int]
+
+    lists = [value for key, value in config.items() if key.endswith(LEVELS) and isinstance(value, list)]
+    levels = max(map(len, lists), default=1)
+    return math.prod([levels, *(max(numbers(key), default=1) for key in config if key.endswith("_per_block"))])
 
 
 def _leaves(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, Any, int]]:

@@ -82,6 +82,7 @@ def wrote(place: Path, content: object) -> Path:
         ({**WAN, "patch_size": [1] * 20_000}, "holds more than any config"),
         ({**UNET, "down_block_types": ["DownBlock2D"] * 17}, "down_block_types has more levels than any model"),
         ({**UNET, "layers_per_block": 10_000}, "layers_per_block 10000 is deeper"),
+        ({**UNET, "layers_per_block": 16, "transformer_layers_per_block": 16}, "multiply to more than 256"),
         ({**UNET, "transformer_layers_per_block": [1, 2, 1000]}, "transformer_layers_per_block 1000 is deeper"),
     ],
 )
