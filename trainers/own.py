@@ -23,7 +23,7 @@ from planner.facts import ModelProfile, TextEncoder, Vae
 from planner.folder import CONFIG, Config, Source, architecture, check_kinds
 
 MAX_PARAMETERS = 10**12
-MAX_TABLES = 4 * 10**8
+MAX_TABLES = 3 * 10**8
 """Elements of all tables a model makes when it is built (positions, rotations): these really take memory, in fp32 or
 more. SD3.5's, the largest published, has 226 million."""
 
