@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import profiles
-from planner import catalog
+from planner import catalog, home
 from planner.components import CFG_IN_ONE_BATCH, CHUNKS, COMPONENTS, FRAMEWISE, component_name
 from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
@@ -18,12 +18,17 @@ from planner.tape import Tape, read_tape
 from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 
 
-@functools.cache
 def tape(model: str, variant: str) -> Tape:
-    """The tape of a model's variant."""
-    path: Path = profiles.TAPES / model / f"{variant}.json.gz"
-    if not path.is_file():
-        raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model}")
+    """The tape of a model's variant. No user's model has a bundled one's name, so a name has tapes in one place."""
+    for folder in (profiles.TAPES, home.tapes()):
+        path: Path = folder / model / f"{variant}.json.gz"
+        if path.is_file():
+            return _read(path, path.stat().st_mtime_ns)
+    raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model} --variant {variant}")
+
+
+@functools.cache
+def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 
 
@@ -64,8 +69,10 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     return {key: found for key, (folder, variant) in wanted.items() if (found := component_tape(folder, variant))}
 
 
-@functools.cache
 def component_tape(name: str, variant: str) -> Tape | None:
-    """A tape of a text encoder or VAE; None when there is none."""
-    path: Path = profiles.TAPES / COMPONENTS / name / f"{variant}.json.gz"
-    return read_tape(path) if path.is_file() else None
+    """A tape of a text encoder or VAE, bundled or of the user's own; None when there is none."""
+    for folder in (profiles.TAPES, home.tapes()):
+        path: Path = folder / COMPONENTS / name / f"{variant}.json.gz"
+        if path.is_file():
+            return _read(path, path.stat().st_mtime_ns)
+    return None
