@@ -113,7 +113,7 @@ class Run:
             for event in events:
                 if event >= 0:
                     made.discard(event)
-                    if moment.passes == "forward" and moment.block >= 0:
+                    if moment.passes == "forward" and moment.block >= 0 and self.program.category[event] != "weight":
                         made.add(event)
                 elif ~event in made:
                     made.remove(~event)

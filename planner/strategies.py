@@ -62,7 +62,8 @@ def block_swap(run: Run) -> None:
         raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
     swapped = list(blocks)[len(blocks) - count :]
     largest = max(sum(run.sizes[buffer] for buffer in blocks[block]) for block in swapped)
-    run.drop(run.load, [buffer for block in swapped for buffer in blocks[block]])
+    for stage in (run.load, run.step):  # layerwise casting makes weights anew in a step; here the ring holds them
+        run.drop(stage, [buffer for block in swapped for buffer in blocks[block]])
     for _ in range(min(2, count)):
         run.add(run.load, largest, "buckets", "swap ring")
 

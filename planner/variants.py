@@ -15,7 +15,10 @@ HALF = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Precision:
-    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16."""
+    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16.
+
+    Weights are ``fp32``, ``half``, or a quantised format by its own name.
+    """
 
     weights: str
     adapter: str
@@ -27,7 +30,7 @@ class Precision:
         if strategy.sharding.startswith("zero"):  # DeepSpeed keeps the module in 16 bits and casts nothing
             return cls("half", "half" if job.method == "lora" else "", autocast=False)
         return cls(
-            "fp32" if weights == "fp32" else "half",
+            "half" if weights in HALF else weights,
             "" if job.method != "lora" else "fp32" if strategy.adapter_dtype == "fp32" else "half",
             strategy.autocast != "none",
         )
@@ -46,6 +49,9 @@ PRECISIONS = {
     "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
     "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
 }
+QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
+"""Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see trainers.quantise)."""
+
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""
 
@@ -70,6 +76,13 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
     raise NotRecordedError(fault, f"leave --lora-targets out, or use {known}")
 
 
+def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
+    """In which precisions a recorded method of a model is recorded. A UNet's convolutions cannot be cast layerwise."""
+    if method != "lora":
+        return PRECISIONS[method.removesuffix("-wide")]
+    return PRECISIONS[method] + tuple(base for base in QUANTISED_BASES if (profile.family, base.weights) != ("unet", "fp8"))
+
+
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
     height, width = profile.shape.resolutions[0]
     job = Job.read(
@@ -83,7 +96,7 @@ def _records(profile: ModelProfile, method: str, precision: Precision, **strateg
         }
     )
     fields = {
-        "weights_dtype": "fp32" if precision.weights == "fp32" else "bf16",
+        "weights_dtype": "bf16" if precision.weights == "half" else precision.weights,
         "adapter_dtype": "bf16" if precision.adapter == "half" else "fp32",
         "autocast": "bf16" if precision.autocast else "none",
     }
@@ -107,10 +120,11 @@ class StepVariant:
         mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
-        if precision not in PRECISIONS.get(job.method, ()):
+        method = recorded_method(profile, job)
+        if precision not in precisions(profile, method):
             raise NotRecordedError(
-                f"no tape for {job.method} with {precision.name or 'this precision'}",
-                "use one of " + ", ".join(known.name for known in PRECISIONS.get(job.method, ())),
+                f"no tape of {profile.name} for {method} with {precision.name or 'this precision'}",
+                "use one of " + ", ".join(known.name for known in precisions(profile, method)),
             )
         if strategy.gradient_checkpointing == "offload" and profile.family == "unet":
             fault = f"{profile.title} checkpoints parts of its blocks, whose offload is not estimated yet"
@@ -118,13 +132,12 @@ class StepVariant:
         if mode not in CHECKPOINTING:
             fix = f"use one of {', '.join(CHECKPOINTING)}"
             raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
-        return cls(recorded_method(profile, job), precision, mode, batch == 1)
+        return cls(method, precision, mode, batch == 1)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
-            precisions = PRECISIONS[method.removesuffix("-wide")]
-            for precision, mode, one in itertools.product(precisions, CHECKPOINTING, (True, False)):
+            for precision, mode, one in itertools.product(precisions(profile, method), CHECKPOINTING, (True, False)):
                 yield cls(method, precision, mode, one)
 
     @property

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Workspace = tuple[str, tuple[int, ...]]
 """(attention kernel or "any", dimensions whose product is the size in bytes)."""
@@ -170,9 +170,37 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     return (normed * weight).to(value.dtype)
 
 
+def _apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``Module._apply`` (behind ``Module.to``) as it treats real tensors.
+
+    It gives a parameter the new data, which lets go of the old unless autograd kept it. Fake parameters it would swap.
+    """
+    for child in module.children() if recurse else ():
+        _apply(child, convert)
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = convert(parameter.data)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else convert(buffer)
+    return module
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 @contextlib.contextmanager
 def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
     """While open, CPU tensors take CUDA's path through autocast, attention and RMSNorm.
+
+    ``torch.is_autocast_enabled()``, by which peft's 4-bit layers decide whether to cast, asks about CUDA when it is
+    not told which device is meant.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel.
     """
@@ -183,10 +211,16 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
+    is_enabled = torch.is_autocast_enabled
     try:
-        yield
+        with _patched(nn.Module, "_apply", _apply), _patched(torch, "is_autocast_enabled", _asked_of_cpu(is_enabled)):
+            yield
     finally:
         library._destroy()
+
+
+def _asked_of_cpu(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda device="cpu": is_enabled(device)
 
 
 # --- Workspace -----------------------------------------------------------------------------------------------------
@@ -223,6 +257,22 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     return found
 
 
+def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
+    """bitsandbytes' 4-bit matrix product: above 1536 rows it is a copy of the weight in the input's dtype and a plain
+    product, and before that, under double quantisation, the blocks' constants in fp32, without and with their mean.
+
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. With fewer rows a fused kernel may do without, which
+    concerns short prompts and time embeddings only.
+    """
+    rows, columns = args[2]
+    copy: Workspace = ("any", (args[0].element_size(), rows, columns))
+    constants: Workspace = ("any", (4, *args[3].shape))
+    if len(args) > 7 and args[7] is not None:
+        constants = ("any", (4, *args[7].shape))
+        return [constants, constants, copy]
+    return [copy]
+
+
 class Rounded(int):
     """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
 
@@ -238,6 +288,7 @@ class Rounded(int):
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "bitsandbytes.gemm_4bit": gemm_4bit,
 }
 
 
@@ -271,16 +322,16 @@ VIEWS = _aten(
 """Take no memory: the output shares its input's storage on every device."""
 
 CREATED = _aten(
-    "arange empty empty_like full linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
-    "randn_like zeros zeros_like"
+    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_zeros ones ones_like randint "
+    "randn randn_like zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
-    "logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal rsqrt rsub sigmoid "
-    "silu silu_backward sin sqrt sub sub_ _to_copy"
+    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
+    "logical_not masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ pow reciprocal round "
+    "rsqrt rsub sigmoid silu silu_backward sin sqrt sub sub_ _to_copy"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
@@ -305,10 +356,15 @@ OPTIMIZERS = _aten(
 its outputs are on the tape. CUDA falls back to one call per tensor where CPU does (ForeachUtils.h, can_use_fast_route:
 same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
 
+QUANTISERS = frozenset(
+    f"bitsandbytes.{name}" for name in ("quantize_4bit", "dequantize_4bit", "quantize_blockwise", "dequantize_blockwise")
+)
+"""Their outputs and no more (bitsandbytes/backends/cuda/ops.py)."""
+
 HOST = _aten("_local_scalar_dense") | {"profiler._record_function_enter_new", "profiler._record_function_exit"}
 """Nothing on the device."""
 
-SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | HOST
+SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | QUANTISERS | HOST
 """Operators whose CUDA kernel allocates what the tape says and no more, by their kind as each group says. What was read
 line by line in torch's source is what the two tables below say of reductions, norms, attention and convolution."""
 
@@ -319,6 +375,9 @@ _REDUCTION = (
 KNOWN_SMALL = {
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
+    "aten.max": _REDUCTION,
+    "aten.amax": _REDUCTION,
+    "aten.amin": _REDUCTION,
     "aten.linalg_vector_norm": _REDUCTION,
     "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",

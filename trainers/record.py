@@ -15,15 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from bitsandbytes import functional
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from planner.estimate import without_garbage_collection
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
-from trainers import cuda_ops, step
+from trainers import cuda_ops, quantise, step
 from trainers.families import family
 from trainers.work import Work, work_of
 
@@ -89,6 +94,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
             return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].fake_mode and args[0].constant is None:
+            self.trace.ops.add("aten._local_scalar_dense")
+            return torch.ones((), dtype=args[0].dtype).item()  # nobody knows; what is allocated does not ask
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._note(func, f"{func.namespace}.{func.overloadpacket.__name__}", args, kwargs, out)
@@ -96,8 +104,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         self.trace.ops.add(name)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs = _plain(tree_leaves((args, kwargs)))
+        outputs = _plain(tree_leaves(out))
         each = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
@@ -157,6 +165,11 @@ class Recorder(TorchDispatchMode):
         for number in made:
             self._event(~number, self.place)
 
+    def weights(self) -> list[tuple[str, int]]:
+        """Name and size of every weight that is there."""
+        allocs = (self.trace.allocs[number] for number in self._number.values())
+        return sorted((alloc.name, alloc.nbytes) for alloc in allocs if alloc.category == "weight")
+
     def begin(self, phase: str) -> None:
         self.phase, self.place = phase, None
 
@@ -172,6 +185,17 @@ class Recorder(TorchDispatchMode):
         alloc.category, alloc.name = category, name
         if category in ("weight", "optimizer", "gradient"):
             alloc.place = place
+
+
+def _plain(leaves: list[Any]) -> list[Tensor]:
+    """The tensors among the leaves; one that wraps others (as torchao's) as those."""
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+            found += [tensor for _, tensor in quantise.stored_tensors("", leaf)]
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def find_runs(model: nn.Module, lists: list[str], checkpointed: int | None) -> tuple[list[Run], dict[str, Place]]:
@@ -246,6 +270,8 @@ def record_step(
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
         _watch_blocks(trainee.model, recorder, places)
         _watch_gradients(trainee, recorder, places)
+        _watch_casts(trainee.model, recorder, places)
+        before = recorder.weights()
         kind = family(profile)
         recorder.piece("step")
         recorder.begin("forward")
@@ -256,6 +282,7 @@ def record_step(
         recorder.label(loss, "batch", "loss")
         recorder.begin("backward")
         loss.backward()
+        assert recorder.weights() == before, "a step leaves the weights stored as it found them"
         recorder.piece("end")
         return recorder.trace
 
@@ -290,7 +317,9 @@ def _recording(
     """A loaded model of fake tensors, with the recorder on."""
     recorder = Recorder()
     model = step.build_model(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers and noise schedules are real
+    if strategy.weights(job.method) == "nf4":  # a table of numbers that all layers share, computed at its first use
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
     gc.collect()
     # Frees must come from reference counts, not from a collection that runs at a random moment.
     with without_garbage_collection(), cuda_ops.cuda_semantics(), fake:
@@ -304,13 +333,43 @@ def _recording(
 
 
 def _load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
-    step.materialise(model, "cpu")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        place = place_of_name(name, places)
-        recorder.label(tensor, "weight", name, place)
+    def allocated(name: str, weight: Tensor) -> None:
+        recorder.place = place_of_name(name, places)
+        recorder.label(weight, "weight", "", recorder.place)  # its name goes to what is left of it
+
+    step.materialise(model, "cpu", allocated)
+    for name, tensor in named_tensors(model):
+        recorder.label(tensor, "weight", name, place_of_name(name, places))
     trace = recorder.trace
-    assert all(alloc.category == "weight" for alloc in trace.allocs), "loading allocates weights and nothing else"
-    trace.places[:] = [alloc.place for alloc in trace.allocs]
+    made = [event if event >= 0 else ~event for event in trace.events]
+    freed = {~event for event in trace.events if event < 0}
+    assert all(trace.allocs[number].name for number in made if number not in freed), "what stays loaded is a weight"
+    trace.places[:] = [trace.allocs[number].place for number in made]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every plain tensor a model is kept in, by full name."""
+    for name, parameter in model.named_parameters():
+        yield from quantise.stored_tensors(name, parameter)
+    yield from model.named_buffers()
+
+
+def _watch_casts(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+    """Layerwise casting stores a layer's weights anew behind its forward: they are the same weights again."""
+    from diffusers.hooks.layerwise_casting import _is_layerwise_casting_active
+
+    def watch(name: str, module: nn.Module) -> None:
+        place = place_of_name(name, places)
+
+        def stored(*_: Any) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                recorder.label(parameter, "weight", f"{name}.{key}", place)
+
+        module.register_forward_hook(stored)
+
+    for name, module in model.named_modules():
+        if not list(module.children()) and _is_layerwise_casting_active(module):
+            watch(name, module)
 
 
 def _watch_gradients(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place]) -> None:

@@ -7,7 +7,7 @@ cannot drift from what it trains. Nothing here knows that a recorder exists.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Strategy
+from planner.job import QUANTISED, Job, Strategy
+from trainers import quantise
 from trainers.families.base import Family
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,21 +48,17 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
     model_class = getattr(diffusers, profile.diffusers_class)
     with no_init_weights(), init_empty_weights():
         model: nn.Module = model_class.from_config(config or profile.config)
-    cast_weights(model, DTYPES[stored_dtype(strategy)])
+    weights = strategy.weights(job.method)
+    cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])
     model.requires_grad_(False)
+    if weights in QUANTISED:
+        quantise.prepare(model, weights, compute_dtype(strategy))
     if job.method == "lora":
         add_adapter(model, job, strategy)
     elif job.method == "full":
         model.requires_grad_(True)
     set_checkpointing(model, strategy)
     return model.train()
-
-
-def stored_dtype(strategy: Strategy) -> str:
-    """The storage dtype of the weights; a VplanError for one that cannot be built."""
-    if strategy.weights_dtype not in DTYPES:
-        raise VplanError(f"weights_dtype {strategy.weights_dtype} cannot be built yet", "use fp32, bf16 or fp16")
-    return strategy.weights_dtype
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -135,14 +132,23 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there."""
+Fill = Callable[[str, torch.Tensor], None]
+"""Gives a weight, by its full name and just allocated, its values."""
 
-    for module in model.modules():
+
+def materialise(model: nn.Module, device: torch.device | str, fill: Fill | None = None) -> None:
+    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
+
+    A quantised base is quantised on the device, one half-precision weight after another.
+    """
+    for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                module._parameters[name] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                if fill is not None:
+                    fill(f"{prefix}.{name}" if prefix else name, weight)
+                quantise.store(module, name, weight)
+                del weight
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device, copy=True)
@@ -182,8 +188,10 @@ def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
 
 
 def compute_dtype(strategy: Strategy) -> torch.dtype:
-    """The dtype inputs have: autocast's, else the weights'."""
-    return DTYPES[strategy.autocast if strategy.autocast != "none" else stored_dtype(strategy)]
+    """The dtype inputs have: autocast's, else the weights', else what quantised weights are turned into."""
+    if strategy.autocast != "none":
+        return DTYPES[strategy.autocast]
+    return DTYPES.get(strategy.weights_dtype or "bf16", DTYPES[strategy.compute_dtype])
 
 
 def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
