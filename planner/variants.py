@@ -56,7 +56,22 @@ WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""
 
 CHECKPOINTING = ("none", "full")
-OPTIMIZERS = (("adamw", "foreach"), ("adamw", "fused"), ("adamw", "loop"), ("adamw-8bit", "foreach"))
+OPTIMIZERS = (
+    ("adamw", "foreach"),
+    ("adamw", "fused"),
+    ("adamw", "loop"),
+    ("adamw-8bit", "foreach"),
+    ("adafactor", "foreach"),
+    ("lion", "foreach"),
+    ("prodigy", "foreach"),
+)
+"""(optimizer, how it steps). Only torch has ways to choose from; the others step one parameter after another."""
+
+IN_BACKWARD = tuple((optimizer, "backward") for optimizer in ("adamw", "adamw-8bit", "adafactor"))
+"""Steps inside backward, recorded of full training: an adapter's gradients are not worth freeing early."""
+
+UNPAGED = {"adamw-8bit-paged": "adamw-8bit"}
+"""Optimizers that do the same with their states in other memory."""
 
 
 def methods(profile: ModelProfile) -> tuple[str, ...]:
@@ -163,17 +178,27 @@ class OptimizerVariant:
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
-        how = strategy.optimizer_step
-        if (strategy.optimizer, how) not in OPTIMIZERS:
-            known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
-            fault = f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})"
-            raise NotRecordedError(fault, f"use {known}")
-        return cls(recorded_method(profile, job), Precision.of(job, strategy).trained, strategy.optimizer, how)
+        method = recorded_method(profile, job)
+        optimizer, how = UNPAGED.get(strategy.optimizer, strategy.optimizer), strategy.optimizer_step
+        if optimizer != "adamw" and how == "loop":
+            how = "foreach"
+        if (optimizer, how) not in cls.ways(method):
+            known = ", ".join(sorted({known for known, way in cls.ways(method) if way == how} | UNPAGED.keys()))
+            fault = f"no tape for {method} with optimizer {strategy.optimizer} ({strategy.optimizer_step})"
+            fix = "leave --optimizer-step out" if how == "backward" else f"use {known}"
+            raise NotRecordedError(fault, fix)
+        return cls(method, Precision.of(job, strategy).trained, optimizer, how)
+
+    @staticmethod
+    def ways(method: str) -> tuple[tuple[str, str], ...]:
+        """(optimizer, how it steps) of every recording of a method."""
+        return OPTIMIZERS + IN_BACKWARD if method == "full" else OPTIMIZERS
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
-        for method, trained, (optimizer, how) in itertools.product(methods(profile), ("fp32", "half"), OPTIMIZERS):
-            yield cls(method, trained, optimizer, how)
+        for method, trained in itertools.product(methods(profile), ("fp32", "half")):
+            for optimizer, how in cls.ways(method):
+                yield cls(method, trained, optimizer, how)
 
     @property
     def name(self) -> str:

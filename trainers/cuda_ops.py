@@ -329,9 +329,9 @@ CREATED = _aten(
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
+    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_ clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
     "logical_not masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ pow reciprocal round "
-    "rsqrt rsub sigmoid silu silu_backward sin sqrt sub sub_ _to_copy"
+    "rsqrt rsqrt_ rsub sigmoid silu silu_backward sin sqrt sub sub_ _to_copy"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
@@ -375,6 +375,8 @@ _REDUCTION = (
 KNOWN_SMALL = {
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
+    "aten.any": _REDUCTION,
+    "aten.dot": "one number from cuBLAS, in whose workspace it is reduced",
     "aten.max": _REDUCTION,
     "aten.amax": _REDUCTION,
     "aten.amin": _REDUCTION,

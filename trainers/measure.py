@@ -24,6 +24,7 @@ from trainers import step
 from trainers.families import family
 from trainers.families.base import Family
 from trainers.meter import Meter, Told
+from trainers.optimizers import make_optimizer
 
 SEED = 0
 SPREAD = 0.02
@@ -146,7 +147,7 @@ def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
         model = step.build_model(wanted.profile, wanted.job, strategy)
         step.materialise(model, meter.device, randomise)
         trainee = step.Trainee(model, step.trainable_parameters(model))
-        trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
+        trainee.optimizer = make_optimizer(trainee.trainable, strategy)
     with meter.phase("first_step"):
         report.tell(first_step_seconds=one_step())
     with meter.phase("step"):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -30,7 +30,11 @@ from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from trainers import cuda_ops, quantise, step
 from trainers.families import family
+from trainers.optimizers import SteppedInBackward, make_optimizer
 from trainers.work import Work, work_of
+
+READS = frozenset(getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "_local_scalar_dense"))
+"""Operators that tell the host a number, which no fake tensor has. Prodigy asks for two a parameter."""
 
 Place = tuple[int, int]
 """(run, index): the index-th block of a run of like blocks."""
@@ -90,13 +94,18 @@ class Recorder(TorchDispatchMode):
         self.phase = "load"
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._number: dict[int, int] = {}
+        self._event_of: list[int] = []
+        """Per allocation: the index of its event."""
+
+        self._from_nothing: set[int] = set()
+        """What the optimizer made without looking at a parameter, until it meets one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
             return args[0].fake_device
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].fake_mode and args[0].constant is None:
+        if func in READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             self.trace.ops.add("aten._local_scalar_dense")
-            return torch.ones((), dtype=args[0].dtype).item()  # nobody knows; what is allocated does not ask
+            return 1.0 if args[0].is_floating_point() else 1  # nobody knows; what is allocated hardly asks
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._note(func, f"{func.namespace}.{func.overloadpacket.__name__}", args, kwargs, out)
@@ -115,6 +124,8 @@ class Recorder(TorchDispatchMode):
             if storage._cdata not in self._alive:
                 source = args[0][position] if each and len(outputs) == len(args[0]) else None
                 number = self._allocate(storage, name, self.place if source is None else self._common_place([source]))
+                if self.phase == "optimizer" and not inputs:
+                    self._from_nothing.add(number)
                 if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
                     self.trace.allocs[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
         self._note_workspaces(name, args)
@@ -123,16 +134,24 @@ class Recorder(TorchDispatchMode):
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:
         """The block that all tensors belong to; None when they are of several; where we are when they say nothing."""
-        numbers = [self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors]
-        places = {self.trace.allocs[number].place for number in numbers if number is not None}
+        found = (self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        numbers = {number for number in found if number is not None}
+        places = {self.trace.allocs[number].place for number in numbers - self._from_nothing}
         if not places:
             return self.place
-        return places.pop() if len(places) == 1 else None
+        if len(places) > 1:
+            return None
+        place = places.pop()
+        for number in numbers & self._from_nothing:  # a state belongs to what it is first used with
+            self._from_nothing.remove(number)
+            self.trace.allocs[number].place = self.trace.places[self._event_of[number]] = place
+        return place
 
     def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> int:
         number = len(self.trace.allocs)
         key = storage._cdata
         self.trace.allocs.append(Alloc(storage.nbytes(), op, place, self.phase))
+        self._event_of.append(len(self.trace.events))
         self._event(number, place)
         self._number[key] = number
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
@@ -161,6 +180,7 @@ class Recorder(TorchDispatchMode):
             self.trace.allocs.append(
                 Alloc(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
             )
+            self._event_of.append(len(self.trace.events))
             self._event(made[-1], self.place)
         for number in made:
             self._event(~number, self.place)
@@ -296,7 +316,7 @@ def record_optimizer(
     """
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
         with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real numbers
-            trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
+            trainee.optimizer = make_optimizer(trainee.trainable, strategy)
         recorder.begin("optimizer")
         for piece in ("optimizer_first", "optimizer"):
             recorder.piece("gradients")
@@ -304,7 +324,11 @@ def record_optimizer(
                 parameter.grad = torch.empty_like(parameter)
                 recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
             recorder.piece(piece)
-            step.optimizer_step(trainee)
+            if isinstance(trainee.optimizer, SteppedInBackward):
+                for parameter in reversed(trainee.trainable.values()):  # the order of backward
+                    trainee.optimizer.step_parameter(parameter)
+            else:
+                step.optimizer_step(trainee)
             _label_states(trainee, recorder, places, strategy)
         recorder.piece("end")
         return recorder.trace
@@ -387,10 +411,13 @@ def _watch_gradients(trainee: step.Trainee, recorder: Recorder, places: dict[str
 def _label_states(
     trainee: step.Trainee, recorder: Recorder, places: dict[str, Place], strategy: Strategy
 ) -> None:
-    """Marks optimizer states; torch's step counters stay in host memory unless the step is fused."""
+    """Marks optimizer states; torch's step counters stay in host memory unless the step is fused.
+
+    So is what else is one number, made anew in every step (Adafactor's RMS): 512 bytes for a parameter.
+    """
     assert trainee.optimizer is not None
     for name, parameter in trainee.trainable.items():
         for key, value in trainee.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                host = key == "step" and strategy.optimizer_step != "fused"
+                host = value.ndim == 0 and strategy.optimizer_step != "fused"
                 recorder.label(value, "host" if host else "optimizer", f"{name}:{key}", place_of_name(name, places))

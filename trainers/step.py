@@ -16,11 +16,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
 from trainers import quantise
 from trainers.families.base import Family
+from trainers.optimizers import SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_GRAD_NORM = 1.0
@@ -33,7 +33,7 @@ class Trainee:
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | SteppedInBackward | None = None
 
 
 def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None) -> nn.Module:
@@ -159,24 +159,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def make_optimizer(
-    trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4
-) -> torch.optim.Optimizer:
-    """The optimizer a strategy names: torch AdamW (foreach, fused or loop) or bitsandbytes' 8-bit AdamW."""
-    parameters = list(trainable.values())
-    if strategy.optimizer == "adamw":
-        how = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
-        if strategy.optimizer_step not in how:
-            fault = f"optimizer_step {strategy.optimizer_step} is not applied yet"
-            raise VplanError(fault, "use foreach, fused or loop")
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=1e-2, **how[strategy.optimizer_step])
-    if strategy.optimizer == "adamw-8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(parameters, lr=learning_rate, weight_decay=1e-2)
-    raise VplanError(f"optimizer {strategy.optimizer} is not built yet", "use adamw or adamw-8bit")
-
-
 @contextlib.contextmanager
 def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
     """``torch.autocast`` as the strategy asks; around the model's forward only, as accelerate wraps it."""
@@ -203,8 +185,10 @@ def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], st
 
 
 def optimizer_step(trainee: Trainee) -> None:
-    """Clips the gradients, steps and frees them."""
+    """Clips the gradients, steps and frees them; nothing when backward has done that already."""
     assert trainee.optimizer is not None
+    if isinstance(trainee.optimizer, SteppedInBackward):
+        return
     torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM, foreach=True)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)
