@@ -13,7 +13,9 @@ from planner.strategies import (
     cublas_workspace,
     ddp,
     offloaded_optimizer,
+    paged_states,
     residents,
+    step_in_backward,
 )
 from planner.zero import zero
 
@@ -22,8 +24,10 @@ TRANSFORMS: tuple[Term, ...] = (
     residents,
     checkpoint_offload,
     block_swap,
+    step_in_backward,
     accumulation,
     offloaded_optimizer,
+    paged_states,
     ddp,
     zero,
 )
@@ -62,8 +66,9 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     for field in ("trainable", "experts", "validation", "references", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
-    if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
-        raise VplanError("adamw-8bit is estimated with its states on one GPU only", "use --optimizer adamw")
+    if strategy.optimizer != "adamw" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
+        fault = f"{strategy.optimizer} is estimated with its states on one GPU only"
+        raise VplanError(fault, "use --optimizer adamw")
 
 
 def lay_out(

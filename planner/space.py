@@ -11,9 +11,12 @@ from collections.abc import Collection, Iterator
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import QUANTISED, Job, Machine, Strategy
 from planner.rules import check, resolve
 from planner.variants import HALF
+
+BASES = ("int8", "fp8", "nf4")
+"""Formats a search may store a frozen base in, each recorded under autocast with an fp32 adapter."""
 
 SEARCHED = (
     "gradient_checkpointing",
@@ -90,7 +93,7 @@ def effort(before: Strategy, after: Strategy) -> int:
 def _choices(job: Job, base: Strategy, machine: Machine, fixed: Collection[str]) -> Iterator[dict[str, object]]:
     """Combinations of the searched fields that make sense together, as fields to replace."""
     axes: dict[str, tuple[object, ...]] = {
-        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method),),
+        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method), *BASES),
         "autocast": ("bf16", "none"),
         "adapter_dtype": ("fp32", "bf16") if job.method == "lora" else (base.adapter_dtype,),
         "master_weights": ("none", "fp32"),
@@ -136,6 +139,9 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
         return False
     if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
         return False
+    quantised = choice["weights_dtype"] in QUANTISED
+    if quantised and free("weights_dtype") and (deepspeed or choice["adapter_dtype"] in HALF):
+        return False  # nobody would round the adapter to save megabytes, and DeepSpeed's base is in 16 bits
     if free("autocast") and (choice["autocast"] == "none") != half:
         return False  # autocast does nothing for a model that is half precision throughout
     if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed):

@@ -5,10 +5,13 @@ Each one function, one named buffer or lifetime, one source.
 
 from __future__ import annotations
 
+import itertools
+
 from planner.errors import VplanError
 from planner.run import Run
 from planner.tape import Stage
 from planner.units import KIB, MIB
+from planner.variants import UNPAGED
 
 
 def cublas_workspace(run: Run) -> None:
@@ -66,6 +69,51 @@ def block_swap(run: Run) -> None:
         run.drop(stage, [buffer for block in swapped for buffer in blocks[block]])
     for _ in range(min(2, count)):
         run.add(run.load, largest, "buckets", "swap ring")
+
+
+def step_in_backward(run: Run) -> None:
+    """The optimizer steps inside backward: what it does to one parameter follows where that parameter's gradient is
+    made, and frees it (torch ``register_post_accumulate_grad_hook``). States are made in the first step's backward."""
+    if run.strategy.optimizer_step != "backward":
+        return
+    first, later = _by_gradient(run, run.optimizer_first), _by_gradient(run, run.optimizer)
+    run.first = _stepped(run.step, first)
+    run.step = _stepped(run.step, later)
+
+
+def _by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
+    """Takes an optimizer's stage apart: the gradient freed at its end -> the events of one parameter's step."""
+    gradients = set(run.named("gradient").values())
+    found: dict[int, list[int]] = {}
+    events: list[int] = []
+    for event in stage.ops:
+        events.append(event)
+        if event < 0 and ~event in gradients:
+            found[~event], events = events, []
+    stage.stretches = [(stage.stretches[-1][0], events)]
+    return found
+
+
+def _stepped(step: Stage, steps: dict[int, list[int]]) -> Stage:
+    """A step in which events follow the making of each gradient."""
+    stretches = []
+    for moment, events in step.stretches:
+        more = [[event, *steps.get(event, ())] for event in events]
+        stretches.append((moment, list(itertools.chain.from_iterable(more))))
+    return Stage(step.name, stretches)
+
+
+def paged_states(run: Run) -> None:
+    """A paged optimizer's 8-bit states are in CUDA's managed memory, outside torch's allocator: the driver keeps them
+    on the GPU where there is room and moves them to host RAM where there is not, so they count there
+    (bitsandbytes ``get_paged``, cudaMallocManaged; its docs, "Paged optimizers")."""
+    if run.strategy.optimizer not in UNPAGED:
+        return
+    paged = set(run.paged_states)
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, paged)
+    if run.first is not None:
+        run.drop(run.first, paged)
 
 
 def accumulation(run: Run) -> None:

@@ -142,9 +142,11 @@ class Recorder(TorchDispatchMode):
         if len(places) > 1:
             return None
         place = places.pop()
-        for number in numbers & self._from_nothing:  # a state belongs to what it is first used with
+        for number in numbers & self._from_nothing:  # a state, and all since, belongs to what it is first used with
             self._from_nothing.remove(number)
-            self.trace.allocs[number].place = self.trace.places[self._event_of[number]] = place
+            self.trace.allocs[number].place = place
+            since = self._event_of[number]
+            self.trace.places[since:] = [place] * (len(self.trace.places) - since)
         return place
 
     def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> int:
