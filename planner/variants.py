@@ -136,6 +136,9 @@ class StepVariant:
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job)
+        if strategy.weights(job.method) == "int4":
+            fault = "weights_dtype int4 is not recorded: its kernels run on some cards only and train on none"
+            raise NotRecordedError(fault, "use nf4, which takes the same 4 bits and its scales")
         if precision not in precisions(profile, method):
             raise NotRecordedError(
                 f"no tape of {profile.name} for {method} with {precision.name or 'this precision'}",

@@ -7,6 +7,7 @@ cannot drift from what it trains. Nothing here knows that a recorder exists.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,8 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
         target_modules=list(job.lora_targets),
         init_lora_weights="gaussian",
     )
-    with init_empty_weights():
+    with init_empty_weights(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # cannot merge, which nobody asks
         inject_adapter_in_model(adapter, model)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

@@ -25,7 +25,7 @@ from planner.errors import VplanError, quoted
 if TYPE_CHECKING:
     from rich.console import Console
 
-NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes")
+NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes", "transformers", "torchao", "prodigyopt")
 """What recording imports. A planning laptop has none of them."""
 
 NOT_COMPARED = ("versions",)
@@ -67,7 +67,7 @@ def command(models: Sequence[str], text: str, check: bool, jobs: int, output: st
     """Record the tapes that estimates are read from.
 
     A tape is every allocation of one real training step, recorded with fake tensors: no GPU, no weights, no download.
-    It needs what training needs: pip install 'vplan[train]'. A model has some forty tapes, of 2 to 30 seconds each.
+    It needs what training needs: pip install 'vplan[train]'. A model has 70 to 100 tapes, of 2 to 40 seconds each.
     Without MODEL, all models are recorded.
     """
     names = [catalog.model(name).name for name in models] or list(catalog.model_names())
