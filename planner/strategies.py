@@ -82,15 +82,23 @@ def step_in_backward(run: Run) -> None:
 
 
 def _by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
-    """Takes an optimizer's stage apart: the gradient freed at its end -> the events of one parameter's step."""
+    """Takes an optimizer's stage apart: the gradient freed at its end -> the events of one parameter's step.
+
+    Neighbouring frees are on a tape in the order of allocation, so those behind the gradient's belong to it too.
+    """
     gradients = set(run.named("gradient").values())
     found: dict[int, list[int]] = {}
     events: list[int] = []
-    for event in stage.ops:
+    freed: int | None = None
+    for event in itertools.chain.from_iterable(events for _, events in stage.stretches[:-1]):
+        ends = event < 0 and ~event in gradients
+        if freed is not None and (event >= 0 or ends):
+            found[freed], events, freed = events, [], None
         events.append(event)
-        if event < 0 and ~event in gradients:
-            found[~event], events = events, []
-    stage.stretches = [(stage.stretches[-1][0], events)]
+        freed = ~event if ends else freed
+    if freed is not None:
+        found[freed] = events
+    stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.end_of_step`
     return found
 
 

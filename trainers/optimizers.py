@@ -11,8 +11,8 @@ from planner.errors import VplanError
 from planner.job import Strategy
 
 WEIGHT_DECAY = 1e-2
-FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}, "backward": {}}
-"""torch AdamW's ways of stepping. Inside backward it has one parameter at a time, and its own choice."""
+FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}, "backward": {"foreach": False}}
+"""torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
 
 
 class SteppedInBackward:
