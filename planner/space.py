@@ -139,9 +139,9 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
         return False
     if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
         return False
-    quantised = choice["weights_dtype"] in QUANTISED
-    if quantised and free("weights_dtype") and (deepspeed or choice["adapter_dtype"] in HALF):
-        return False  # nobody would round the adapter to save megabytes, and DeepSpeed's base is in 16 bits
+    quantised = choice["weights_dtype"] in QUANTISED and free("weights_dtype")
+    if quantised and not _worth_quantising(choice, deepspeed, fixed):
+        return False
     if free("autocast") and (choice["autocast"] == "none") != half:
         return False  # autocast does nothing for a model that is half precision throughout
     if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed):
@@ -151,3 +151,13 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
     if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1"):
         return False  # their gradients are whole until all GPUs have summed them
     return not (choice["offload_params"] != "none" and free("offload_params") and whole and not offloaded)
+
+
+def _worth_quantising(choice: dict[str, object], deepspeed: bool, fixed: Collection[str]) -> bool:
+    """Whether a quantised base is worth asking about with the rest of a choice.
+
+    DeepSpeed's is in 16 bits; and where billions of weights were rounded, rounding the adapter or its states as well
+    saves megabytes.
+    """
+    plain = {"adapter_dtype": "fp32", "optimizer": "adamw", "optimizer_step": "foreach"}
+    return not deepspeed and all(choice[field] == value for field, value in plain.items() if field not in fixed)

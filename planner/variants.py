@@ -95,7 +95,8 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     """In which precisions a recorded method of a model is recorded. A UNet's convolutions cannot be cast layerwise."""
     if method != "lora":
         return PRECISIONS[method.removesuffix("-wide")]
-    return PRECISIONS[method] + tuple(base for base in QUANTISED_BASES if (profile.family, base.weights) != ("unet", "fp8"))
+    bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.family != "unet")
+    return PRECISIONS[method] + tuple(bases)
 
 
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from trainers import fakes
 
 Workspace = tuple[str, tuple[int, ...]]
 """(attention kernel or "any", dimensions whose product is the size in bytes)."""
@@ -170,37 +172,9 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     return (normed * weight).to(value.dtype)
 
 
-def _apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``Module._apply`` (behind ``Module.to``) as it treats real tensors.
-
-    It gives a parameter the new data, which lets go of the old unless autograd kept it. Fake parameters it would swap.
-    """
-    for child in module.children() if recurse else ():
-        _apply(child, convert)
-    with torch.no_grad():
-        for parameter in module.parameters(recurse=False):
-            parameter.data = convert(parameter.data)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else convert(buffer)
-    return module
-
-
-@contextlib.contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 @contextlib.contextmanager
 def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
     """While open, CPU tensors take CUDA's path through autocast, attention and RMSNorm.
-
-    ``torch.is_autocast_enabled()``, by which peft's 4-bit layers decide whether to cast, asks about CUDA when it is
-    not told which device is meant.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel.
     """
@@ -211,16 +185,11 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
-    is_enabled = torch.is_autocast_enabled
     try:
-        with _patched(nn.Module, "_apply", _apply), _patched(torch, "is_autocast_enabled", _asked_of_cpu(is_enabled)):
+        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu():
             yield
     finally:
         library._destroy()
-
-
-def _asked_of_cpu(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda device="cpu": is_enabled(device)
 
 
 # --- Workspace -----------------------------------------------------------------------------------------------------
@@ -329,9 +298,9 @@ CREATED = _aten(
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_ clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
-    "logical_not masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ pow reciprocal round "
-    "rsqrt rsqrt_ rsub sigmoid silu silu_backward sin sqrt sub sub_ _to_copy"
+    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_ clone copy_ cos div div_ exp fill_ ge gelu gelu_backward "
+    "lerp_ logical_not masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ pow reciprocal "
+    "round rsqrt rsqrt_ rsub sigmoid silu silu_backward sin sqrt sub sub_ _to_copy"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
@@ -357,7 +326,7 @@ its outputs are on the tape. CUDA falls back to one call per tensor where CPU do
 same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
 
 QUANTISERS = frozenset(
-    f"bitsandbytes.{name}" for name in ("quantize_4bit", "dequantize_4bit", "quantize_blockwise", "dequantize_blockwise")
+    f"bitsandbytes.{way}_{kind}" for way in ("quantize", "dequantize") for kind in ("4bit", "blockwise")
 )
 """Their outputs and no more (bitsandbytes/backends/cuda/ops.py)."""
 
@@ -376,7 +345,7 @@ KNOWN_SMALL = {
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
     "aten.any": _REDUCTION,
-    "aten.dot": "one number from cuBLAS, in whose workspace it is reduced",
+    "aten.dot": "one number, reduced in the workspace of cuBLAS (native/cuda/Blas.cpp, dot)",
     "aten.max": _REDUCTION,
     "aten.amax": _REDUCTION,
     "aten.amin": _REDUCTION,

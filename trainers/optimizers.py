@@ -11,7 +11,8 @@ from planner.errors import VplanError
 from planner.job import Strategy
 
 WEIGHT_DECAY = 1e-2
-FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}, "backward": {"foreach": False}}
+LOOP = {"foreach": False}
+FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
 """torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,16 +28,12 @@ from torch.utils._pytree import tree_leaves
 from planner.estimate import without_garbage_collection
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
-from trainers import cuda_ops, quantise, step
+from trainers import cuda_ops, fakes, quantise, step
 from trainers.families import family
 from trainers.optimizers import SteppedInBackward, make_optimizer
+from trainers.places import Place, Run, find_runs, place_of_name
+from trainers.watch import watch_blocks, watch_casts, watch_gradients
 from trainers.work import Work, work_of
-
-READS = frozenset(getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "_local_scalar_dense"))
-"""Operators that tell the host a number, which no fake tensor has. Prodigy asks for two a parameter."""
-
-Place = tuple[int, int]
-"""(run, index): the index-th block of a run of like blocks."""
 
 
 @dataclass
@@ -53,15 +49,6 @@ class Alloc:
     kernel: str = "any"
     rounded: tuple[int, int, int] | None = None
     """For a workspace with a rounded dimension: (exact dimension, multiple, rounded dimension)."""
-
-
-@dataclass
-class Run:
-    """A maximal run of structurally equal blocks in one module list."""
-
-    module_list: str
-    start: int
-    count: int
 
 
 @dataclass
@@ -103,9 +90,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
             return args[0].fake_device
-        if func in READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+        if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             self.trace.ops.add("aten._local_scalar_dense")
-            return 1.0 if args[0].is_floating_point() else 1  # nobody knows; what is allocated hardly asks
+            return fakes.read(args[0])
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._note(func, f"{func.namespace}.{func.overloadpacket.__name__}", args, kwargs, out)
@@ -220,68 +207,6 @@ def _plain(leaves: list[Any]) -> list[Tensor]:
     return found
 
 
-def find_runs(model: nn.Module, lists: list[str], checkpointed: int | None) -> tuple[list[Run], dict[str, Place]]:
-    """Groups the blocks of the named module lists into runs of equal structure; maps each block's name to its place.
-
-    ``checkpointed`` is the number of blocks, in execution order, that checkpoint when only some do: it splits runs too.
-    """
-    runs: list[Run] = []
-    places: dict[str, Place] = {}
-    seen = 0
-    for module_list in lists:
-        last: Any = None
-        for index, block in enumerate(model.get_submodule(module_list).children()):
-            shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-            signature = (type(block), shapes, checkpointed is not None and seen < checkpointed)
-            if signature != last:
-                runs.append(Run(module_list, index, 0))
-            last = signature
-            places[f"{module_list}.{index}"] = (len(runs) - 1, runs[-1].count)
-            runs[-1].count += 1
-            seen += 1
-    return runs, places
-
-
-def place_of_name(name: str, places: dict[str, Place]) -> Place | None:
-    """The place of the block a parameter belongs to, from its dotted name."""
-    parts = name.split(".")
-    for end in range(len(parts), 1, -1):
-        found = places.get(".".join(parts[:end]))
-        if found is not None:
-            return found
-    return None
-
-
-def _watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
-    """Hooks that keep ``recorder.place`` at the block that runs, forward and backward."""
-
-    def entering(place: Place | None) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if recorder.phase == "forward":
-                recorder.place = place
-
-        return hook
-
-    def left(place: Place) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if recorder.phase != "forward":
-                return
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: setattr(recorder, "place", place))
-
-        return hook
-
-    lists = {name.rpartition(".")[0] for name in places}
-    for name, place in places.items():
-        block = model.get_submodule(name)
-        block.register_forward_pre_hook(entering(place))
-        block.register_forward_hook(left(place))
-    for name, child in model.named_children():
-        if name not in lists and not any(listed.startswith(f"{name}.") for listed in lists):
-            child.register_forward_pre_hook(entering(None))
-
-
 def record_step(
     profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
 ) -> Trace:
@@ -290,9 +215,9 @@ def record_step(
     ``config`` replaces the published architecture, e.g. by one of fewer blocks.
     """
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
-        _watch_blocks(trainee.model, recorder, places)
-        _watch_gradients(trainee, recorder, places)
-        _watch_casts(trainee.model, recorder, places)
+        watch_blocks(trainee.model, recorder, places)
+        watch_gradients(trainee.trainable, recorder, places)
+        watch_casts(trainee.model, recorder, places)
         before = recorder.weights()
         kind = family(profile)
         recorder.piece("step")
@@ -378,36 +303,6 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield from quantise.stored_tensors(name, parameter)
     yield from model.named_buffers()
-
-
-def _watch_casts(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
-    """Layerwise casting stores a layer's weights anew behind its forward: they are the same weights again."""
-    from diffusers.hooks.layerwise_casting import _is_layerwise_casting_active
-
-    def watch(name: str, module: nn.Module) -> None:
-        place = place_of_name(name, places)
-
-        def stored(*_: Any) -> None:
-            for key, parameter in module.named_parameters(recurse=False):
-                recorder.label(parameter, "weight", f"{name}.{key}", place)
-
-        module.register_forward_hook(stored)
-
-    for name, module in model.named_modules():
-        if not list(module.children()) and _is_layerwise_casting_active(module):
-            watch(name, module)
-
-
-def _watch_gradients(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place]) -> None:
-    def watch(name: str, parameter: nn.Parameter) -> None:
-        def accumulated(_: Tensor) -> None:
-            assert parameter.grad is not None
-            recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
-
-        parameter.register_post_accumulate_grad_hook(accumulated)
-
-    for name, parameter in trainee.trainable.items():
-        watch(name, parameter)
 
 
 def _label_states(

@@ -121,7 +121,7 @@ def test_swap_and_checkpoint_offload_work_with_it(weights: str) -> None:
     ("model", "fields", "machine", "fault"),
     [
         (MODEL.name, {"weights_dtype": "int4"}, {}, "int4 is not recorded"),
-        (MODEL.name, {"weights_dtype": "fp8", "adapter_dtype": "bf16"}, {}, "no tape of wan2.1-t2v-1.3b for lora with fp8"),
+        (MODEL.name, {"weights_dtype": "fp8", "adapter_dtype": "bf16"}, {}, "for lora with fp8-half"),
         (MODEL.name, {"weights_dtype": "nf4", "sharding": "zero-3"}, {"gpus": 2}, "nf4 under zero-3 is not estimated"),
         ("sd1.5", {"weights_dtype": "fp8"}, {}, "no tape of sd1.5 for lora with fp8"),
         (MODEL.name, {"optimizer": "came"}, {}, "optimizer came"),
@@ -164,7 +164,9 @@ def test_states_of_an_fp32_adapter(optimizer: str, bytes_per_parameter: int) -> 
 
 
 def test_paged_states_count_in_host_ram() -> None:
-    plain, paged = (priced(FULL, optimizer=name, gradient_checkpointing="full") for name in ("adamw-8bit", "adamw-8bit-paged"))
+    plain, paged = (
+        priced(FULL, optimizer=name, gradient_checkpointing="full") for name in ("adamw-8bit", "adamw-8bit-paged")
+    )
     states = 2 * MODEL.parameters
     assert paged.phases["optimizer"].allocated_bytes == pytest.approx(
         plain.phases["optimizer"].allocated_bytes - states, rel=0.02
