@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.job import Machine
 from planner.run import Run
 from planner.units import GIB
+from planner.variants import UNPAGED
 
 PROCESS_BYTES = 3 * GIB
 """One training process: Python, torch and CUDA libraries, a few decoded clips. Assumed; the measured rows will tell."""
@@ -33,6 +34,8 @@ def ram_bytes(run: Run, machine: Machine) -> int:
         found += sum(power_of_two(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
     if strategy.offload_optimizer == "cpu":
         found += OFFLOADED_BYTES * run.trained_parameters // (machine.world if zero else 1)
+    if strategy.optimizer in UNPAGED:
+        found += sum(run.sizes[buffer] for buffer in run.paged_states)
     if strategy.offload_params == "cpu":
         found += sum(run.sizes[buffer] for buffer in run.named("weight").values()) // machine.world
     return found * machine.gpus

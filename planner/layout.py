@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner import attention, dialects
 from planner.errors import VplanError
-from planner.job import Job, Machine, Strategy
+from planner.job import QUANTISED, Job, Machine, Strategy
 from planner.phases import residents, saving, validation
 from planner.run import Facts, Run, Term
 from planner.strategies import (
@@ -14,6 +14,8 @@ from planner.strategies import (
     cublas_workspace,
     ddp,
     offloaded_optimizer,
+    paged_states,
+    step_in_backward,
 )
 from planner.zero import zero
 
@@ -22,8 +24,10 @@ TRANSFORMS: tuple[Term, ...] = (
     residents,
     checkpoint_offload,
     block_swap,
+    step_in_backward,
     accumulation,
     offloaded_optimizer,
+    paged_states,
     ddp,
     zero,
     validation,
@@ -36,7 +40,7 @@ PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
     ("group_offload", frozenset({"none"}), "leave --group-offload out"),
-    ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16"}), "use bf16"),
+    ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
     ("offload_gradients", frozenset({"none", "cpu"}), "use --offload-gradients cpu"),
@@ -55,11 +59,15 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
+    if strategy.weights(job.method) in QUANTISED and strategy.sharding.startswith("zero"):
+        fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
+        raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
     for field in ("trainable", "experts", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
-    if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
-        raise VplanError("adamw-8bit is estimated with its states on one GPU only", "use --optimizer adamw")
+    if strategy.optimizer != "adamw" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
+        fault = f"{strategy.optimizer} is estimated with its states on one GPU only"
+        raise VplanError(fault, "use --optimizer adamw")
 
 
 def lay_out(
@@ -97,7 +105,7 @@ def end_of_step(run: Run) -> None:
             alive[event] = None
         else:
             alive.pop(~event, None)
-    gradients = set(run.named("gradient").values())
-    run.left = [buffer for buffer in alive if buffer not in gradients]
+    stay = {*run.named("gradient").values(), *run.named("weight").values()}
+    run.left = [buffer for buffer in alive if buffer not in stay]
     run.free(run.optimizer_first, run.left)
     run.free(run.optimizer, run.left)

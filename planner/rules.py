@@ -122,6 +122,11 @@ def _optimizer(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contr
         yield "optimizer_step backward frees each gradient at once, so there is nothing to accumulate", fix
     if step == "backward" and strategy.sharding.startswith("zero"):
         yield f"with {strategy.sharding} DeepSpeed does the step itself, after backward", "use --optimizer-step foreach"
+    if step == "backward" and strategy.sharding == "ddp":
+        fix = "use --optimizer-step foreach"
+        yield "optimizer_step backward steps before ddp has summed the gradients of all GPUs", fix
+    if step == "backward" and strategy.offload_optimizer != "none":
+        yield "an optimizer in host RAM steps after backward, not inside it", "use --optimizer-step foreach"
     if step == "fused" and strategy.optimizer != "adamw":
         yield f"{strategy.optimizer} has no fused step", "use --optimizer-step foreach, or --optimizer adamw"
 

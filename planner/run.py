@@ -16,6 +16,9 @@ from planner.plan import PhaseName
 from planner.tape import Moment, Program, Stage, Tape
 from planner.variants import Precision
 
+PAGED_ELEMENTS = 100_000
+"""States of smaller tensors are not paged (bitsandbytes/optim/optimizer.py, get_state_buffer)."""
+
 SERVICE = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
 
@@ -73,6 +76,9 @@ class Run:
     by_layer: str = ""
     """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
 
+    first: Stage | None = None
+    """The first step's forward and backward, where it differs from later ones: the optimizer steps inside it."""
+
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
 
@@ -116,7 +122,7 @@ class Run:
         return [
             ("load", self.load),
             *encode,
-            *[("first_step", stage) for stage in (self.step, *more, self.optimizer_first)],
+            *[("first_step", stage) for stage in (self.first or self.step, *more, self.optimizer_first)],
             *encode,
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),
@@ -138,13 +144,19 @@ class Run:
             for event in events:
                 if event >= 0:
                     made.discard(event)
-                    if moment.passes == "forward" and moment.block >= 0:
+                    if moment.passes == "forward" and moment.block >= 0 and self.program.category[event] != "weight":
                         made.add(event)
                 elif ~event in made:
                     made.remove(~event)
                     if moment.passes == "backward" and moment.block >= 0:
                         kept.setdefault((moment.module_list, moment.block), []).append(~event)
         return kept
+
+    @property
+    def paged_states(self) -> list[int]:
+        """Buffers of the optimizer states that a paged optimizer pages; each is a byte per element."""
+        states = self.named("optimizer").items()
+        return [b for name, b in states if ":state" in name and self.sizes[b] >= PAGED_ELEMENTS]
 
     @property
     def trained_parameters(self) -> int:

@@ -293,6 +293,9 @@ class _Piece:
         self.made: list[dict[int, int]] = []
         """Per item: block -> number of its first buffer."""
 
+        self.again: dict[int, int] = {}
+        """Buffer -> the one of its name that an earlier piece made: a weight that was cast away and stored anew."""
+
     def play(self, piece: str) -> Stage:
         stage = Stage(piece, [])
         self.items = self.tape.pieces[piece]
@@ -324,19 +327,23 @@ class _Piece:
         for event in events:
             if len(event) == 4:
                 item, mode, target, position = event
-                base = self.made[item][self._target(mode, target, self.items[item]["run"], block)]
-                found.append(~(base + position))
+                buffer = self.made[item][self._target(mode, target, self.items[item]["run"], block)] + position
+                found.append(~self.again.get(buffer, buffer))
             elif len(event) == 6:
                 found.append(~program.named[self._kind(event[1]), self._name(event[2:], block)])
             else:
                 buffer = len(program.buffers)
-                found.append(buffer)
                 program.buffers.append(self._size(event[0], block))
                 program.category.append(self._category(event[1]))
                 program.op.append(ops[event[2]])
                 program.kernel.append(KERNELS[event[3]])
                 if event[4]:
-                    program.named[self._kind(event[1]), self._name(event[5:], block)] = buffer
+                    key = self._kind(event[1]), self._name(event[5:], block)
+                    if key[0] == "weight" and key in program.named:
+                        self.again[buffer] = program.named[key]
+                    else:
+                        program.named[key] = buffer
+                found.append(self.again.get(buffer, buffer))
         return found
 
     def _category(self, index: int) -> str:

@@ -15,7 +15,10 @@ HALF = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Precision:
-    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16."""
+    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16.
+
+    Weights are ``fp32``, ``half``, or a quantised format by its own name.
+    """
 
     weights: str
     adapter: str
@@ -27,7 +30,7 @@ class Precision:
         if strategy.sharding.startswith("zero"):  # DeepSpeed keeps the module in 16 bits and casts nothing
             return cls("half", "half" if job.method == "lora" else "", autocast=False)
         return cls(
-            "fp32" if weights == "fp32" else "half",
+            "half" if weights in HALF else weights,
             "" if job.method != "lora" else "fp32" if strategy.adapter_dtype == "fp32" else "half",
             strategy.autocast != "none",
         )
@@ -46,11 +49,29 @@ PRECISIONS = {
     "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
     "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
 }
+QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
+"""Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see trainers.quantise)."""
+
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""
 
 CHECKPOINTING = ("none", "full")
-OPTIMIZERS = (("adamw", "foreach"), ("adamw", "fused"), ("adamw", "loop"), ("adamw-8bit", "foreach"))
+OPTIMIZERS = (
+    ("adamw", "foreach"),
+    ("adamw", "fused"),
+    ("adamw", "loop"),
+    ("adamw-8bit", "foreach"),
+    ("adafactor", "foreach"),
+    ("lion", "foreach"),
+    ("prodigy", "foreach"),
+)
+"""(optimizer, how it steps). Only torch has ways to choose from; the others step one parameter after another."""
+
+IN_BACKWARD = tuple((optimizer, "backward") for optimizer in ("adamw", "adamw-8bit", "adafactor"))
+"""Steps inside backward, recorded of full training: an adapter's gradients are not worth freeing early."""
+
+UNPAGED = {"adamw-8bit-paged": "adamw-8bit"}
+"""Optimizers that do the same with their states in other memory."""
 
 
 def methods(profile: ModelProfile) -> tuple[str, ...]:
@@ -70,6 +91,14 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
     raise NotRecordedError(fault, f"leave --lora-targets out, or use {known}")
 
 
+def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
+    """In which precisions a recorded method of a model is recorded. A UNet's convolutions cannot be cast layerwise."""
+    if method != "lora":
+        return PRECISIONS[method.removesuffix("-wide")]
+    bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.family != "unet")
+    return PRECISIONS[method] + tuple(bases)
+
+
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
     height, width = profile.shape.resolutions[0]
     job = Job.read(
@@ -83,7 +112,7 @@ def _records(profile: ModelProfile, method: str, precision: Precision, **strateg
         }
     )
     fields = {
-        "weights_dtype": "fp32" if precision.weights == "fp32" else "bf16",
+        "weights_dtype": "bf16" if precision.weights == "half" else precision.weights,
         "adapter_dtype": "bf16" if precision.adapter == "half" else "fp32",
         "autocast": "bf16" if precision.autocast else "none",
     }
@@ -107,10 +136,14 @@ class StepVariant:
         mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
-        if precision not in PRECISIONS.get(job.method, ()):
+        method = recorded_method(profile, job)
+        if strategy.weights(job.method) == "int4":
+            fault = "weights_dtype int4 is not recorded: its kernels run on some cards only and train on none"
+            raise NotRecordedError(fault, "use nf4, which takes the same 4 bits and its scales")
+        if precision not in precisions(profile, method):
             raise NotRecordedError(
-                f"no tape for {job.method} with {precision.name or 'this precision'}",
-                "use one of " + ", ".join(known.name for known in PRECISIONS.get(job.method, ())),
+                f"no tape of {profile.name} for {method} with {precision.name or 'this precision'}",
+                "use one of " + ", ".join(known.name for known in precisions(profile, method)),
             )
         if strategy.gradient_checkpointing == "offload" and profile.family == "unet":
             fault = f"{profile.title} checkpoints parts of its blocks, whose offload is not estimated yet"
@@ -118,13 +151,12 @@ class StepVariant:
         if mode not in CHECKPOINTING:
             fix = f"use one of {', '.join(CHECKPOINTING)}"
             raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
-        return cls(recorded_method(profile, job), precision, mode, batch == 1)
+        return cls(method, precision, mode, batch == 1)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
-            precisions = PRECISIONS[method.removesuffix("-wide")]
-            for precision, mode, one in itertools.product(precisions, CHECKPOINTING, (True, False)):
+            for precision, mode, one in itertools.product(precisions(profile, method), CHECKPOINTING, (True, False)):
                 yield cls(method, precision, mode, one)
 
     @property
@@ -184,17 +216,27 @@ class OptimizerVariant:
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
-        how = strategy.optimizer_step
-        if (strategy.optimizer, how) not in OPTIMIZERS:
-            known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
-            fault = f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})"
-            raise NotRecordedError(fault, f"use {known}")
-        return cls(recorded_method(profile, job), Precision.of(job, strategy).trained, strategy.optimizer, how)
+        method = recorded_method(profile, job)
+        optimizer, how = UNPAGED.get(strategy.optimizer, strategy.optimizer), strategy.optimizer_step
+        if optimizer != "adamw" and how == "loop":
+            how = "foreach"
+        if (optimizer, how) not in cls.ways(method):
+            known = ", ".join(sorted({known for known, way in cls.ways(method) if way == how} | UNPAGED.keys()))
+            fault = f"no tape for {method} with optimizer {strategy.optimizer} ({strategy.optimizer_step})"
+            fix = "leave --optimizer-step out" if how == "backward" else f"use {known}"
+            raise NotRecordedError(fault, fix)
+        return cls(method, Precision.of(job, strategy).trained, optimizer, how)
+
+    @staticmethod
+    def ways(method: str) -> tuple[tuple[str, str], ...]:
+        """(optimizer, how it steps) of every recording of a method."""
+        return OPTIMIZERS + IN_BACKWARD if method == "full" else OPTIMIZERS
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
-        for method, trained, (optimizer, how) in itertools.product(methods(profile), ("fp32", "half"), OPTIMIZERS):
-            yield cls(method, trained, optimizer, how)
+        for method, trained in itertools.product(methods(profile), ("fp32", "half")):
+            for optimizer, how in cls.ways(method):
+                yield cls(method, trained, optimizer, how)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.record import Place, Trace
+from trainers.places import Place
+from trainers.record import Trace
 from trainers.work import Work
 
 HEAD, TAIL = 2, 2

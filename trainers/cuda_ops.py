@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers import fakes
+
 Workspace = tuple[str, tuple[int, ...]]
 """(attention kernel or "any", dimensions whose product is the size in bytes)."""
 
@@ -184,7 +186,8 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
-        yield
+        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu():
+            yield
     finally:
         library._destroy()
 
@@ -223,6 +226,22 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     return found
 
 
+def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
+    """bitsandbytes' 4-bit matrix product: above 1536 rows it is a copy of the weight in the input's dtype and a plain
+    product, and before that, under double quantisation, the blocks' constants in fp32, without and with their mean.
+
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. With fewer rows a fused kernel may do without, which
+    concerns short prompts and time embeddings only.
+    """
+    rows, columns = args[2]
+    copy: Workspace = ("any", (args[0].element_size(), rows, columns))
+    constants: Workspace = ("any", (4, *args[3].shape))
+    if len(args) > 7 and args[7] is not None:
+        constants = ("any", (4, *args[7].shape))
+        return [constants, constants, copy]
+    return [copy]
+
+
 class Rounded(int):
     """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
 
@@ -238,6 +257,7 @@ class Rounded(int):
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "bitsandbytes.gemm_4bit": gemm_4bit,
 }
 
 
@@ -265,23 +285,23 @@ def _aten(names: str) -> frozenset[str]:
 
 
 VIEWS = _aten(
-    "_unsafe_view alias detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose unbind "
-    "unsqueeze view"
+    "_unsafe_view alias detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "unbind unsqueeze view"
 )
 """Take no memory: the output shares its input's storage on every device."""
 
 CREATED = _aten(
-    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
-    "randn_like scalar_tensor zeros zeros_like"
+    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_zeros ones ones_like randint "
+    "randn randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_min clone copy_ cos div div_ eq exp fill_ ge gelu "
-    "gelu_backward gt le lerp_ log logical_not lt minimum tanh where "
-    " masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal rsqrt rsub sigmoid "
-    "silu silu_backward sin sqrt sub sub_ _to_copy"
+    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_ clamp_min clone copy_ cos div div_ eq exp fill_ ge gelu "
+    "gelu_backward gt le lerp_ log logical_not lt masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ "
+    "neg normal_ pow reciprocal round rsqrt rsqrt_ rsub sigmoid silu silu_backward sin sqrt sub sub_ tanh where "
+    "_to_copy"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
@@ -307,10 +327,15 @@ OPTIMIZERS = _aten(
 its outputs are on the tape. CUDA falls back to one call per tensor where CPU does (ForeachUtils.h, can_use_fast_route:
 same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
 
+QUANTISERS = frozenset(
+    f"bitsandbytes.{way}_{kind}" for way in ("quantize", "dequantize") for kind in ("4bit", "blockwise")
+)
+"""Their outputs and no more (bitsandbytes/backends/cuda/ops.py)."""
+
 HOST = _aten("_local_scalar_dense") | {"profiler._record_function_enter_new", "profiler._record_function_exit"}
 """Nothing on the device."""
 
-SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | HOST
+SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | QUANTISERS | HOST
 """Operators whose CUDA kernel allocates what the tape says and no more, by their kind as each group says. What was read
 line by line in torch's source is what the two tables below say of reductions, norms, attention and convolution."""
 
@@ -322,6 +347,11 @@ KNOWN_SMALL = {
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
     "aten.argmax": _REDUCTION,
+    "aten.any": _REDUCTION,
+    "aten.dot": "one number, reduced in the workspace of cuBLAS (native/cuda/Blas.cpp, dot)",
+    "aten.max": _REDUCTION,
+    "aten.amax": _REDUCTION,
+    "aten.amin": _REDUCTION,
     "aten.linalg_vector_norm": _REDUCTION,
     "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",

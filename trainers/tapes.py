@@ -25,7 +25,8 @@ from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers import step
 from trainers.compress import HEAD, TAIL, compress
 from trainers.families import family
-from trainers.record import Trace, find_runs, record_optimizer, record_sample, record_step
+from trainers.places import find_runs
+from trainers.record import Trace, record_optimizer, record_sample, record_step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Per kind of block: both ends and two middles, which must be alike."""

@@ -15,6 +15,7 @@ from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from trainers import step
 from trainers.families import family
+from trainers.optimizers import make_optimizer
 
 GRID = {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 4}
 TINY: dict[str, dict[str, Any]] = {
@@ -204,7 +205,7 @@ def test_lora_trains_its_adapter_and_nothing_else(name: str, dtype: str) -> None
 def test_a_real_step_has_a_finite_loss_and_moves_every_trained_weight(name: str, method: str, autocast: str) -> None:
     profile = tiny(name)
     trainee, strategy = built(profile, method, autocast=autocast)
-    trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
+    trainee.optimizer = make_optimizer(trainee.trainable, strategy)
     before = {key: parameter.detach().clone() for key, parameter in trainee.model.named_parameters()}
     losses = [step.train_step(trainee, family(profile), batch(profile, strategy), strategy) for _ in range(2)]
     assert all(loss.isfinite() and loss > 0 and not loss.requires_grad for loss in losses)
@@ -290,7 +291,7 @@ def test_the_ways_of_an_optimizer_step_agree(how: str) -> None:
     results = []
     for chosen in ("foreach", how):
         trainee, strategy = built(profile, "lora", autocast="none", optimizer_step=chosen)
-        trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
+        trainee.optimizer = make_optimizer(trainee.trainable, strategy)
         data = batch(profile, strategy)
         torch.manual_seed(3)
         step.train_step(trainee, family(profile), data, strategy)
@@ -300,13 +301,13 @@ def test_the_ways_of_an_optimizer_step_agree(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "named"),
-    [({"weights_dtype": "nf4"}, "weights_dtype nf4"), ({"optimizer": "prodigy"}, "optimizer prodigy")],
+    [({"weights_dtype": "int4"}, "weights_dtype int4"), ({"optimizer": "came"}, "optimizer came")],
 )
 def test_what_cannot_be_built_yet_is_refused_by_name(strategy: dict[str, str], named: str) -> None:
     profile = tiny("wan2.1-t2v-1.3b")
     with pytest.raises(VplanError, match=named):
         trainee, chosen = built(profile, "lora", **strategy)
-        step.make_optimizer(trainee.trainable, chosen)
+        make_optimizer(trainee.trainable, chosen)
 
 
 @EACH
