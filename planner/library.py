@@ -9,7 +9,9 @@ import profiles
 from planner import catalog
 from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import SPLIT, Job, Machine, Strategy
+from planner.parameters import FILE as PARAMETERS_FILE
+from planner.parameters import Parameters, read_parameters
 from planner.rules import resolve
 from planner.run import Facts
 from planner.tape import Tape, read_tape
@@ -25,6 +27,15 @@ def tape(model: str, variant: str) -> Tape:
     return read_tape(path)
 
 
+@functools.cache
+def parameters(model: str) -> Parameters:
+    """The table of a model's parameters."""
+    path: Path = profiles.TAPES / model / PARAMETERS_FILE
+    if not path.is_file():
+        raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model}")
+    return read_parameters(path)
+
+
 def facts(
     job: Job, strategy: Strategy, machine: Machine, model: ModelProfile | None = None, gpu: GpuProfile | None = None
 ) -> Facts:
@@ -37,4 +48,5 @@ def facts(
         gpu or catalog.parse_gpus(machine.gpu)[1],
         tape(job.model, StepVariant.of(model, job, strategy, batch).name),
         tape(job.model, OptimizerVariant.of(model, job, strategy).name),
+        parameters(job.model) if strategy.sharding in SPLIT else Parameters(),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
+from planner.parameters import Parameters
 from planner.plan import PhaseName
 from planner.tape import Moment, Program, Stage, Tape
 from planner.variants import Precision
@@ -28,6 +29,8 @@ class Facts:
     gpu: GpuProfile
     step: Tape
     optimizer: Tape
+    parameters: Parameters = field(default_factory=Parameters)
+    """needed where something is split between GPUs"""
 
 
 @dataclass

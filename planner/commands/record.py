@@ -21,6 +21,7 @@ import profiles
 from planner import catalog
 from planner.commands.common import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
+from planner.parameters import FILE as PARAMETERS_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +31,10 @@ NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes")
 
 NOT_COMPARED = ("versions",)
 """Keys of a tape that may differ: another torch may well record the same allocations."""
+
+
+PARAMETERS = "parameters"
+"""The table of a model's parameters, recorded beside its tapes."""
 
 
 class Task(NamedTuple):
@@ -114,9 +119,11 @@ def _tasks(models: dict[str, None], text: str, folder: Path, check: bool) -> lis
         for variant in kind.all(catalog.model(model))
     ]
     chosen = [(model, name) for model, name in variants if text in name]
-    if not chosen:
+    if not chosen and text not in PARAMETERS:
         raise VplanError(f"no variant has {quoted(text)} in its name", f"they are named like {variants[0][1]}")
-    return [Task(model, name, folder / model / f"{name}.json.gz", check) for model, name in chosen]
+    tables = [Task(model, PARAMETERS, folder / model / PARAMETERS_FILE, check) for model in models]
+    found = [Task(model, name, folder / model / f"{name}.json.gz", check) for model, name in chosen]
+    return found + [table for table in tables if text in PARAMETERS]
 
 
 def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:
@@ -151,11 +158,14 @@ def _record(task: Task) -> Done:
     from trainers import tapes
 
     profile = catalog.model(task.model)
-    variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
-    record = tapes.step_tape if variant.name.startswith("step-") else tapes.optimizer_tape
-    tape = record(profile, variant)
+    if task.variant == PARAMETERS:
+        tape = tapes.parameter_table(profile)
+    else:
+        variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
+        record = tapes.step_tape if variant.name.startswith("step-") else tapes.optimizer_tape
+        tape = record(profile, variant)
     if not task.check:
-        return Done(task, tapes.write_tape(tape, task.path.parent).stat().st_size, "")
+        return Done(task, tapes.write(tape, task.path).stat().st_size, "")
     if not task.path.is_file():
         return Done(task, 0, f"there is no {task.path}")
     there = _read(task.path)
