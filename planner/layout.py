@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner import attention, dialects
 from planner.errors import VplanError
+from planner.fsdp import fsdp
 from planner.job import Job, Machine, Strategy
 from planner.run import Facts, Run, Term
 from planner.strategies import (
@@ -12,6 +13,7 @@ from planner.strategies import (
     checkpoint_offload,
     cublas_workspace,
     ddp,
+    ema,
     offloaded_optimizer,
     residents,
 )
@@ -26,11 +28,12 @@ TRANSFORMS: tuple[Term, ...] = (
     offloaded_optimizer,
     ddp,
     zero,
+    fsdp,
+    ema,
 )
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
-    ("ema", frozenset({"none"}), "leave --ema out"),
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
     ("group_offload", frozenset({"none"}), "leave --group-offload out"),
@@ -42,7 +45,6 @@ PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
     ("offload_gradients", frozenset({"none", "cpu"}), "use --offload-gradients cpu"),
     ("offload_params", frozenset({"none", "cpu"}), "use --offload-params cpu"),
-    ("sharding", frozenset({"none", "ddp", "zero-1", "zero-2", "zero-3"}), "use zero-3, which shards the same"),
 )
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Strategy
+from planner.job import SPLIT, Job, Strategy
 
 HALF = ("bf16", "fp16")
 
@@ -24,7 +24,8 @@ class Precision:
     @classmethod
     def of(cls, job: Job, strategy: Strategy) -> Precision:
         weights = strategy.weights(job.method)
-        if strategy.sharding.startswith("zero"):  # DeepSpeed keeps the module in 16 bits and casts nothing
+        # DeepSpeed keeps the module in 16 bits; FSDP2 gathers its weights in 16 bits. Neither casts as it computes.
+        if strategy.sharding in SPLIT:
             return cls("half", "half" if job.method == "lora" else "", autocast=False)
         return cls(
             "fp32" if weights == "fp32" else "half",
@@ -40,6 +41,14 @@ class Precision:
     @property
     def name(self) -> str:
         return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
+
+
+def trained_storage(job: Job, strategy: Strategy) -> str:
+    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own."""
+    if strategy.sharding != "fsdp":
+        return Precision.of(job, strategy).trained
+    dtype = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
+    return "fp32" if dtype == "fp32" else "half"
 
 
 PRECISIONS = {
@@ -155,7 +164,7 @@ class OptimizerVariant:
             known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
             fault = f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})"
             raise NotRecordedError(fault, f"use {known}")
-        return cls(recorded_method(profile, job), Precision.of(job, strategy).trained, strategy.optimizer, how)
+        return cls(recorded_method(profile, job), trained_storage(job, strategy), strategy.optimizer, how)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
