@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.gather import Weaver, first_backward, spans
+from planner.gather import first_backward
 from planner.run import Run
 from planner.tape import Stage
 
@@ -37,8 +37,10 @@ class Settings:
     """``reduce_bucket_size``: allocated whole, however small the model"""
     prefetch: int = 50_000_000
     """``stage3_prefetch_bucket_size``"""
+    max_live: int = 1_000_000_000
+    """``stage3_max_live_parameters``: no more are fetched ahead"""
     max_reuse: int = 1_000_000_000
-    """``stage3_max_reuse_distance``: a weight needed again within it stays gathered"""
+    """``stage3_max_reuse_distance``: what is used again within it is not let go"""
     sub_group: int = 1_000_000_000
     """``sub_group_size``: how much of its share stage 3 steps at a time"""
     persistent: int = 100_000
@@ -306,36 +308,22 @@ def _split_weights(run: Run, settings: Settings, trained_share: int) -> None:
 
 
 def _gather(run: Run, settings: Settings) -> None:
-    """A block's weights are gathered before it runs and let go behind it, unless they are needed again soon; beside
-    them, what is being fetched. Weights outside the blocks are counted as gathered throughout."""
+    """Gathered weights. From the second step on every module's turn fetches ``prefetch`` elements further ahead, and
+    what is fetched ahead is not let go, so they soon reach the most that may live, and one parameter more. What is
+    kept to be used again, forward and then backward, is less, but a whole block that is recomputed. A batch is there
+    twice while it is copied out (``_fetch_sub_module_impl``, ``__params_to_release``, ``AllGatherCoalescedHandle``)."""
     if run.machine.world == 1 and run.strategy.offload_params == "none":
         return
-    block_of, stage = run.facts.step.block_of, run.step
-    large: dict[tuple[str, int] | None, int] = {}
-    total: dict[tuple[str, int] | None, int] = {}
-    for name, count in run.elements.items():
-        block = block_of(name)
-        total[block] = total.get(block, 0) + count
-        large[block] = large.get(block, 0) + (count if count > settings.persistent else 0)
-    forward, backward = spans(stage, "forward"), spans(stage, "backward")
-    weaver = Weaver(stage)
-    outside = run.new(HALF * large.get(None, 0), "buckets", "gathered outside the blocks")
-    ahead = min(sum(large.values()), settings.prefetch + max(run.elements.values()))
-    fetched = run.new(HALF * ahead, "buckets", "prefetched weights")
-    weaver.before(0, [outside, fetched])
-    passes = 2 if run.strategy.gradient_checkpointing == "none" else 3
-    distance = 0  # elements used between a block's forward and its backward
-    for block in reversed(forward):
-        gathered = run.new(HALF * large.get(block, 0), "buckets", "gathered weights")
-        stays = distance < settings.max_reuse
-        weaver.before(forward[block][0], [gathered])
-        if not stays:
-            weaver.after(forward[block][1], [~gathered])
-        if block in backward:
-            weaver.before(backward[block][0], [] if stays else [gathered])
-            weaver.after(backward[block][1], [~gathered])
-        elif stays:
-            weaver.after(len(stage.stretches) - 1, [~gathered])
-        distance += passes * total[block]
-    weaver.after(len(stage.stretches) - 1, [~outside, ~fetched])
-    weaver.weave("gather")
+    large = {name: elements for name, elements in run.elements.items() if elements > settings.persistent}
+    total, most = sum(large.values()), max(large.values(), default=0)
+    live = max(settings.max_live, settings.max_reuse // 2)
+    if run.strategy.gradient_checkpointing != "none":
+        blocks: dict[object, int] = {}
+        for name, elements in large.items():
+            block = run.facts.step.block_of(name)
+            blocks[block] = blocks.get(block, 0) + (elements if block else 0)
+        live = max(live, *blocks.values())
+    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
+    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
+    run.place(run.step, [gathered, fetched], "gather", at=0)
+    run.free(run.step, [gathered, fetched])

@@ -29,6 +29,7 @@ def deepspeed_config(job: Job, strategy: Strategy, settings: Settings) -> dict[s
         "reduce_bucket_size": settings.reduce_bucket,
         "sub_group_size": settings.sub_group,
         "stage3_prefetch_bucket_size": settings.prefetch,
+        "stage3_max_live_parameters": settings.max_live,
         "stage3_max_reuse_distance": settings.max_reuse,
         "stage3_param_persistence_threshold": settings.persistent,
         "stage3_gather_16bit_weights_on_model_save": True,

@@ -52,7 +52,14 @@ GRIDS = {
 }
 """An odd rank, and tables of one row: what FSDP2 cannot halve."""
 
-SETTINGS = {"reduce_bucket": 3000, "prefetch": 700, "max_reuse": 9000, "sub_group": 4000, "persistent": 100}
+SETTINGS = {
+    "reduce_bucket": 3000,
+    "prefetch": 700,
+    "max_live": 9000,
+    "max_reuse": 9000,
+    "sub_group": 4000,
+    "persistent": 100,
+}
 """Small enough for tiny models to fill them several times."""
 
 WAN, COG = TINY
@@ -229,14 +236,11 @@ def test_stage_3(model: str, method: str, checkpointing: str, capsys: pytest.Cap
         "fp32 gradients": held(run, "fp32 gradients", at_once=True),
     }
     agree(ranks, expected, capsys)
-    gathered = sum(
-        held(run, name, at_once=True)
-        for name in ("gathered weights", "gathered outside the blocks", "prefetched weights")
-    )
-    real = max(rank["gathered at once"] for rank in ranks)
+    # How far ahead DeepSpeed fetches depends on its modules' order: a bound, not a number.
+    gathered, real = held(run, "gathered weights"), max(rank["gathered at once"] for rank in ranks)
     with capsys.disabled():
-        print(f"    gathered at once: estimated {gathered}, real {real}")
-    assert real <= gathered
+        print(f"    gathered at once: at most {gathered}, real {real}")
+    assert real <= gathered <= 1.3 * real
 
 
 FSDP = [
