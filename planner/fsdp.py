@@ -40,7 +40,7 @@ def fsdp(run: Run) -> None:
     if run.strategy.sharding != "fsdp":
         return
     table, world = run.facts.parameters, run.machine.world
-    stored = {name: _stored_bytes(run, name) for name in run.parameters}
+    stored = _stored_bytes(run)
     cast_to_16_bits(run)
     shares = {
         name: share_of(table.rows_of(name, run.grid["R"]), elements, world)
@@ -61,14 +61,15 @@ def fsdp(run: Run) -> None:
     _step_over_shares(run, shares, kept)
 
 
-def _stored_bytes(run: Run, name: str) -> int:
-    """Bytes per element of a share: the trained ones' format, or what the frozen base is loaded in."""
-    if name in run.named("gradient"):
-        return FULL if trained_storage(run.job, run.strategy) == "fp32" else HALF
-    if run.strategy.weights_dtype == "fp32":
-        return FULL
-    nbytes = run.sizes[run.parameters[name]]
-    return nbytes // run.facts.parameters.elements(name, nbytes)
+def _stored_bytes(run: Run) -> dict[str, int]:
+    """Name -> bytes per element of a share: the trained ones' format, or what the frozen base is loaded in."""
+    gradients = run.named("gradient")
+    trained = FULL if trained_storage(run.job, run.strategy) == "fp32" else HALF
+    least = FULL if run.strategy.weights_dtype == "fp32" else HALF
+    return {
+        name: trained if name in gradients else max(least, run.sizes[buffer] // run.elements[name])
+        for name, buffer in run.parameters.items()
+    }
 
 
 def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Block | None, Group]:

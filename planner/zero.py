@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from planner.errors import VplanError
 from planner.gather import first_backward
 from planner.run import Run
 from planner.tape import Stage
@@ -24,9 +25,15 @@ HALF, FULL = 2, 4
 NORM = 8
 """Gradient norms are added up in fp64, one parameter at a time (``get_norm_dtype`` in runtime/zero/utils.py)."""
 
-FOREACH_STEP = {"foreach": 1, "loop": 2, "fused": 0}
+STEP_COPIES = {"foreach": 1, "loop": 2, "fused": 0}
 """fp32 copies of the share that torch's AdamW makes over a flat parameter: the square root of the second moment, and,
 one parameter at a time, its quotient too (torch/optim/adam.py)."""
+
+
+SMALLEST_8_BIT = 4096
+MOST_8_BIT = 2**31 - 1
+"""bitsandbytes: smaller tensors have fp32 states (``min_8bit_size``); its kernels take a 32-bit count of elements
+(backends/cuda/ops.py)."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,8 @@ def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> Non
     """The trained weights move into one flat buffer, beside themselves where the GPU has room, else by way of the
     host; then this rank's master is cloned from it, and zeros for its first gradients come and go."""
     world = run.machine.world
-    weights = [run.parameters[name] for name in trained(run)]
+    parameters = run.parameters
+    weights = [parameters[name] for name in trained(run)]
     flat = run.new(HALF * share * world, "weight", "flat weights")
     beside = sum(run.sizes[event] for event in run.load.ops if event >= 0) + run.sizes[flat]
     freed = [~weight for weight in weights]
@@ -239,17 +247,23 @@ def _copy(stage: Stage) -> Stage:
 
 
 def _states(run: Run, share: int) -> list[int]:
-    return [run.new(FULL * share, "optimizer", name) for name in ("exp_avg", "exp_avg_sq")]
+    """Two states over a flat share. bitsandbytes' have 8 bits, and a scale for every 256 (optimizer.py,
+    ``init_state``): over the flat share of norms and biases too, which it keeps in fp32 where they are on their own."""
+    nbytes = FULL * share
+    if run.strategy.optimizer == "adamw-8bit" and share >= SMALLEST_8_BIT:
+        if share > MOST_8_BIT:
+            fault = f"adamw-8bit over a share of {share} numbers: bitsandbytes counts to {MOST_8_BIT}"
+            raise VplanError(fault, "use more GPUs, or --optimizer adamw")
+        nbytes = share + FULL * -(-share // 256)
+    return [run.new(nbytes, "optimizer", name) for name in ("exp_avg", "exp_avg_sq")]
 
 
 def _step(run: Run, share: int, states: Sequence[int], *freed: int) -> list[int]:
     """The step over one flat share: its gradients flattened, then in fp32, then AdamW's own copies."""
     flat = run.new(HALF * share, "gradient", "flat gradients")
     full = run.new(FULL * share, "gradient", "fp32 gradients")
-    own = [
-        run.new(FULL * share, "temporary", "adamw")
-        for _ in range(FOREACH_STEP.get(run.strategy.optimizer_step, 1))
-    ]
+    copies = 0 if run.strategy.optimizer == "adamw-8bit" else STEP_COPIES[run.strategy.optimizer_step]
+    own = [run.new(FULL * share, "temporary", "adamw") for _ in range(copies)]
     return [flat, full, ~flat, *freed, *states, *own, *(~copy for copy in own), ~full]
 
 
