@@ -196,6 +196,14 @@ def test_stages_1_and_2(asked: Case, capsys: pytest.CaptureFixture[str]) -> None
     agree(ranks, expected, capsys)
 
 
+def test_eight_bit_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """bitsandbytes steps over DeepSpeed's flat share; its tables of 256 steps are counted apart: 2 KiB."""
+    asked = case(WAN, "full", sharding="zero-2", gradient_checkpointing="full", optimizer="adamw-8bit")
+    run, ranks = estimated(asked), measure(asked)
+    states = held(run, "exp_avg") + held(run, "exp_avg_sq")
+    agree(ranks, {"fp32 master": held(run, "fp32 master"), "states": states + 2 * 256 * 4}, capsys)
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_stage_2_with_the_optimizer_on_the_host(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = case(

@@ -74,7 +74,7 @@ def test_what_is_not_counted_is_said_and_never_called_fits() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"weights_dtype": "nf4"}, {"attention": "math"}, {"ema": "gpu"}, {"compile": "full"}, {"master_weights": "fp32"}],
+    [{"weights_dtype": "nf4"}, {"attention": "math"}, {"compile": "full"}, {"master_weights": "fp32"}],
 )
 def test_what_has_no_memory_terms_is_refused_by_name(strategy: dict[str, Any]) -> None:
     with pytest.raises(VplanError, match=next(iter(strategy))):
