@@ -149,13 +149,11 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero_terms, "DEEPSPEED", zero_terms.Settings(**SETTINGS))
 
 
-def agree(ranks: list[Bytes], expected: Bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def agree(ranks: list[Bytes], expected: Bytes) -> None:
     """Every named thing is, on the fullest rank, as many bytes as expected."""
     most = {name: max(rank.get(name, 0) for rank in ranks) for name in expected}
-    with capsys.disabled():
-        print()
-        for name, nbytes in expected.items():
-            print(f"    {name}: estimated {nbytes}, real {[rank.get(name, 0) for rank in ranks]}")
+    for name, nbytes in expected.items():  # shown by pytest -s
+        print(f"    {name}: estimated {nbytes}, real {[rank.get(name, 0) for rank in ranks]}")
     assert most == expected
 
 
@@ -165,8 +163,7 @@ STAGES_1_AND_2 = [
         (WAN, "full", "zero-1", "foreach"),
         (WAN, "full", "zero-2", "foreach"),
         (WAN, "lora", "zero-2", "fused"),
-        (COG, "full", "zero-2", "loop"),
-        (COG, "lora", "zero-1", "foreach"),
+        (COG, "lora", "zero-1", "loop"),
     ]
 ]
 
@@ -177,7 +174,7 @@ def label(asked: Case) -> str:
 
 
 @pytest.mark.parametrize("asked", STAGES_1_AND_2, ids=label)
-def test_stages_1_and_2(asked: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_1_and_2(asked: Case) -> None:
     run, ranks = estimated(asked), measure(asked)
     expected = {
         "frozen weights": weights(run, frozen=True),
@@ -193,21 +190,20 @@ def test_stages_1_and_2(asked: Case, capsys: pytest.CaptureFixture[str]) -> None
     if asked.strategy["sharding"] == "zero-1":
         gradients = run.named("gradient").values()
         expected["whole gradients"] = sum(run.sizes[buffer] for buffer in gradients)
-    agree(ranks, expected, capsys)
+    agree(ranks, expected)
 
 
-def test_eight_bit_states(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eight_bit_states() -> None:
     """bitsandbytes steps over DeepSpeed's flat share; its tables of 256 steps are counted apart: 2 KiB."""
     asked = case(WAN, "full", sharding="zero-2", gradient_checkpointing="full", optimizer="adamw-8bit")
     run, ranks = estimated(asked), measure(asked)
     states = held(run, "exp_avg") + held(run, "exp_avg_sq")
-    agree(ranks, {"fp32 master": held(run, "fp32 master"), "states": states + 2 * 256 * 4}, capsys)
+    agree(ranks, {"fp32 master": held(run, "fp32 master"), "states": states + 2 * 256 * 4})
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_stage_2_with_the_optimizer_on_the_host(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_2_with_the_optimizer_on_the_host() -> None:
     asked = case(
-        WAN, method, sharding="zero-2", gradient_checkpointing="full", offload_optimizer="cpu", optimizer_step="loop"
+        WAN, "full", sharding="zero-2", gradient_checkpointing="full", offload_optimizer="cpu", optimizer_step="loop"
     )
     run, ranks = estimated(asked), measure(asked)
     expected = {
@@ -218,7 +214,7 @@ def test_stage_2_with_the_optimizer_on_the_host(method: str, capsys: pytest.Capt
         "reduced copy": held(run, "reduced copy", at_once=True),
     }
     assert held(run, "fp32 master") == held(run, "exp_avg") == held(run, "gradient partition") == 0
-    agree(ranks, expected, capsys)
+    agree(ranks, expected)
     share = expected["flat weights"] // 2 // WORLD
     assert all(rank["fp32 master"] == 4 * share and rank["states"] == 8 * share for rank in ranks)
     on_host = ("fp32 master", "states", "fp32 gradients", "new weights on the host")
@@ -227,9 +223,9 @@ def test_stage_2_with_the_optimizer_on_the_host(method: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("model", "method", "checkpointing"),
-    [(WAN, "full", "full"), (WAN, "lora", "full"), (COG, "full", "none"), (COG, "lora", "full")],
+    [(WAN, "lora", "full"), (COG, "full", "none"), (COG, "lora", "full")],
 )
-def test_stage_3(model: str, method: str, checkpointing: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_3(model: str, method: str, checkpointing: str) -> None:
     asked = case(model, method, sharding="zero-3", gradient_checkpointing=checkpointing)
     run, ranks = estimated(asked), measure(asked)
     expected = {
@@ -243,11 +239,10 @@ def test_stage_3(model: str, method: str, checkpointing: str, capsys: pytest.Cap
         "states": held(run, "exp_avg") + held(run, "exp_avg_sq"),
         "fp32 gradients": held(run, "fp32 gradients", at_once=True),
     }
-    agree(ranks, expected, capsys)
+    agree(ranks, expected)
     # How far ahead DeepSpeed fetches depends on its modules' order: a bound, not a number.
     gathered, real = held(run, "gathered weights"), max(rank["gathered at once"] for rank in ranks)
-    with capsys.disabled():
-        print(f"    gathered at once: at most {gathered}, real {real}")
+    print(f"    gathered at once: at most {gathered}, real {real}")
     assert real <= gathered <= 1.3 * real
 
 
@@ -259,13 +254,12 @@ FSDP = [
         (WAN, "lora", {}),
         (WAN, "lora", {"adapter_dtype": "bf16", "optimizer_step": "fused"}),
         (COG, "full", {}),
-        (COG, "lora", {}),
     ]
 ]
 
 
 @pytest.mark.parametrize("asked", FSDP, ids=label)
-def test_fsdp(asked: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fsdp(asked: Case) -> None:
     run, ranks = estimated(asked), measure(asked)
     outside, block = _gathered(run)
     expected = {
@@ -280,10 +274,10 @@ def test_fsdp(asked: Case, capsys: pytest.CaptureFixture[str]) -> None:
         "gathered at once": held(run, "gathered weights", at_once=True),
         "reduce-scatter": max(_sizes(run, "reduce-scatter")),
     }
-    agree(ranks, expected, capsys)
+    agree(ranks, expected)
 
 
-def test_fsdp_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fsdp_offloaded() -> None:
     asked = case(
         WAN,
         "lora",
@@ -298,7 +292,7 @@ def test_fsdp_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [event for event in run.optimizer.ops if event >= 0]
     assert _kept(run, "reduced gradients") == 0
     outside, block = _gathered(run)
-    agree(ranks, {"gathered outside": outside, "gathered block": block}, capsys)
+    agree(ranks, {"gathered outside": outside, "gathered block": block})
 
 
 def _sizes(run: Run, name: str) -> list[int]:
