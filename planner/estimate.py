@@ -42,6 +42,7 @@ BREAKDOWN = {
     "workspace": "workspace",
     "residents": "residents",
     "buckets": "buckets",
+    "ema": "ema",
 }
 """A buffer's category -> its part of the breakdown."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from planner import attention, dialects
 from planner.errors import VplanError
-from planner.job import QUANTISED, Job, Machine, Strategy
+from planner.fsdp import fsdp
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.phases import residents, saving, validation
 from planner.run import Facts, Run, Term
 from planner.strategies import (
@@ -13,6 +14,7 @@ from planner.strategies import (
     checkpoint_offload,
     cublas_workspace,
     ddp,
+    ema,
     offloaded_optimizer,
     paged_states,
     step_in_backward,
@@ -30,13 +32,14 @@ TRANSFORMS: tuple[Term, ...] = (
     paged_states,
     ddp,
     zero,
+    fsdp,
+    ema,
     validation,
     saving,
 )
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
-    ("ema", frozenset({"none"}), "leave --ema out"),
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
     ("group_offload", frozenset({"none"}), "leave --group-offload out"),
@@ -45,7 +48,6 @@ PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
     ("offload_gradients", frozenset({"none", "cpu"}), "use --offload-gradients cpu"),
     ("offload_params", frozenset({"none", "cpu"}), "use --offload-params cpu"),
-    ("sharding", frozenset({"none", "ddp", "zero-1", "zero-2", "zero-3"}), "use zero-3, which shards the same"),
 )
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""
 
@@ -59,14 +61,16 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
-    if strategy.weights(job.method) in QUANTISED and strategy.sharding.startswith("zero"):
+    if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
         fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
     for field in ("trainable", "experts", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
-    if strategy.optimizer != "adamw" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
-        fault = f"{strategy.optimizer} is estimated with its states on one GPU only"
+    if strategy.optimizer != "adamw" and strategy.offload_optimizer != "none":
+        raise VplanError(f"{strategy.optimizer} is estimated with its states on the GPU only", "use --optimizer adamw")
+    if strategy.optimizer not in ("adamw", "adamw-8bit") and strategy.sharding in SPLIT:
+        fault = f"{strategy.optimizer} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --optimizer adamw")
 
 

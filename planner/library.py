@@ -11,7 +11,9 @@ from planner import catalog, home
 from planner.components import CFG_IN_ONE_BATCH, CHUNKS, COMPONENTS, FRAMEWISE, component_name
 from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import SPLIT, Job, Machine, Strategy
+from planner.parameters import FILE as PARAMETERS_FILE
+from planner.parameters import Parameters, read_parameters
 from planner.rules import resolve
 from planner.run import Facts
 from planner.tape import Tape, read_tape
@@ -32,6 +34,16 @@ def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 
 
+@functools.cache
+def parameters(model: str) -> Parameters:
+    """The table of a model's parameters."""
+    for folder in (profiles.TAPES, home.tapes()):
+        path: Path = folder / model / PARAMETERS_FILE
+        if path.is_file():
+            return read_parameters(path)
+    raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
+
+
 def facts(
     job: Job, strategy: Strategy, machine: Machine, model: ModelProfile | None = None, gpu: GpuProfile | None = None
 ) -> Facts:
@@ -46,6 +58,7 @@ def facts(
         gpu or catalog.parse_gpus(machine.gpu)[1],
         tape(job.model, StepVariant.of(model, job, strategy, batch).name),
         tape(job.model, OptimizerVariant.of(model, job, strategy).name),
+        parameters(job.model) if strategy.sharding in SPLIT else Parameters(),
         around(model, job, strategy),
         tape(job.model, SampleVariant.of(model, job, strategy, sample_batch).name) if validates else None,
     )

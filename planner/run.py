@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
+from planner.parameters import Parameters
 from planner.plan import PhaseName
 from planner.tape import Moment, Program, Stage, Tape
 from planner.variants import Precision
@@ -31,6 +32,9 @@ class Facts:
     gpu: GpuProfile
     step: Tape
     optimizer: Tape
+    parameters: Parameters = field(default_factory=Parameters)
+    """needed where something is split between GPUs"""
+
     around: Mapping[str, Tape] = field(default_factory=dict)
     """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
 
@@ -82,16 +86,30 @@ class Run:
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
 
+    def new(self, nbytes: int, category: str, name: str) -> int:
+        """The number of a new buffer that no stage allocates yet."""
+        self.sizes.append(nbytes)
+        return self.program.buffer(nbytes, category, name)
+
+    def resize(self, buffer: int, nbytes: int) -> None:
+        """Gives a recorded buffer another size, the same at every shape."""
+        self.sizes[buffer] = nbytes
+        self.program.resize(buffer, nbytes)
+
     def add(self, stage: Stage, nbytes: int, category: str, name: str, *, at: int | None = None) -> int:
         """Allocates a new buffer in a stage, before its ``at``-th stretch (at the end when None).
 
         Returns its number.
         """
-        buffer = self.program.buffer(nbytes, category, name)
-        self.sizes.append(nbytes)
+        buffer = self.new(nbytes, category, name)
         position = len(stage.stretches) if at is None else at
         stage.stretches.insert(position, (SERVICE._replace(passes=name), [buffer]))
         return buffer
+
+    def place(self, stage: Stage, events: list[int], name: str, *, at: int | None = None) -> None:
+        """Puts events into a stage, before its ``at``-th stretch (at the end when None)."""
+        position = len(stage.stretches) if at is None else at
+        stage.stretches.insert(position, (SERVICE._replace(passes=name), events))
 
     def free(self, stage: Stage, buffers: Iterable[int], *, at: int | None = None) -> None:
         """Frees buffers in a stage, before its ``at``-th stretch (at the end when None)."""
@@ -163,6 +181,21 @@ class Run:
         """How many parameters are trained."""
         size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
         return sum(self.sizes[buffer] for buffer in self.named("gradient").values()) // size
+
+    @functools.cached_property
+    def elements(self) -> dict[str, int]:
+        """Name -> elements of the weights that are parameters, in the model's order, where an engine splits them.
+
+        Of the recorded step in 16 bits, so it must be read before a transformation resizes them.
+        """
+        table = self.facts.parameters
+        return {name: table.elements(name, self.sizes[buffer]) for name, buffer in self.parameters.items()}
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Name -> buffer of the weights that are parameters, in the model's order."""
+        table = self.facts.parameters
+        return {name: buffer for name, buffer in self.named("weight").items() if name in table}
 
     @property
     def optimizer_scale(self) -> float:

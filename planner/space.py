@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import QUANTISED, Job, Machine, Strategy
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.rules import check, resolve
 from planner.variants import HALF
 
@@ -121,7 +121,7 @@ def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
     """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3)."""
     if machine.world == 1:
         return ("none", "zero-3") if job.method == "full" else ("none",)
-    return ("ddp", "zero-3") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3")
+    return ("ddp", "zero-3", "fsdp") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3", "fsdp")
 
 
 def _offloads(job: Job) -> dict[str, tuple[object, ...]]:
@@ -147,16 +147,19 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
     if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
         return False
     quantised = choice["weights_dtype"] in QUANTISED and free("weights_dtype")
-    if quantised and not _worth_quantising(choice, deepspeed, fixed):
+    if quantised and not _worth_quantising(choice, sharding in SPLIT, fixed):
         return False
-    if free("autocast") and (choice["autocast"] == "none") != half:
+    fsdp = sharding == "fsdp"
+    if fsdp and free("sharding") and ((choice["offload_params"] != "none") != offloaded):
+        return False  # its offload moves everything
+    if free("autocast") and (choice["autocast"] == "none") != (half or fsdp):
         return False  # autocast does nothing for a model that is half precision throughout
-    if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed):
-        return False  # DeepSpeed does the step itself, and nobody has an 8-bit step for the CPU
+    if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed or fsdp):
+        return False  # over a flat share it loses more, over FSDP2's it does not run, and nobody has it for the CPU
     if machine.world == 1 and sharding == "zero-3" and free("sharding") and choice["offload_params"] == "none":
         return False  # one GPU has nothing to split with: only the offload of weights is new
-    if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1"):
-        return False  # their gradients are whole until all GPUs have summed them
+    if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1", "fsdp"):
+        return False  # whole until all GPUs have summed them; FSDP2's offload moves them anyway
     return not (choice["offload_params"] != "none" and free("offload_params") and whole and not offloaded)
 
 

@@ -167,3 +167,27 @@ def ddp(run: Run) -> None:
     run.add(run.load, nbytes, "buckets", "ddp buckets")
     if run.strategy.grad_buckets == "view":
         gradients_leave(run)
+
+
+def ema(run: Run) -> None:
+    """A moving average of what is trained, loaded with the weights. It is updated one parameter at a time: the
+    difference and its product with the decay (diffusers training_utils.EMAModel.step). On the CPU it is updated there.
+    """
+    if run.strategy.ema != "gpu":
+        return
+    run.add(run.load, ema_bytes(run), "ema", "ema")
+    elements = max(run.sizes[buffer] for buffer in run.named("gradient").values()) // 2
+    for stage in (run.optimizer_first, run.optimizer):
+        made = [run.add(stage, EMA_BYTES * elements, "temporary", "ema update") for _ in range(2)]
+        run.free(stage, made)
+
+
+EMA_BYTES = 4
+"""Per parameter. EMAModel clones what it is given; ours is fp32 whatever trains, because a decay of 0.9999 changes a
+16-bit number by less than its last digit."""
+
+
+def ema_bytes(run: Run) -> int:
+    """The moving average on one rank: its share where FSDP2 splits the weights, else the whole."""
+    share = run.machine.world if run.strategy.sharding == "fsdp" else 1
+    return EMA_BYTES * -(-run.trained_parameters // share)

@@ -17,7 +17,7 @@ from planner import margin
 from planner.errors import NotRecordedError
 from planner.estimate import estimate
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import SPLIT, Job, Machine, Strategy
 from planner.plan import Estimate, Plan
 from planner.screen import Look, Screen
 from planner.space import effort, most_swapped, naive, strategies, switched
@@ -178,8 +178,9 @@ class Search:
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
             # Before a look everything in here is a lower bound, so what comes first after one is the best.
             marks = float(loss(job, strategy)) if lossy else 0.0
-            # ZeRO trains in other number formats than the rest, so its speed is no reason to change engines: memory is.
-            engine = float(strategy.sharding.startswith("zero"))
+            # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
+            # memory is.
+            engine = float(strategy.sharding in SPLIT)
             speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
             memory = look.device_bytes if look else 0
             heapq.heappush(queue, ((marks, engine, speed, effort(start, strategy), memory), next(tie), strategy, look))

@@ -245,6 +245,11 @@ class Program:
         self.kernel.append("any")
         return len(self.buffers) - 1
 
+    def resize(self, buffer: int, nbytes: int) -> None:
+        """Gives a buffer another size, the same at every shape."""
+        self.sizes.append(nbytes)
+        self.buffers[buffer] = len(self.sizes) - 1
+
     def unfold(
         self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None
     ) -> Stage:

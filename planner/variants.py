@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Strategy
+from planner.job import SPLIT, Job, Strategy
 
 HALF = ("bf16", "fp16")
 
@@ -27,7 +27,8 @@ class Precision:
     @classmethod
     def of(cls, job: Job, strategy: Strategy) -> Precision:
         weights = strategy.weights(job.method)
-        if strategy.sharding.startswith("zero"):  # DeepSpeed keeps the module in 16 bits and casts nothing
+        # DeepSpeed keeps the module in 16 bits; FSDP2 gathers its weights in 16 bits. Neither casts as it computes.
+        if strategy.sharding in SPLIT:
             return cls("half", "half" if job.method == "lora" else "", autocast=False)
         return cls(
             "half" if weights in HALF else weights,
@@ -43,6 +44,14 @@ class Precision:
     @property
     def name(self) -> str:
         return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
+
+
+def trained_storage(job: Job, strategy: Strategy) -> str:
+    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own."""
+    if strategy.sharding != "fsdp":
+        return Precision.of(job, strategy).trained
+    dtype = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
+    return "fp32" if dtype == "fp32" else "half"
 
 
 PRECISIONS = {
@@ -225,7 +234,7 @@ class OptimizerVariant:
             fault = f"no tape for {method} with optimizer {strategy.optimizer} ({strategy.optimizer_step})"
             fix = "leave --optimizer-step out" if how == "backward" else f"use {known}"
             raise NotRecordedError(fault, fix)
-        return cls(method, Precision.of(job, strategy).trained, optimizer, how)
+        return cls(method, trained_storage(job, strategy), optimizer, how)
 
     @staticmethod
     def ways(method: str) -> tuple[tuple[str, str], ...]:

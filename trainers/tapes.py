@@ -18,10 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from planner import catalog
 from planner.facts import ModelProfile
+from planner.job import Job, Strategy
+from planner.parameters import FORMAT as PARAMETERS_FORMAT
 from planner.tape import ATOMS, FORMAT
-from planner.variants import OptimizerVariant, SampleVariant, StepVariant
+from planner.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers import step
 from trainers.compress import HEAD, TAIL, compress
 from trainers.families import family
@@ -137,10 +141,14 @@ def _tape(
 
 
 def write_tape(tape: dict[str, Any], folder: Path) -> Path:
-    """Writes ``folder/<variant>.json.gz``, byte for byte the same for the same recording."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{tape['variant']}.json.gz"
-    text = json.dumps(tape, separators=(",", ":"), sort_keys=True)
+    """Writes ``folder/<variant>.json.gz``."""
+    return write(tape, folder / f"{tape['variant']}.json.gz")
+
+
+def write(recorded: dict[str, Any], path: Path) -> Path:
+    """Writes packed JSON, byte for byte the same for the same recording."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(recorded, separators=(",", ":"), sort_keys=True)
     partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     partial.replace(path)
@@ -157,3 +165,20 @@ def record(profile: ModelProfile, variant: StepVariant | SampleVariant | Optimiz
     if isinstance(variant, StepVariant):
         return step_tape(profile, variant)
     return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
+
+
+def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The parameters file's JSON (`planner.parameters`), read off the bare model on the meta device."""
+    job, strategy = _records_of_bare_model(profile)
+    parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
+    return {
+        "format": PARAMETERS_FORMAT,
+        "model": profile.name,
+        "rows": {name: parameter.shape[0] if parameter.ndim else 1 for name, parameter in parameters.items()},
+        "fp32": [name for name, parameter in parameters.items() if parameter.dtype == torch.float32],
+    }
+
+
+def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
+    """Full training in 16 bits: no adapters, and what is kept in fp32 stands out."""
+    return StepVariant("full", Precision("half", "", autocast=False), "none", one_sample=True).records(profile)

@@ -24,6 +24,7 @@ from planner.commands.common import Verb, examples, json_option, show
 from planner.components import COMPONENTS, Component, components
 from planner.errors import VplanError, quoted
 from planner.facts import ModelProfile
+from planner.parameters import FILE as PARAMETERS_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +34,10 @@ NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes", "transform
 
 NOT_COMPARED = ("versions",)
 """Keys of a tape that may differ: another torch may well record the same allocations."""
+
+
+PARAMETERS = "parameters"
+"""The table of a model's parameters, recorded beside its tapes."""
 
 
 class Task(NamedTuple):
@@ -183,6 +188,7 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
             tasks += _own_tasks(profile, wanted)
             continue
         tasks += [Task(model, name, "", folder / model / f"{name}.json.gz", wanted.check) for name in _names(profile)]
+        tasks.append(Task(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
         for part in components(profile):
             if part not in around:
                 around[part] = None
@@ -203,6 +209,7 @@ def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
     tasks = [
         Task(profile.name, name, "", home.tapes() / profile.name / f"{name}.json.gz", wanted.check) for name in names
     ]
+    tasks.append(Task(profile.name, PARAMETERS, "", home.tapes() / profile.name / PARAMETERS_FILE, wanted.check))
     for part in components(profile):
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not (profiles.TAPES / place).is_file():
@@ -256,12 +263,14 @@ def _record(task: Task) -> Done:
         from trainers import components as around
 
         tape = around.component_tape(profile, Component(task.component, task.variant))
+    elif task.variant == PARAMETERS:
+        tape = tapes.parameter_table(profile)
     else:
         variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
         tape = _of_own(tapes.record, profile, variant) if profile.is_own else tapes.record(profile, variant)
     if not task.check:
-        unclassified = tuple(name for name in tape["operators"] if name not in cuda_ops.CLASSIFIED)
-        return Done(task, tapes.write_tape(tape, task.path.parent).stat().st_size, "", unclassified)
+        unclassified = tuple(name for name in tape.get("operators", ()) if name not in cuda_ops.CLASSIFIED)
+        return Done(task, tapes.write(tape, task.path).stat().st_size, "", unclassified)
     if not task.path.is_file():
         return Done(task, 0, f"there is no {task.path}")
     there = _read(task.path)

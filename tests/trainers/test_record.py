@@ -16,6 +16,8 @@ import profiles
 from planner import catalog
 from planner.commands.record import NOT_COMPARED, first_difference
 from planner.job import Job, Strategy
+from planner.parameters import FILE as PARAMETERS
+from planner.parameters import read_parameters
 from planner.replay import CachingAllocator
 from planner.shapes import grid
 from planner.tape import Monomial, Program, Tape, parse_tape
@@ -171,12 +173,29 @@ def test_a_shipped_tape_is_what_the_code_records_now(name: str) -> None:
 
 
 def expected() -> set[Path]:
-    """The file of every variant of every model."""
-    return {
+    """The file of every variant of every model, and its table of parameters."""
+    return {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()} | {
         profiles.TAPES / model / f"{variant.name}.json.gz"
         for model in profiles.model_names()
         for variant in tapes.all_variants(catalog.model(model))
     }
+
+
+def test_the_table_of_parameters_holds_what_the_tapes_load() -> None:
+    """Every weight of the bare model that is no table, in any format it is trained in."""
+    table = read_parameters(profiles.TAPES / MODEL / PARAMETERS)
+    now = tapes.parameter_table(PROFILE)
+    assert (dict(table.rows), sorted(table.fp32)) == (now["rows"], sorted(now["fp32"]))
+    for name in (LORA_ONE, FULL_ONE):
+        program, loaded = Program(), tape(name)
+        program.unfold(loaded, "load")
+        sizes = program.bytes_of({**ordinary(name)[2], "B": 1})
+        weights = {full: sizes[buffer] for (kind, full), buffer in program.named.items() if kind == "weight"}
+        found = {full for full in weights if full in table}
+        assert weights.keys() - found == {"rope.freqs_cos", "rope.freqs_sin"}
+        own = [full for full in found if ".lora_" not in full]
+        assert sum(table.elements(full, weights[full]) for full in own) == PROFILE.parameters
+        assert all(table.elements(full, weights[full]) % table.rows_of(full, 24) == 0 for full in own)
 
 
 def test_every_model_ships_every_variant() -> None:
