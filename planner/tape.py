@@ -20,7 +20,7 @@ from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 1
 ATOMS = ("B", "F", "H", "W", "T", "R")
-"""Batch, latent frames, rows and columns of the patch grid, text tokens, LoRA rank."""
+"""Batch, frames, rows and columns of the patch grid, text tokens, LoRA rank."""
 
 CATEGORIES = ("weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace")
 KINDS = ("matmul", "attention", "convolution", "pointwise", "kernels")
@@ -266,7 +266,7 @@ class _Piece:
         if not item.get("step"):
             return [(item["block"] % count, templates[0])]
         order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
-        return [(block, templates[template_of(block, count, len(templates))]) for block in order]
+        return [(block, templates[kept_template(item, block, count)]) for block in order]
 
     def _events(self, events: list[list[int]], block: int) -> list[int]:
         """Events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position] for a
@@ -303,6 +303,17 @@ class _Piece:
         if mode == 0 or run is None:
             return -1
         return block + target if mode == 1 else target % self.counts[run]
+
+
+def kept_template(item: Mapping[str, Any], block: int, count: int) -> int:
+    """Which template of a sweep a block of a run of ``count`` uses.
+
+    A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
+    """
+    if "order" in item:
+        assert len(item["order"]) == count, "a sweep over unlike blocks has one depth"
+        return int(item["order"][block])
+    return template_of(block, count, len(item["templates"]))
 
 
 def template_of(block: int, count: int, kept: int) -> int:

@@ -3,7 +3,8 @@
 A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up
 again. Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others
 repeat the middle one, which is checked against the trace, not assumed. An allocation's address is (item of the piece,
-position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
+position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks. Blocks of
+a run recorded at its full depth may differ: then each different one is kept, and which block is which.
 """
 
 from __future__ import annotations
@@ -77,13 +78,15 @@ class Factoriser:
 
 def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int]) -> dict[str, Any]:
     """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model."""
-    return _Compressor(trace, Factoriser(atoms)).tape(counts)
+    return _Compressor(trace, Factoriser(atoms), counts).tape()
 
 
 class _Compressor:
-    def __init__(self, trace: Trace, factoriser: Factoriser) -> None:
+    def __init__(self, trace: Trace, factoriser: Factoriser, counts: list[int]) -> None:
         self.trace = trace
         self.factoriser = factoriser
+        self.counts = counts
+        self.whole = [run.count == count for run, count in zip(trace.runs, counts, strict=True)]
         self.freed_at = {~event: index for index, event in enumerate(trace.events) if event < 0}
         self.made_at = {event: index for index, event in enumerate(trace.events) if event >= 0}
         self.names: dict[str, int] = {}
@@ -91,7 +94,7 @@ class _Compressor:
         self.address: dict[int, tuple[int, int, int]] = {}
         """allocation -> (item, block or -1, position), within the piece at hand"""
 
-    def tape(self, counts: list[int]) -> dict[str, Any]:
+    def tape(self) -> dict[str, Any]:
         bounds = self.trace.pieces
         pieces = {
             name: self._piece(start, stop)
@@ -100,7 +103,7 @@ class _Compressor:
         }
         runs = []
         ends: dict[str, int] = {}
-        for run, count in zip(self.trace.runs, counts, strict=True):
+        for run, count in zip(self.trace.runs, self.counts, strict=True):
             start = ends.get(run.module_list, 0)
             runs.append({"list": run.module_list, "start": start, "recorded": run.count, "count": count})
             ends[run.module_list] = start + count
@@ -200,7 +203,8 @@ class _Compressor:
     def _encode(self, item: Item) -> dict[str, Any]:
         """An item as JSON.
 
-        A sweep keeps its head, one middle and its tail after checking that all middles are equal.
+        A sweep keeps its head, one middle and its tail after checking that all middles are equal; where they are not,
+        in a run recorded whole, its different blocks and their order.
         """
         templates = [self._template(segment, item) for segment in item.segments]
         if not item.step:
@@ -209,12 +213,16 @@ class _Compressor:
                 block -= self.trace.runs[item.run].count
             return {"run": item.run, "block": block, "templates": templates, "pass": item.segments[0].passes}
         ordered = templates[:: item.step]
+        sweep = {"run": item.run, "step": item.step, "pass": item.segments[0].passes}
         if len(ordered) > HEAD + TAIL:
             middle = ordered[HEAD:-TAIL]
-            for position, other in enumerate(middle):
-                assert other == middle[0], f"block {HEAD + position} of run {item.run} differs from block {HEAD}"
+            unlike = [HEAD + position for position, other in enumerate(middle) if other != middle[0]]
+            if unlike:
+                assert item.run is not None and self.whole[item.run], f"blocks {unlike} of run {item.run} differ"
+                different = [template for index, template in enumerate(ordered) if template not in ordered[:index]]
+                return {**sweep, "templates": different, "order": [different.index(other) for other in ordered]}
             ordered = [*ordered[:HEAD], middle[0], *ordered[-TAIL:]]
-        return {"run": item.run, "step": item.step, "templates": ordered, "pass": item.segments[0].passes}
+        return {**sweep, "templates": ordered}
 
     def _template(self, segment: Segment, item: Item) -> dict[str, Any]:
         events = [
@@ -288,7 +296,8 @@ class _Compressor:
         if item.run == run and item.step and segment.place is not None:
             return 1, block - segment.place[1]
         count = self.trace.runs[run].count
-        assert not HEAD <= block < count - TAIL or count <= HEAD + 1 + TAIL, f"run {run}: block {block} from outside"
+        reachable = not HEAD <= block < count - TAIL or count <= HEAD + 1 + TAIL or self.whole[run]
+        assert reachable, f"run {run}: block {block} from outside"
         return (2, block) if block < HEAD else (3, block - count)
 
     def _work(self, entries: list[Work]) -> list[list[int]]:
