@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner import experts
 from planner.job import Machine
 from planner.run import Run
 from planner.units import GIB
@@ -35,6 +36,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
         found += OFFLOADED_BYTES * run.trained_parameters // (machine.world if zero else 1)
     if strategy.offload_params == "cpu":
         found += sum(run.sizes[buffer] for buffer in run.named("weight").values()) // machine.world
+    found += experts.host_bytes(run)
     return found * machine.gpus
 
 
@@ -44,4 +46,4 @@ def disk_bytes(run: Run) -> int:
         return 14 * run.trained_parameters
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    return sum(run.sizes[buffer] for buffer in gradients.values()) + states
+    return run.trained_experts * (sum(run.sizes[buffer] for buffer in gradients.values()) + states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner import attention, dialects
 from planner.errors import VplanError
+from planner.experts import experts
 from planner.job import Job, Machine, Strategy
 from planner.run import Facts, Run, Term
 from planner.strategies import (
@@ -20,6 +21,7 @@ from planner.zero import zero
 TRANSFORMS: tuple[Term, ...] = (
     cublas_workspace,
     residents,
+    experts,
     checkpoint_offload,
     block_swap,
     accumulation,
@@ -56,7 +58,10 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
-    for field in ("trainable", "experts", "validation", "references", "lora_dropout"):
+    if job.experts == "both" and strategy.gradient_accumulation > 1:
+        fault = "gradient_accumulation over both experts, whose gradients would wait side by side, is not estimated yet"
+        raise VplanError(fault, "use --gradient-accumulation 1, or --experts high")
+    for field in ("trainable", "validation", "references", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
     if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):

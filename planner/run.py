@@ -122,10 +122,16 @@ class Run:
         return kept
 
     @property
+    def trained_experts(self) -> int:
+        """How many copies of what is trained the run holds: 2 when it trains both experts of a model."""
+        return 2 if self.job.experts == "both" else 1
+
+    @property
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
         size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
-        return sum(self.sizes[buffer] for buffer in self.named("gradient").values()) // size
+        gradients = sum(self.sizes[buffer] for buffer in self.named("gradient").values())
+        return self.trained_experts * gradients // size
 
     @property
     def optimizer_scale(self) -> float:

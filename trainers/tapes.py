@@ -38,8 +38,8 @@ Rows and columns stay below 384, where SD3's table of positions ends."""
 WIDTHS = (373, 379, 383)
 FRAMES = (359, 353, 349, 347, 337, 331, 691)
 SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES = 71, (73, 79, 83, 89, 97), (67, 61, 59)
-"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count. And for
-those whose tables of positions are shorter than the sizes above."""
+"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count. Also
+for those whose tables of positions are shorter than the sizes above."""
 
 
 def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
@@ -66,7 +66,7 @@ def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int],
 
 
 def _shows(value: int) -> bool:
-    """Whether a sum can be told from everything else in a size: up to twelve times a prime above those of the models."""
+    """Whether a sum can be told from all else in a size: up to twelve times a prime above those of the models."""
     return any(value % few == 0 and value // few > 128 and _is_prime(value // few) for few in range(1, 13))
 
 

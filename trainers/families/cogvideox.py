@@ -14,7 +14,7 @@ from trainers.families.base import Family, Grid
 
 
 class CogVideoX(Family):
-    """CogVideoX 2B and 5B, 1.5 (patches over two latent frames), text- and image-to-video: one sequence with the text."""
+    """CogVideoX 2B, 5B and 1.5 (patches over two latent frames): text and video tokens in one sequence."""
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
