@@ -122,6 +122,12 @@ def test_strategies_that_count_blocks_the_model_has_not() -> None:
         ("hunyuan-video", {"frames": 41, "height": 720, "width": 1280}, 39_600),
         ("ltx-video-2b", {"frames": 49, "height": 512, "width": 768}, 2_688),
         ("cogvideox-5b", {"frames": 49, "height": 480, "width": 720}, 17_550),
+        ("wan2.2-ti2v-5b", {"frames": 121, "height": 704, "width": 1280}, 31 * 22 * 40),
+        # Patches of two latent frames: 21 of 81 frames are padded to 22, 20 of 77 are not, nor 6 of 21.
+        ("cogvideox1.5-5b", {"frames": 81, "height": 768, "width": 1360}, 11 * 48 * 85),
+        ("cogvideox1.5-5b", {"frames": 77, "height": 768, "width": 1360}, 10 * 48 * 85),
+        ("cogvideox1.5-5b-i2v", {"frames": 21, "height": 768, "width": 1360}, 3 * 48 * 85),
+        ("cogvideox1.5-5b", {"frames": 1, "height": 768, "width": 1360}, 48 * 85),
         ("flux.1-dev", {"height": 1024, "width": 1024}, 4_096),
     ],
 )
