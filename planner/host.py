@@ -28,6 +28,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     found = PROCESS_BYTES
     if strategy.gradient_checkpointing == "offload":
         found += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
+        found += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
         blocks_in_order = list(run.frozen_block_weights.values())
         swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]

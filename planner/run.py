@@ -105,7 +105,7 @@ class Run:
 
         Of the recorded step, so it must be read before a transformation moves them. The first block's input and what
         all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
-        input.
+        input. Where it is more, it is in ``shared_inputs``.
         """
         made: set[int] = set()
         kept: dict[tuple[str, int], list[int]] = {}
@@ -120,6 +120,24 @@ class Run:
                     if moment.passes == "backward" and moment.block >= 0:
                         kept.setdefault((moment.module_list, moment.block), []).append(~event)
         return kept
+
+    @functools.cached_property
+    def shared_inputs(self) -> list[int]:
+        """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
+        TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
+        (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
+        largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
+        outside: set[int] = set()
+        found = []
+        for moment, events in self.step.stretches:
+            for event in events:
+                if event >= 0 and moment.passes == "forward" and moment.block < 0:
+                    outside.add(event)
+                elif event < 0 and ~event in outside:
+                    outside.remove(~event)
+                    if moment.passes == "backward" and moment.block >= 0 and self.sizes[~event] > largest:
+                        found.append(~event)
+        return found
 
     @property
     def trained_experts(self) -> int:
