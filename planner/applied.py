@@ -33,6 +33,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "attention": ("sdpa",),
     "compile": ("none",),
     "context_parallel": (1,),
+    "inactive_expert": ("absent",),
 }
 """Strategy fields of which only some values are applied."""
 
@@ -48,7 +49,6 @@ EVERY_VALUE = frozenset({
     "vae_dtype",
     "vae_tiling",
     "vae_slicing",
-    "inactive_expert",
     "group_offload_stream",
     # The step's inputs have autocast's dtype (without autocast the weights'), as in the published trainers.
     "compute_dtype",

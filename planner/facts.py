@@ -22,6 +22,8 @@ class Stack(Record):
     list: Text
     depth_key: Text
     """the config key that holds the number of blocks, or a list with one entry per block (UNets)"""
+    alike: Flag = True
+    """false: what runs between the blocks differs from one to the next, so that all of them are recorded"""
 
 
 class Vae(Record):
@@ -71,6 +73,8 @@ class ShapeRules(Record):
     """the longest clip it was trained on; longer ones run, and are extrapolation"""
     resolutions: Annotated[tuple[Size, ...], Field(min_length=1)]
     """height and width, the usual one first"""
+    only_listed: Flag = False
+    """no other sizes: its positions are learned, one per cell of the grid"""
     default_frames: Count
 
 
@@ -118,7 +122,7 @@ class ModelProfile(Record):
 
     name: Text
     title: Text
-    family: Literal["wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"]
+    family: Literal["wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"]
     kind: Literal["video", "image"]
     diffusers_class: Text
     parameters: PositiveInt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner import experts
 from planner.job import Machine
 from planner.run import Run
 from planner.strategies import ema_bytes
@@ -34,6 +35,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     found = PROCESS_BYTES
     if strategy.gradient_checkpointing == "offload":
         found += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
+        found += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
         blocks_in_order = list(run.frozen_block_weights.values())
         swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
@@ -50,6 +52,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
         found += split // machine.world
     if strategy.ema == "cpu":
         found += ema_bytes(run)
+    found += experts.host_bytes(run)
     return found * machine.gpus
 
 
@@ -66,4 +69,4 @@ def disk_bytes(run: Run) -> int:
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    return sum(run.sizes[buffer] for buffer in gradients.values()) + states
+    return run.trained_experts * (sum(run.sizes[buffer] for buffer in gradients.values()) + states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner import attention, dialects
 from planner.errors import VplanError
+from planner.experts import experts
 from planner.fsdp import fsdp
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.phases import residents, saving, validation
@@ -24,6 +25,7 @@ from planner.zero import zero
 TRANSFORMS: tuple[Term, ...] = (
     cublas_workspace,
     residents,
+    experts,
     checkpoint_offload,
     block_swap,
     step_in_backward,
@@ -64,7 +66,10 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
         fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
-    for field in ("trainable", "experts", "lora_dropout"):
+    if job.experts == "both" and strategy.gradient_accumulation > 1:
+        fault = "gradient_accumulation over both experts, whose gradients would wait side by side, is not estimated yet"
+        raise VplanError(fault, "use --gradient-accumulation 1, or --experts high")
+    for field in ("trainable", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
     if strategy.optimizer != "adamw" and strategy.offload_optimizer != "none":

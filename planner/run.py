@@ -154,7 +154,7 @@ class Run:
 
         Of the recorded step, so it must be read before a transformation moves them. The first block's input and what
         all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
-        input.
+        input. Where it is more, it is in ``shared_inputs``.
         """
         made: set[int] = set()
         kept: dict[tuple[str, int], list[int]] = {}
@@ -170,6 +170,29 @@ class Run:
                         kept.setdefault((moment.module_list, moment.block), []).append(~event)
         return kept
 
+    @functools.cached_property
+    def shared_inputs(self) -> list[int]:
+        """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
+        TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
+        (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
+        largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
+        outside: set[int] = set()
+        found = []
+        for moment, events in self.step.stretches:
+            for event in events:
+                if event >= 0 and moment.passes == "forward" and moment.block < 0:
+                    outside.add(event)
+                elif event < 0 and ~event in outside:
+                    outside.remove(~event)
+                    if moment.passes == "backward" and moment.block >= 0 and self.sizes[~event] > largest:
+                        found.append(~event)
+        return found
+
+    @property
+    def trained_experts(self) -> int:
+        """How many copies of what is trained the run holds: 2 when it trains both experts of a model."""
+        return 2 if self.job.experts == "both" else 1
+
     @property
     def paged_states(self) -> list[int]:
         """Buffers of the optimizer states that a paged optimizer pages; each is a byte per element."""
@@ -180,7 +203,8 @@ class Run:
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
         size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
-        return sum(self.sizes[buffer] for buffer in self.named("gradient").values()) // size
+        gradients = sum(self.sizes[buffer] for buffer in self.named("gradient").values())
+        return self.trained_experts * gradients // size
 
     @functools.cached_property
     def elements(self) -> dict[str, int]:

@@ -17,6 +17,9 @@ def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> No
     check_count(height, "--height", at_most=MAX_SIDE)
     check_count(width, "--width", at_most=MAX_SIDE)
     _check_frames(model, frames)
+    if model.shape.only_listed and (height, width) not in model.shape.resolutions:
+        known = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
+        raise VplanError(f"{model.title} takes no clips of {height}x{width} (height x width)", f"write {known}")
     multiple = model.shape.size_multiple
     wrong = {name: side for name, side in (("height", height), ("width", width)) if side % multiple}
     if wrong:
@@ -102,16 +105,18 @@ def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
 def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
     """The integers that tapes are symbolic in, for the job's own shape or one of its buckets.
 
-    B samples, F latent frames, H and W cells of the patch grid, T text tokens, R LoRA rank, E tokens beside the clip's
-    own and its text's: reference images at the clip's size, and audio.
+    B samples, F, H and W cells of the patch grid along latent frames, rows and columns, T text tokens, R LoRA rank, E
+    tokens beside the clip's own and its text's: reference images at the clip's size, and audio. Latent frames that do
+    not fill a cell are padded, as the models with temporal patches do it.
     """
     shape = shape or job.shapes[0]
-    _, patch_height, patch_width = model.shape.patch
+    patch_frames, patch_height, patch_width = model.shape.patch
+    latent_frames = (shape.frames - 1) // model.vae.temporal + 1
     rows = shape.height // (model.vae.spatial * patch_height)
     columns = shape.width // (model.vae.spatial * patch_width)
     return {
         "B": shape.batch_size or job.batch_size,
-        "F": (shape.frames - 1) // model.vae.temporal + 1,
+        "F": -(-latent_frames // patch_frames),
         "H": rows,
         "W": columns,
         "T": job.text_tokens or model.shape.text_tokens,

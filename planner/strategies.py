@@ -163,7 +163,7 @@ def ddp(run: Run) -> None:
     gradients themselves, which then never go away (torch.nn.parallel.DistributedDataParallel)."""
     if run.strategy.sharding != "ddp":
         return
-    nbytes = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    nbytes = run.trained_experts * sum(run.sizes[buffer] for buffer in run.named("gradient").values())
     run.add(run.load, nbytes, "buckets", "ddp buckets")
     if run.strategy.grad_buckets == "view":
         gradients_leave(run)

@@ -20,8 +20,8 @@ from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 1
 ATOMS = ("B", "F", "H", "W", "T", "R", "E")
-"""Batch, latent frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images,
-audio. A tape lists those its model has."""
+"""Batch, frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images, audio.
+A tape lists those its model has."""
 
 CATEGORIES = ("weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace")
 KINDS = ("matmul", "attention", "convolution", "pointwise", "kernels")
@@ -322,7 +322,7 @@ class _Piece:
         if not item.get("step"):
             return [(item["block"] % count, templates[0])]
         order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
-        return [(block, templates[template_of(block, count, len(templates))]) for block in order]
+        return [(block, templates[kept_template(item, block, count)]) for block in order]
 
     def _events(self, events: list[list[int]], block: int) -> list[int]:
         """Events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position] for a
@@ -378,6 +378,17 @@ class _Piece:
         if mode == 0 or run is None:
             return -1
         return block + target if mode == 1 else target % self.counts[run]
+
+
+def kept_template(item: Mapping[str, Any], block: int, count: int) -> int:
+    """Which template of a sweep a block of a run of ``count`` uses.
+
+    A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
+    """
+    if "order" in item:
+        assert len(item["order"]) == count, "a sweep over unlike blocks has one depth"
+        return int(item["order"][block])
+    return template_of(block, count, len(item["templates"]))
 
 
 def template_of(block: int, count: int, kept: int) -> int:

@@ -285,30 +285,32 @@ def _aten(names: str) -> frozenset[str]:
 
 
 VIEWS = _aten(
-    "_unsafe_view alias detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "alias detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "_unsafe_view"
     "unbind unsqueeze view"
 )
 """Take no memory: the output shares its input's storage on every device."""
 
 CREATED = _aten(
-    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_zeros ones ones_like randint "
-    "randn randn_like scalar_tensor zeros zeros_like"
+    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
+    "ones_like randint randn randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_ clamp_min clone copy_ cos div div_ eq exp fill_ ge gelu "
-    "gelu_backward gt le lerp_ log logical_not lt masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ "
-    "neg normal_ pow reciprocal round rsqrt rsqrt_ rsub sigmoid silu silu_backward sin sqrt sub sub_ tanh where "
-    "_to_copy"
+    "gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt masked_fill masked_fill_ maximum "
+    "minimum mse_loss_backward mul mul_ neg normal_ pow reciprocal round rsqrt rsqrt_ rsub sigmoid silu silu_backward "
+    "sin sqrt sub sub_ tanh _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "avg_pool2d cat constant_pad_nd cumprod embedding index repeat replication_pad3d select_backward slice_backward "
-    "stack upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d upsample_nearest3d"
+    "avg_pool2d cat constant_pad_nd cumprod diag_embed embedding index repeat replication_pad1d "
+    "replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu upsample_nearest2d "
+    "upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
 few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
@@ -363,6 +365,8 @@ KNOWN_SMALL = {
     "at most 2**20 numbers each (layer_norm_kernel.cu, dgamma_blocks): 8 MiB; likewise the fused RMSNorm's weight",
     "aten.native_group_norm": "scale and shift in fp32 per sample and channel (group_norm_kernel.cu): 20 KiB a sample",
     "aten.native_group_norm_backward": "sums in fp32 per sample and channel (group_norm_kernel.cu): 40 KiB a sample",
+    "aten.linalg_qr": "cuSOLVER's scratch for a matrix of 512 x 20 (native/cuda/linalg/BatchLinearAlgebra.cpp): KiB",
+    "aten.linalg_solve_triangular": "a copy of a matrix of 20 x 20 (native/BatchLinearAlgebra.cpp): KiB",
     "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
     "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
     "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"

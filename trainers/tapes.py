@@ -41,20 +41,22 @@ CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a fac
 Rows and columns stay below 384, where SD3's table of positions ends."""
 
 WIDTHS = (373, 379, 383)
-FRAMES = (359, 353, 349, 347, 337, 331)
+FRAMES = (359, 353, 349, 347, 337, 331, 691)
 SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES = 71, (73, 79, 83, 89, 97), (67, 61, 59)
-"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count."""
+"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count. Also
+for those whose tables of positions are shorter than the sizes above."""
 
 
 def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """(shape to record at, values of the sums there, atoms the tape holds fixed).
 
-    Width and text are primes at which every sum (as F*H*W + T) is a prime or twice one, so that sums show in sizes too.
+    Width and text are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums
+    show in sizes too.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": 1} if one_sample else {})}
     height, widths, lengths = PRIMES["H"], WIDTHS, FRAMES
-    if kind.masks_all_tokens:
+    if kind.masks_all_tokens or kind.longest_side:
         height, widths, lengths = SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES
     texts = filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))
     for text, frames, width in itertools.product([PRIMES["T"], *texts], lengths, widths):
@@ -63,9 +65,14 @@ def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int],
             name: constant + sum(math.prod(grid[atom] for atom in product) for product in products)
             for name, (constant, products) in kind.sums.items()
         }
-        if all(_is_prime(value // (2 - value % 2)) for value in sums.values()):
+        if all(_shows(value) for value in sums.values()):
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")
+
+
+def _shows(value: int) -> bool:
+    """Whether a sum can be told from all else in a size: up to twelve times a prime above those of the models."""
+    return any(value % few == 0 and value // few > 128 and _is_prime(value // few) for few in range(1, 13))
 
 
 def _is_prime(number: int) -> bool:
@@ -80,7 +87,7 @@ def shallow_config(profile: ModelProfile) -> dict[str, Any]:
         assert list(dual) == list(range(len(dual)))
         return {**config, "dual_attention_layers": list(range(RECORDED_BLOCKS)), "num_layers": 2 * RECORDED_BLOCKS + 1}
     for stack in profile.stacks:
-        if isinstance(config[stack.depth_key], int):
+        if stack.alike and isinstance(config[stack.depth_key], int):
             config[stack.depth_key] = min(RECORDED_BLOCKS, config[stack.depth_key])
     return config
 

@@ -22,7 +22,10 @@ class Recorder(Protocol):
 
 
 def watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
-    """Hooks that keep ``recorder.place`` at the block that runs, forward and backward."""
+    """Hooks that keep ``recorder.place`` at the block that runs, forward and backward.
+
+    A module of another list, run between blocks (an adapter), belongs to the block before it.
+    """
 
     def entering(place: Place | None) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -31,15 +34,21 @@ def watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place])
 
         return hook
 
+    def back_to(place: Place | None, out: Any) -> None:
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: setattr(recorder, "place", place))
+
     def left(place: Place) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if recorder.phase != "forward":
-                return
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: setattr(recorder, "place", place))
+            if recorder.phase == "forward":
+                back_to(place, out)
 
         return hook
+
+    def left_between(module: nn.Module, args: Any, out: Any) -> None:
+        if recorder.phase == "forward":
+            back_to(recorder.place, out)
 
     lists = {name.rpartition(".")[0] for name in places}
     for name, place in places.items():
@@ -49,6 +58,8 @@ def watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place])
     for name, child in model.named_children():
         if name not in lists and not any(listed.startswith(f"{name}.") for listed in lists):
             child.register_forward_pre_hook(entering(None))
+            for between in child if isinstance(child, nn.ModuleList) else ():
+                between.register_forward_hook(left_between)
 
 
 def watch_casts(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:

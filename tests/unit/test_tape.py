@@ -164,6 +164,29 @@ def test_a_short_run_keeps_every_block(count: int, data: st.DataObject) -> None:
     assert template_of(block, count, count) == block
 
 
+def test_a_run_of_unlike_blocks_says_which_template_each_uses() -> None:
+    """Of four blocks recorded whole, the second and the last also hold a tensor twice as large until backward."""
+    data = tiny()
+    data["tape"]["runs"][0] |= {"recorded": 4, "count": 4}
+    load, forward, backward = data["tape"]["pieces"]["load"], *data["tape"]["pieces"]["step"][1::2]
+    plain, more = ({"events": events, "work": []} for events in ([alloc(2, ACTIVATION)], [alloc(2, ACTIVATION)] * 2))
+    last, freed = ({"events": [[1, 1, 0, part] for part in range(parts)], "work": []} for parts in (1, 2))
+    order = [0, 1, 0, 1]
+    load[1] = item([[alloc(1, WEIGHT, 1, 0, 0, 1)]] * 4, "load", 0, step=1)
+    forward |= {"templates": [plain, more], "order": order}
+    backward |= {"templates": [last, freed], "order": order}
+    program = Program()
+    step = program.unfold(parse_tape(data), "step")
+    made = {moment.block: len(events) for moment, events in step.stretches if moment.passes == "forward"}
+    assert [made[block] for block in (3, 4, 5, 6)] == [1, 2, 1, 2]
+    inside = [(moment.passes, event) for moment, events in step.stretches for event in events if moment.block >= 0]
+    ups = [event for passes, event in inside if passes == "forward"]
+    downs = [~event for passes, event in inside if passes == "backward"]
+    assert sorted(downs) == sorted(ups)
+    with pytest.raises(AssertionError, match="one depth"):
+        Program().unfold(parse_tape(data), "step", [5])
+
+
 def test_block_of_a_parameter() -> None:
     tape = parse_tape(tiny())
     assert tape.block_of("blocks.4.attn.weight") == ("blocks", 4)

@@ -33,6 +33,9 @@ class Family:
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
 
+    longest_side: int | None = None
+    """Cells per axis that its tables of positions hold; None for as many as anybody trains."""
+
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.config = profile.config
@@ -50,10 +53,10 @@ class Family:
         return functional.mse_loss(prediction.float(), target.float())
 
     def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """Latents (B, C, F, H * patch, W * patch)."""
-        _, patch_h, patch_w = self.profile.shape.patch
+        """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""
+        patch_f, patch_h, patch_w = self.profile.shape.patch
         channels = self.profile.vae.latent_channels
-        size = (grid["B"], channels, grid["F"], grid["H"] * patch_h, grid["W"] * patch_w)
+        size = (grid["B"], channels, grid["F"] * patch_f, grid["H"] * patch_h, grid["W"] * patch_w)
         return torch.randn(size, device=device, dtype=dtype)
 
 
