@@ -80,6 +80,8 @@ class LoraDefaults(Record):
 class Training(Record):
     """The loss and the noise of the model's training."""
 
+    method: Literal["lora", "full"] = "lora"
+    """what a job trains when it does not say"""
     objective: Literal["flow", "v", "epsilon"]
     weights_dtype: FloatDtype
     num_train_timesteps: Count
@@ -113,7 +115,7 @@ class ModelProfile(Record):
 
     name: Text
     title: Text
-    family: Literal["wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"]
+    family: Literal["wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet", "qwen-image"]
     kind: Literal["video", "image"]
     diffusers_class: Text
     parameters: PositiveInt

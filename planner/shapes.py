@@ -70,7 +70,7 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
 def job_for(model: ModelProfile, given: Mapping[str, object]) -> Job:
     """The job of what was said; the model's usual frames and size fill what was not. Checked against the model."""
     height, width = model.shape.resolutions[0]
-    usual = {"frames": model.shape.default_frames, "height": height, "width": width}
+    usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
     said = {name: value for name, value in given.items() if value is not None}
     job = Job.read({**usual, **said, "model": model.name})
     check_job(model, job)

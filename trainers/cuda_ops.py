@@ -265,10 +265,11 @@ def _aten(names: str) -> frozenset[str]:
 
 
 VIEWS = _aten(
-    "_unsafe_view detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose unbind "
-    "unsqueeze view"
+    "_conj _unsafe_view alias detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "unbind unsqueeze view view_as_complex view_as_real"
 )
-"""Take no memory: the output shares its input's storage on every device."""
+"""Take no memory: the output shares its input's storage on every device. A conjugate is a bit that the operator behind
+it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
 
 CREATED = _aten(
     "arange empty empty_like full linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
@@ -280,7 +281,7 @@ CREATED = _aten(
 POINTWISE = _aten(
     "add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
     "logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal rsqrt rsub sigmoid "
-    "silu silu_backward sin sqrt sub sub_ _to_copy"
+    "silu silu_backward sin sqrt sub sub_ _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
@@ -319,6 +320,8 @@ _REDUCTION = (
 KNOWN_SMALL = {
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
+    "aten.any": _REDUCTION,
+    "aten.max": _REDUCTION,
     "aten.linalg_vector_norm": _REDUCTION,
     "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",

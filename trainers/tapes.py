@@ -38,7 +38,8 @@ Rows and columns stay below 384, where SD3's table of positions ends."""
 WIDTHS = (373, 379, 383)
 FRAMES = (359, 353, 349, 347, 337, 331)
 SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES = 71, (73, 79, 83, 89, 97), (67, 61, 59)
-"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count."""
+"""For families that mask all tokens, as an expanded mask of the sizes above has more elements than torch can count; and
+for tables of positions that end before them."""
 
 
 def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
@@ -49,7 +50,7 @@ def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int],
     kind = family(profile)
     regime = {**kind.fixed, **({"B": 1} if one_sample else {})}
     height, widths, lengths = PRIMES["H"], WIDTHS, FRAMES
-    if kind.masks_all_tokens:
+    if kind.masks_all_tokens or kind.short_sides:
         height, widths, lengths = SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES
     texts = filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))
     for text, frames, width in itertools.product([PRIMES["T"], *texts], lengths, widths):

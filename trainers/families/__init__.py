@@ -8,7 +8,7 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from trainers.families.base import Family
 
-FAMILIES = ("wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet")
+FAMILIES = ("wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet", "qwen-image")
 
 
 def family(profile: ModelProfile) -> Family:

@@ -21,6 +21,9 @@ Grid = Mapping[str, int]
 class Family:
     """A model family. Batches hold what caching leaves on disk: latents and text embeddings."""
 
+    short_sides = False
+    """Whether its table of positions ends before the rows and columns tapes are usually recorded at."""
+
     sums: Mapping[str, tuple[int, tuple[str, ...]]] = {}
     """Lengths that are sums: name -> (constant, products), e.g. the joint sequence S = F*H*W + T."""
 
