@@ -58,7 +58,9 @@ class ShapeRules(Record):
     """height and width are multiples of it, pixels: VAE times patch"""
     text_tokens: Count
     references: CountOrZero = 0
-    """reference images a sample has when the job does not say; 0: the model takes none"""
+    """reference images a sample has when the job does not say"""
+    takes_references: Flag = False
+    """whether a sample may have some, though it usually has none"""
     audio_tokens_per_frame: NotNegative = 0.0
     """for models that make sound too, at their usual frame rate"""
     min_frames: Count
@@ -115,7 +117,10 @@ class ModelProfile(Record):
 
     name: Text
     title: Text
-    family: Literal["wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet", "qwen-image"]
+    family: Literal[
+        "wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet",
+        "qwen-image", "flux2", "z-image", "krea2",
+    ]  # fmt: skip
     kind: Literal["video", "image"]
     diffusers_class: Text
     parameters: PositiveInt

@@ -83,7 +83,7 @@ def check_job(model: ModelProfile, job: Job) -> None:
         check_shape(model, shape.frames, shape.height, shape.width)
     if job.validation:
         check_shape(model, job.validation.frames, job.validation.height, job.validation.width)
-    if job.references and not model.shape.references:
+    if job.references and not (model.shape.references or model.shape.takes_references):
         raise VplanError(f"{model.title} takes no reference images", "leave out --references")
     if job.experts and model.experts == 1:
         raise VplanError(f"{model.title} is one model, without experts", "leave out --experts")

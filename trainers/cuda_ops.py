@@ -272,7 +272,7 @@ VIEWS = _aten(
 it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
 
 CREATED = _aten(
-    "arange empty empty_like full linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
+    "arange empty empty_like full linspace new_empty new_empty_strided new_ones new_zeros ones ones_like randint randn "
     "randn_like zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
@@ -280,8 +280,8 @@ CREATED = _aten(
 
 POINTWISE = _aten(
     "add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
-    "logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal rsqrt rsub sigmoid "
-    "silu silu_backward sin sqrt sub sub_ _to_copy where"
+    "logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ polar pow reciprocal rsqrt rsub "
+    "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""

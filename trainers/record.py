@@ -233,7 +233,9 @@ def _watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]
         block.register_forward_hook(left(place))
     for name, child in model.named_children():
         if name not in lists and not any(listed.startswith(f"{name}.") for listed in lists):
-            child.register_forward_pre_hook(entering(None))
+            several = isinstance(child, nn.ModuleList | nn.ModuleDict)  # never called themselves
+            for called in child.children() if several else [child]:
+                called.register_forward_pre_hook(entering(None))
 
 
 def record_step(
@@ -265,8 +267,10 @@ def record_optimizer(
 ) -> Trace:
     """Records the first optimizer step (``optimizer_first``: it creates the states) and a later one (``optimizer``).
 
-    What the step does depends on the parameters and their gradients alone, so gradients are simply put there.
+    What the step does depends on the parameters and their gradients alone, so gradients are simply put there: on all
+    parameters but those that a backward never reaches, which the optimizer skips.
     """
+    kind = family(profile)
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
         with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real numbers
             trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
@@ -274,6 +278,8 @@ def record_optimizer(
         for piece in ("optimizer_first", "optimizer"):
             recorder.piece("gradients")
             for name, parameter in trainee.trainable.items():
+                if kind.without_gradient(name, len(places)):
+                    continue
                 parameter.grad = torch.empty_like(parameter)
                 recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
             recorder.piece(piece)

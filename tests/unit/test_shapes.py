@@ -120,6 +120,9 @@ def test_strategies_that_count_blocks_the_model_has_not() -> None:
         ("ltx-video-2b", {"frames": 49, "height": 512, "width": 768}, 2_688),
         ("cogvideox-5b", {"frames": 49, "height": 480, "width": 720}, 17_550),
         ("flux.1-dev", {"height": 1024, "width": 1024}, 4_096),
+        ("qwen-image", {"height": 1024, "width": 1024}, 4_096),
+        ("z-image", {"height": 720, "width": 1280}, 3_600),
+        ("latentsync-1.6-stage1", {"height": 512, "width": 512}, 16 * 64),  # coarsest cells, 16 frames of 8 x 8
     ],
 )
 def test_the_grid_counts_the_models_tokens(name: str, given: dict[str, int], tokens: int) -> None:
@@ -140,3 +143,16 @@ def test_the_grid_of_a_bucket() -> None:
 def test_a_model_without_references_takes_none() -> None:
     with pytest.raises(VplanError, match="takes no reference images"):
         job_for(model("flux.1-dev"), {"references": 1})
+
+
+def test_reference_images_count_at_the_samples_own_size() -> None:
+    kontext, flux2 = model("flux.1-kontext-dev"), model("flux.2-dev")
+    shape = {"height": 512, "width": 768}
+    assert [grid(kontext, job_for(kontext, {**shape, **said}))["E"] for said in ({}, {"references": 2})] == [1536, 3072]
+    assert [grid(flux2, job_for(flux2, {**shape, **said}))["E"] for said in ({}, {"references": 2})] == [0, 3072]
+
+
+def test_a_model_that_is_trained_whole_says_so() -> None:
+    assert job_for(model("latentsync-1.6-stage1"), {}).method == "full"
+    assert job_for(model("latentsync-1.6-stage1"), {"method": "lora"}).method == "lora"
+    assert job_for(model("sd1.5"), {}).method == "lora"

@@ -8,7 +8,8 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from trainers.families.base import Family
 
-FAMILIES = ("wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet", "qwen-image")
+FAMILIES = ("wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet")
+FAMILIES += ("qwen-image", "flux2", "z-image", "krea2")
 
 
 def family(profile: ModelProfile) -> Family:

@@ -51,6 +51,11 @@ class QwenImage(Family):
             "img_shapes": self.image_shapes,
         }, target
 
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """The last block's text stream ends in nothing."""
+        last = f"transformer_blocks.{blocks - 1}."
+        return name.startswith((f"{last}attn.to_add_out.", f"{last}txt_mlp."))
+
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Of the noisy tokens alone; what comes out for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
