@@ -25,14 +25,12 @@ class QwenImage(Family):
         self.extra_tokens = profile.shape.references > 0
         extra = ("E",) if self.extra_tokens else ()
         self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
-        self.image_shapes: list[list[tuple[int, int, int]]] = []
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Packed latents keep their rows and columns, of which the model makes its table of positions."""
         size, channels = grid["B"], self.config["in_channels"]
-        reference = [(1, 1, grid["E"])] if self.extra_tokens else []
-        self.image_shapes = [[(1, grid["H"], grid["W"]), *reference]] * size
         made = {
-            "latents": torch.randn(size, grid["H"] * grid["W"], channels, device=device, dtype=dtype),
+            "latents": torch.randn(size, grid["H"], grid["W"], channels, device=device, dtype=dtype),
             "prompt": torch.randn(size, grid["T"], self.config["joint_attention_dim"], device=device, dtype=dtype),
         }
         if self.extra_tokens:
@@ -42,13 +40,17 @@ class QwenImage(Family):
         return made
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        size, rows, columns, _ = batch["latents"].shape
+        images = [(1, rows, columns)]
+        if self.extra_tokens:
+            images.append((1, 1, batch["reference"].shape[1]))
+        noisy, sigmas, target = flow_matching(batch["latents"].flatten(1, 2))
         return {
             "hidden_states": torch.cat([noisy, batch["reference"]], dim=1) if self.extra_tokens else noisy,
             "timestep": sigmas,
             "encoder_hidden_states": batch["prompt"],
             "encoder_hidden_states_mask": batch.get("prompt_mask"),
-            "img_shapes": self.image_shapes,
+            "img_shapes": [images] * size,
         }, target
 
     def without_gradient(self, name: str, blocks: int) -> bool:
