@@ -66,6 +66,8 @@ class ShapeRules(Record):
     min_frames: Count
     max_frames: Count
     """the longest clip it was trained on; longer ones run, and are extrapolation"""
+    window: Flag = False
+    """whether longer ones do not run: it sees a clip through a window of so many frames"""
     resolutions: Annotated[tuple[Size, ...], Field(min_length=1)]
     """height and width, the usual one first"""
     default_frames: Count

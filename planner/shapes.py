@@ -33,6 +33,8 @@ def _check_frames(model: ModelProfile, frames: int) -> None:
     if (frames - 1) % rules.frame_step:
         fix = f"write --frames {_around(frames - 1, rules.frame_step, 1)}"
         raise VplanError(f"frames {frames} is not {rules.frame_step}n+1, as {model.title} needs", fix)
+    if rules.window and frames > rules.max_frames:
+        raise VplanError(f"frames {frames} is more than {model.title} sees", f"write --frames {rules.max_frames}")
     if frames < rules.min_frames:
         raise VplanError(f"frames {frames} is too few for {model.title}", f"write --frames {rules.min_frames} or more")
 

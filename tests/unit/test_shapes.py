@@ -30,6 +30,7 @@ def refused(call: Callable[..., object], *arguments: object) -> VplanError:
         ("ltx-video-2b", 49, 500, 700, "height 500 and width 700", "--height 480 or 512 and --width 672 or 704"),
         ("sd1.5", 1, 500, 512, "height 500 is no multiple of 64", "448 or 512"),
         ("flux.1-dev", 81, 1024, 1024, "makes images", "--frames 1"),
+        ("latentsync-1.6-stage1", 17, 256, 256, "more than LatentSync 1.6, stage 1 sees", "--frames 16"),
         ("wan2.1-t2v-1.3b", 0, 480, 832, "--frames 0 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", -3, 480, 832, "--frames -3 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", 10**12, 480, 832, "--frames 1000000000000 is too large", "from 1 to"),
