@@ -273,7 +273,7 @@ it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no devi
 
 CREATED = _aten(
     "arange empty empty_like full linspace new_empty new_empty_strided new_ones new_zeros ones ones_like randint randn "
-    "randn_like zeros zeros_like"
+    "randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
