@@ -92,21 +92,17 @@ class Tape:
     pieces: Mapping[str, list[dict[str, Any]]]
     tile: tuple[int, ...] = ()
     """of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
+    rounded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
         for name, fixed in self.regime.items():
             if grid[name] != fixed:
                 fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
-                raise NotRecordedError(fault, "record another")
-        values = []
-        for name in self.atoms:
-            if name in self.sums:
-                constant, products = self.sums[name]
-                values.append(constant + sum(math.prod(grid[atom] for atom in product) for product in products))
-            else:
-                values.append(grid[name])
-        return values
+                batch = f"use --batch-size 1 or {fixed}, with --gradient-accumulation"
+                raise NotRecordedError(fault, batch if name == "B" else "record another")
+        known = {**grid, **derived(grid, self.rounded, self.sums)}
+        return [known[name] for name in self.atoms]
 
     def recorded_share(self, name: str) -> float:
         """Recorded blocks per block of the full model, for the run a parameter's block is in; 1 outside the blocks."""
@@ -124,6 +120,19 @@ class Tape:
             if name.startswith(f"{run.module_list}."):
                 return run.module_list, int(name[len(run.module_list) + 1 :].split(".", 1)[0])
         return None
+
+
+def derived(
+    grid: Mapping[str, int],
+    rounded: Mapping[str, tuple[str, int]],
+    sums: Mapping[str, tuple[int, tuple[str, ...]]],
+) -> dict[str, int]:
+    """Lengths that follow from a shape: products counted in several, rounded up, then sums of products of all those."""
+    found = {name: -(-math.prod(grid[atom] for atom in product) // unit) for name, (product, unit) in rounded.items()}
+    known = {**grid, **found}
+    for name, (constant, products) in sums.items():
+        found[name] = constant + sum(math.prod(known[atom] for atom in product) for product in products)
+    return found
 
 
 def read_tape(path: Path) -> Tape:
@@ -156,6 +165,7 @@ def parse_tape(data: Mapping[str, Any]) -> Tape:
         ops=tuple(body["ops"]),
         pieces=body["pieces"],
         tile=tuple(data.get("tile", ())),
+        rounded={name: (product, unit) for name, (product, unit) in data.get("rounded", {}).items()},
     )
 
 

@@ -64,6 +64,9 @@ QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", 
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""
 
+MANY_LAYERS = 20
+"""Choices of more are not spelled out: FLUX.2's names every single-stream block."""
+
 CHECKPOINTING = ("none", "full")
 OPTIMIZERS = (
     ("adamw", "foreach"),
@@ -95,9 +98,10 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
         return job.method
     if targets == frozenset(profile.lora.wide):
         return WIDE
-    known = " or ".join(",".join(layers) for layers in (profile.lora.targets, profile.lora.wide) if layers)
+    choices = (profile.lora.targets, profile.lora.wide)
+    known = " or ".join(",".join(layers) for layers in choices if 0 < len(layers) <= MANY_LAYERS)
     fault = f"no tape of {profile.name} for a LoRA on {', '.join(sorted(targets))}"
-    raise NotRecordedError(fault, f"leave --lora-targets out, or use {known}")
+    raise NotRecordedError(fault, "leave --lora-targets out" + (f", or use {known}" if known else ""))
 
 
 def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:

@@ -285,11 +285,11 @@ def _aten(names: str) -> frozenset[str]:
 
 
 VIEWS = _aten(
-    "alias detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
-    "_unsafe_view"
-    "unbind unsqueeze view"
+    "alias _conj detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "unbind _unsafe_view unsqueeze view view_as_complex view_as_real"
 )
-"""Take no memory: the output shares its input's storage on every device."""
+"""Take no memory: the output shares its input's storage on every device. A conjugate is a bit that the operator behind
+it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
 
 CREATED = _aten(
     "arange empty empty_like full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
@@ -301,8 +301,8 @@ CREATED = _aten(
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_ clamp_min clone copy_ cos div div_ eq exp fill_ ge gelu "
     "gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt masked_fill masked_fill_ maximum "
-    "minimum mse_loss_backward mul mul_ neg normal_ pow reciprocal round rsqrt rsqrt_ rsub sigmoid silu silu_backward "
-    "sin sqrt sub sub_ tanh _to_copy where"
+    "minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub sigmoid "
+    "sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""

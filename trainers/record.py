@@ -259,8 +259,10 @@ def record_optimizer(
 ) -> Trace:
     """Records the first optimizer step (``optimizer_first``: it creates the states) and a later one (``optimizer``).
 
-    What the step does depends on the parameters and their gradients alone, so gradients are simply put there.
+    What the step does depends on the parameters and their gradients alone, so gradients are simply put there: on all
+    parameters but those that a backward never reaches, which the optimizer skips.
     """
+    kind = family(profile)
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
         with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real numbers
             trainee.optimizer = make_optimizer(trainee.trainable, strategy)
@@ -268,6 +270,8 @@ def record_optimizer(
         for piece in ("optimizer_first", "optimizer"):
             recorder.piece("gradients")
             for name, parameter in trainee.trainable.items():
+                if kind.without_gradient(name, len(places)):
+                    continue
                 parameter.grad = torch.empty_like(parameter)
                 recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
             recorder.piece(piece)

@@ -24,7 +24,7 @@ from planner import catalog
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.parameters import FORMAT as PARAMETERS_FORMAT
-from planner.tape import ATOMS, FORMAT
+from planner.tape import ATOMS, FORMAT, derived
 from planner.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers import step
 from trainers.compress import HEAD, TAIL, compress
@@ -40,31 +40,29 @@ PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 20
 CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
 Rows and columns stay below 384, where SD3's table of positions ends."""
 
-WIDTHS = (373, 379, 383)
+HEIGHTS, WIDTHS = (PRIMES["H"], 317, 313, 311, 307), (373, 379, 383)
 FRAMES = (359, 353, 349, 347, 337, 331, 691)
-SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES = 71, (73, 79, 83, 89, 97), (67, 61, 59)
-"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count. Also
-for those whose tables of positions are shorter than the sizes above."""
+SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89, 97), (67, 61, 59)
+"""For families that mask all tokens, as an expanded mask of the sizes above has more elements than torch can count; and
+for tables of positions that end before them."""
 
 
 def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """(shape to record at, values of the sums there, atoms the tape holds fixed).
 
-    Width and text are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums
-    show in sizes too.
+    The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
+    sizes too.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": 1} if one_sample else {})}
-    height, widths, lengths = PRIMES["H"], WIDTHS, FRAMES
-    if kind.masks_all_tokens or kind.longest_side:
-        height, widths, lengths = SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES
-    texts = filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))
-    for text, frames, width in itertools.product([PRIMES["T"], *texts], lengths, widths):
-        grid = {**PRIMES, "T": text, "F": frames, "H": height, "W": width, **regime}
-        sums = {
-            name: constant + sum(math.prod(grid[atom] for atom in product) for product in products)
-            for name, (constant, products) in kind.sums.items()
-        }
+    heights, widths, lengths = HEIGHTS, WIDTHS, FRAMES
+    if kind.masks_all_tokens or kind.short_sides or kind.longest_side:
+        heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
+    texts = [PRIMES["T"], *filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))]
+    extras = list(filter(_is_prime, range(PRIMES["E"], 2 * PRIMES["E"]))) if kind.extra_tokens else [PRIMES["E"]]
+    for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
+        grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
+        sums = derived(grid, kind.rounded, kind.sums)
         if all(_shows(value) for value in sums.values()):
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")
@@ -142,6 +140,7 @@ def _tape(
         "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
         "regime": regime,
         "sums": {key: [constant, list(products)] for key, (constant, products) in family(profile).sums.items()},
+        **({"rounded": family(profile).rounded} if family(profile).rounded else {}),
         "operators": sorted(trace.ops),
         "tape": compress(trace, atoms, list(full_run_lengths(profile.name))),
     }

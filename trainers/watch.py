@@ -57,7 +57,9 @@ def watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place])
         block.register_forward_hook(left(place))
     for name, child in model.named_children():
         if name not in lists and not any(listed.startswith(f"{name}.") for listed in lists):
-            child.register_forward_pre_hook(entering(None))
+            # a dict of modules is never called itself
+            for called in child.children() if isinstance(child, nn.ModuleDict) else [child]:
+                called.register_forward_pre_hook(entering(None))
             for between in child if isinstance(child, nn.ModuleList) else ():
                 between.register_forward_hook(left_between)
 

@@ -9,6 +9,7 @@ from planner.facts import ModelProfile
 from trainers.families.base import Family
 
 FAMILIES = ("wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet")
+FAMILIES += ("qwen-image", "flux2", "z-image", "krea2")
 
 
 def family(profile: ModelProfile) -> Family:

@@ -21,8 +21,15 @@ Grid = Mapping[str, int]
 class Family:
     """A model family. Batches hold what caching leaves on disk: latents and text embeddings."""
 
+    short_sides = False
+    """Whether its table of positions ends before the rows and columns tapes are usually recorded at."""
+
     sums: Mapping[str, tuple[int, tuple[str, ...]]] = {}
     """Lengths that are sums: name -> (constant, products), e.g. the joint sequence S = F*H*W + T."""
+
+    rounded: Mapping[str, tuple[str, int]] = {}
+    """Lengths counted in several: name -> (product, unit), as P = ceil(H*W / 32) where images are padded to 32 tokens.
+    Sums may add them."""
 
     fixed: Mapping[str, int] = {"F": 1}
     """Grid atoms this family cannot vary."""
@@ -51,6 +58,10 @@ class Family:
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Mean squared error in fp32, as the published trainers compute it."""
         return functional.mse_loss(prediction.float(), target.float())
+
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """Whether backward never reaches a parameter of a model of so many blocks, by its full name."""
+        return False
 
     def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""
