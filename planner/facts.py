@@ -67,6 +67,8 @@ class ShapeRules(Record):
     resolutions: Annotated[tuple[Size, ...], Field(min_length=1)]
     """height and width, the usual one first"""
     default_frames: Count
+    batches: tuple[Count, ...] = ()
+    """the batches it is recorded at, for code that loops over the samples of a batch; none named: any batch"""
 
 
 class LoraDefaults(Record):
@@ -113,7 +115,10 @@ class ModelProfile(Record):
 
     name: Text
     title: Text
-    family: Literal["wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"]
+    family: Literal[
+        "wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet", "mochi", "easyanimate", "hunyuan-video-1.5",
+        "ltx-2",
+    ]
     kind: Literal["video", "image"]
     diffusers_class: Text
     parameters: PositiveInt

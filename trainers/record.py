@@ -25,6 +25,7 @@ from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from trainers import cuda_ops, step
 from trainers.families import family
+from trainers.uniform import Uniform
 from trainers.work import Work, work_of
 
 Place = tuple[int, int]
@@ -83,6 +84,7 @@ class Recorder(TorchDispatchMode):
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
         self.phase = "load"
+        self._uniform = Uniform()
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._number: dict[int, int] = {}
 
@@ -90,8 +92,9 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
             return args[0].fake_device
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._note(func, f"{func.namespace}.{func.overloadpacket.__name__}", args, kwargs, out)
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        out = self._uniform.call(func, name, args, kwargs)
+        self._note(func, name, args, kwargs, out)
         return out
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -137,6 +140,7 @@ class Recorder(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         del self._alive[key]
+        self._uniform.forget(key)
         number = self._number.pop(key)
         self._event(~number, self.place)
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
+from trainers import families
 from trainers.families.base import Family
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,6 +55,7 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
     elif job.method == "full":
         model.requires_grad_(True)
     set_checkpointing(model, strategy)
+    families.family(profile).prepare(model)
     return model.train()
 
 
@@ -189,9 +191,9 @@ def compute_dtype(strategy: Strategy) -> torch.dtype:
 def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
     """The loss (scalar) of one batch, with its graph."""
     inputs, target = family.inputs_and_target(batch)
-    with autocast(strategy, target.device):
-        prediction = trainee.model(**inputs, return_dict=False)[0]
-    return family.loss(prediction, target, inputs)
+    with autocast(strategy, next(iter(batch.values())).device):
+        outputs = trainee.model(**inputs, return_dict=False)
+    return family.loss(family.prediction(outputs), target, inputs)
 
 
 def optimizer_step(trainee: Trainee) -> None:

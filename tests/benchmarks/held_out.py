@@ -54,7 +54,8 @@ class Case:
 
 
 def case(name: str, method: str, checkpointing: str) -> Case:
-    """A batch of three at half the model's usual length and its smallest usual size; rank 20."""
+    """A batch of three (or two, where single batches are recorded) at half the model's usual length and its smallest
+    usual size; rank 20."""
     profile = catalog.model(name)
     height, width = min(profile.shape.resolutions)
     frames = max(profile.shape.default_frames // 2 // profile.shape.frame_step, 1) * profile.shape.frame_step + 1
@@ -64,7 +65,7 @@ def case(name: str, method: str, checkpointing: str) -> Case:
         frames=1 if profile.kind == "image" else frames,
         height=height,
         width=width,
-        batch_size=3,
+        batch_size=2 if profile.shape.batches else 3,
         lora_rank=20,
         lora_targets=profile.lora.targets,
     )

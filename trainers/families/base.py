@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.facts import ModelProfile
@@ -41,11 +41,18 @@ class Family:
         """Random tensors of the shapes and dtypes a real batch has on the device."""
         raise NotImplementedError
 
-    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """Adds noise; returns the model's keyword arguments and the target of the loss."""
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
+        """Adds noise; returns the model's keyword arguments and the target of the loss, one tensor or several."""
         raise NotImplementedError
 
-    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def prepare(self, model: nn.Module) -> None:
+        """What a freshly built model needs before it trains."""
+
+    def prediction(self, outputs: tuple[Tensor, ...]) -> Any:
+        """What the loss compares with the target, of all that the model returns."""
+        return outputs[0]
+
+    def loss(self, prediction: Any, target: Any, inputs: dict[str, Any]) -> Tensor:
         """Mean squared error in fp32, as the published trainers compute it."""
         return functional.mse_loss(prediction.float(), target.float())
 
