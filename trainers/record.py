@@ -260,6 +260,8 @@ def record_step(
         recorder.label(loss, "batch", "loss")
         recorder.begin("backward")
         loss.backward()
+        without = {name for name, parameter in trainee.trainable.items() if parameter.grad is None}
+        assert without == idle_parameters(profile, trainee), sorted(without)
         recorder.piece("end")
         return recorder.trace
 
@@ -274,10 +276,13 @@ def record_optimizer(
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
         with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real numbers
             trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
+        idle = idle_parameters(profile, trainee)
         recorder.begin("optimizer")
         for piece in ("optimizer_first", "optimizer"):
             recorder.piece("gradients")
             for name, parameter in trainee.trainable.items():
+                if name in idle:
+                    continue
                 parameter.grad = torch.empty_like(parameter)
                 recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
             recorder.piece(piece)
@@ -285,6 +290,14 @@ def record_optimizer(
             _label_states(trainee, recorder, places, strategy)
         recorder.piece("end")
         return recorder.trace
+
+
+def idle_parameters(profile: ModelProfile, trainee: step.Trainee) -> set[str]:
+    """Trained parameters that get no gradient, nor an optimizer state: those of the family's idle modules."""
+    stack = profile.stacks[-1].list
+    last = len(trainee.model.get_submodule(stack)) - 1  # type: ignore[arg-type]
+    prefixes = tuple(f"{stack}.{last}.{module}" for module in family(profile).idle)
+    return {name for name in trainee.trainable if prefixes and name.startswith(prefixes)}
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 FILLED = {"aten.ones": 1, "aten.ones_like": 1, "aten.zeros": 0, "aten.zeros_like": 0}
 KEPT = frozenset({"aten._to_copy", "aten.clone"})
@@ -34,8 +35,11 @@ class Uniform:
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, with sizes and truths that depend on known numbers."""
         if func._schema.is_mutable:
-            for written in args[0] if isinstance(args[0], list | tuple) else args[:1]:
-                self.forget(written.untyped_storage()._cdata)
+            pairs = zip(func._schema.arguments, args, strict=False)  # what is left to its default is not written to
+            written = [value for argument, value in pairs if argument.is_write]
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, Tensor):
+                    self.forget(tensor.untyped_storage()._cdata)
         number = self.of(args[0]) if args else None
         if name in FILLED:
             return self._note(func(*args, **kwargs), FILLED[name])

@@ -30,6 +30,9 @@ class Family:
     extra_tokens = False
     """Whether samples have tokens beside the clip's own and its text's (grid atom E)."""
 
+    idle: tuple[str, ...] = ()
+    """Modules of the last block that work for an output nobody takes, and get no gradient."""
+
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
 
