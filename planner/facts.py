@@ -80,6 +80,8 @@ class ShapeRules(Record):
     only_listed: Flag = False
     """no other sizes: its positions are learned, one per cell of the grid"""
     default_frames: Count
+    batches: tuple[Count, ...] = ()
+    """the batches it is recorded at, for code that loops over the samples of a batch; none named: any batch"""
 
 
 class LoraDefaults(Record):
@@ -130,7 +132,7 @@ class ModelProfile(Record):
     title: Text
     family: Literal[
         "wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet",
-        "qwen-image", "flux2", "z-image", "krea2",
+        "qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2",
     ]  # fmt: skip
     kind: Literal["video", "image"]
     diffusers_class: Text

@@ -142,6 +142,9 @@ class StepVariant:
     one_sample: bool
     """Batch 1: some copies of expanded tensors do not happen then."""
 
+    samples: int | None = None
+    """The very batch above 1 of a model that loops over its samples; None: any."""
+
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
         """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``."""
@@ -164,17 +167,25 @@ class StepVariant:
         if mode not in CHECKPOINTING:
             fix = f"use one of {', '.join(CHECKPOINTING)}"
             raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
-        return cls(method, precision, mode, batch == 1)
+        known = profile.shape.batches
+        if known and batch not in known:
+            fault = f"{profile.title} works through a batch sample by sample, and batch {batch} is not recorded"
+            batches = " or ".join(map(str, known))
+            raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
+        samples = batch if known and batch > 1 else None
+        return cls(method, precision, mode, batch == 1, samples)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
-            for precision, mode, one in itertools.product(precisions(profile, method), CHECKPOINTING, (True, False)):
-                yield cls(method, precision, mode, one)
+            batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
+            for precision, mode in itertools.product(precisions(profile, method), CHECKPOINTING):
+                yield cls(method, precision, mode, one_sample=True)
+                yield from (cls(method, precision, mode, False, samples) for samples in batches)
 
     @property
     def name(self) -> str:
-        batch = "one" if self.one_sample else "many"
+        batch = "one" if self.one_sample else str(self.samples or "many")
         return f"step-{self.method}-{self.precision.name}-{self.checkpointing}-{batch}"
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:

@@ -114,6 +114,10 @@ def _install_autocast(library: torch.library.Library) -> None:
             library.impl(name, _autocast_kernel(getattr(op, overload or "default"), kind), "AutocastCPU")
 
 
+MASK_ALIGNMENT = 8
+"""Elements that rows of a mask are padded to (mem_eff_alignment in ATen/native/transformers/attention.cpp)."""
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -128,7 +132,8 @@ def attention(
 
     Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
     same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). Masks whose rows are not a multiple of 8
-    elements are copied into padded rows first (pad_bias): at most B * S * 16 bytes, left out.
+    elements are copied into padded rows first (ATen/native/transformers/attention.cpp, pad_bias), and the copy is what
+    is saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= 256:
@@ -138,7 +143,10 @@ def attention(
         if attn_mask.dtype == torch.bool:
             blocked = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), blocked)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        length = key.shape[2]
+        if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
+            attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
+        attn_mask = attn_mask.expand(*query.shape[:3], length)
     saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     found = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
@@ -270,10 +278,13 @@ def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
 def rounded_output(op: str, position: int, shape: tuple[int, ...], args: tuple[Any, ...]) -> Rounded | None:
     """The dimension of an output that a kernel rounds up, so that it no longer shows the shape's atoms.
 
-    Memory-efficient attention pads its logsumexp to 32 rows (kAlignLSE, mem_eff_attention/kernel_forward.h).
+    Memory-efficient attention pads its logsumexp to 32 rows (kAlignLSE, mem_eff_attention/kernel_forward.h), and the
+    rows of its mask to 8 elements.
     """
     if op == "aten._scaled_dot_product_efficient_attention" and position == 1 and shape[-1]:
         return Rounded(args[0].shape[2], 32)
+    if op == "aten.constant_pad_nd" and args[1] == [0, -args[0].shape[-1] % MASK_ALIGNMENT]:  # ``attention`` above
+        return Rounded(args[0].shape[-1], MASK_ALIGNMENT)
     return None
 
 
@@ -299,10 +310,10 @@ CREATED = _aten(
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_ clamp_min clone copy_ cos div div_ eq exp fill_ ge gelu "
-    "gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt masked_fill masked_fill_ maximum "
-    "minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub sigmoid "
-    "sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
+    "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
+    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt masked_fill "
+    "masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
+    "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
@@ -346,6 +357,7 @@ _REDUCTION = (
     "(native/cuda/Reduce.cuh, global_memory_size): under 1 MiB"
 )
 KNOWN_SMALL = {
+    "aten.all": _REDUCTION,
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
     "aten.argmax": _REDUCTION,
@@ -359,6 +371,10 @@ KNOWN_SMALL = {
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",
     "aten._foreach_norm": "one fp32 per tensor and chunk of 65,536 numbers of the largest tensor (native/cuda/"
     "ForeachReduceOp.cu, output_per_tensor): 5 MiB in full training of a 14B model",
+    "aten.nonzero": "cub's temporary storage and a count, for a mask of text tokens (native/cuda/Nonzero.cu): some KiB",
+    "aten.embedding_dense_backward": "sorted row numbers above 3072 text tokens (native/cuda/Embedding.cu): some KiB",
+    "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
+    "Indexing.cu, index_put_with_sort_kernel); text tokens only: some MiB",
     "aten.native_layer_norm": "mean and rstd are fp32 on CUDA and of the input's dtype on CPU (layer_norm_kernel.cu): "
     "4 bytes a row more, and only without autocast, which makes its input fp32",
     "aten.native_layer_norm_backward": "a trained weight and bias over many rows are summed in two passes through "

@@ -32,6 +32,7 @@ from trainers import cuda_ops, fakes, quantise, step
 from trainers.families import family
 from trainers.optimizers import SteppedInBackward, make_optimizer
 from trainers.places import Place, Run, find_runs, place_of_name
+from trainers.uniform import Uniform
 from trainers.watch import watch_blocks, watch_casts, watch_gradients
 from trainers.work import Work, work_of
 
@@ -79,6 +80,7 @@ class Recorder(TorchDispatchMode):
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
         self.phase = "load"
+        self._uniform = Uniform()
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._number: dict[int, int] = {}
         self._event_of: list[int] = []
@@ -94,8 +96,9 @@ class Recorder(TorchDispatchMode):
             self.trace.ops.add("aten._local_scalar_dense")
             return fakes.read(args[0])
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._note(func, f"{func.namespace}.{func.overloadpacket.__name__}", args, kwargs, out)
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        out = self._uniform.call(func, name, args, kwargs)
+        self._note(func, name, args, kwargs, out)
         return out
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -153,6 +156,7 @@ class Recorder(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         del self._alive[key]
+        self._uniform.forget(key)
         number = self._number.pop(key)
         self._event(~number, self.place)
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
-from trainers import quantise
+from trainers import families, quantise
 from trainers.families.base import Family
 from trainers.optimizers import SteppedInBackward
 
@@ -59,6 +59,7 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
     elif job.method == "full":
         model.requires_grad_(True)
     set_checkpointing(model, strategy)
+    families.family(profile).prepare(model)
     return model.train()
 
 
@@ -186,9 +187,9 @@ def compute_dtype(strategy: Strategy) -> torch.dtype:
 def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
     """The loss (scalar) of one batch, with its graph."""
     inputs, target = family.inputs_and_target(batch)
-    with autocast(strategy, target.device):
-        prediction = trainee.model(**inputs, return_dict=False)[0]
-    return family.loss(prediction, target, inputs)
+    with autocast(strategy, next(iter(batch.values())).device):
+        outputs = trainee.model(**inputs, return_dict=False)
+    return family.loss(family.prediction(outputs), target, inputs)
 
 
 @torch.no_grad()
@@ -196,8 +197,8 @@ def sample_forward(
     trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy
 ) -> torch.Tensor:
     """The model's prediction for one batch of noisy latents, without a graph: one step of sampling."""
-    inputs, target = family.inputs_and_target(batch)
-    with autocast(strategy, target.device):
+    inputs, _ = family.inputs_and_target(batch)
+    with autocast(strategy, next(iter(batch.values())).device):
         return trainee.model(**inputs, return_dict=False)[0]  # type: ignore[no-any-return]
 
 

@@ -47,14 +47,14 @@ SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89
 for tables of positions that end before them."""
 
 
-def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(shape to record at, values of the sums there, atoms the tape holds fixed).
+def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any.
 
     The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
     sizes too.
     """
     kind = family(profile)
-    regime = {**kind.fixed, **({"B": 1} if one_sample else {})}
+    regime = {**kind.fixed, **({"B": batch} if batch else {})}
     heights, widths, lengths = HEIGHTS, WIDTHS, FRAMES
     if kind.masks_all_tokens or kind.short_sides or kind.longest_side:
         heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
@@ -84,9 +84,14 @@ def shallow_config(profile: ModelProfile) -> dict[str, Any]:
     if dual:  # SD3.5 medium: blocks with a second attention, then plain ones, then a last one without text output
         assert list(dual) == list(range(len(dual)))
         return {**config, "dual_attention_layers": list(range(RECORDED_BLOCKS)), "num_layers": 2 * RECORDED_BLOCKS + 1}
+    shared = config["num_layers"] - config["mmdit_layers"] if "mmdit_layers" in config else 0
+    if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
+        return {**config, "mmdit_layers": RECORDED_BLOCKS, "num_layers": 2 * RECORDED_BLOCKS}
     for stack in profile.stacks:
         if stack.alike and isinstance(config[stack.depth_key], int):
             config[stack.depth_key] = min(RECORDED_BLOCKS, config[stack.depth_key])
+    if profile.family == "mochi":  # its last block is without text output
+        config["num_layers"] += 1
     return config
 
 
@@ -102,7 +107,7 @@ def full_run_lengths(name: str) -> tuple[int, ...]:
 def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
     """Records one step variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
-    grid, sums, regime = prime_grid(profile, variant.one_sample)
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
     trace = record_step(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, regime)
 
@@ -110,7 +115,8 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
 def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]:
     """Records one sampling variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
-    grid, sums, regime = prime_grid(profile, variant.one_sample)
+    known = profile.shape.batches
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if known else None)
     trace = record_sample(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, regime)
 
@@ -118,7 +124,7 @@ def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
     """Records one optimizer variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
-    grid, sums, _ = prime_grid(profile, one_sample=False)
+    grid, sums, _ = prime_grid(profile, None)
     trace = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, {})
 

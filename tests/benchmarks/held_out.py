@@ -65,7 +65,7 @@ def case(name: str, method: str, checkpointing: str) -> Case:
         frames=1 if profile.kind == "image" else frames,
         height=height,
         width=width,
-        batch_size=family(profile).fixed.get("B", 3),
+        batch_size=2 if profile.shape.batches else family(profile).fixed.get("B", 3),
         lora_rank=20,
         lora_targets=profile.lora.targets,
     )

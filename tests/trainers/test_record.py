@@ -135,7 +135,7 @@ def test_blocks_with_something_between_them_are_recorded_whole(name: str, varian
     config = {**profile.config, **INTERLEAVED[name]}
     chosen = next(found for found in tapes.all_variants(profile) if found.name == variant)
     job, strategy = chosen.records(profile)
-    shape, sums, regime = tapes.prime_grid(profile, variant.endswith("one"))
+    shape, sums, regime = tapes.prime_grid(profile, 1 if variant.endswith("one") else None)
     trace = record_step(profile, job, strategy, shape, config)
     atoms = {atom: 1 if atom in regime else shape[atom] for atom in ATOMS} | sums
     body = compress(trace, atoms, [run.count for run in trace.runs])
