@@ -68,6 +68,8 @@ def test_every_bundled_model_is_sound() -> None:
         "flux.1-kontext-dev",
         "flux.2-dev",
         "z-image",
+        "krea-2",
+        "flux.2-klein-4b",
     }
     for name in names:
         profile = model(name)
@@ -103,6 +105,8 @@ def test_every_bundled_model_is_sound() -> None:
         ("flux1", "flux.1-dev"),
         ("flux2", "flux.2-dev"),
         ("black-forest-labs/FLUX.2-dev", "flux.2-dev"),
+        ("klein-4b", "flux.2-klein-4b"),
+        ("krea", "krea-2"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
         ("qwen", "qwen-image"),
