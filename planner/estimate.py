@@ -24,6 +24,7 @@ from planner.tape import Moment, Stage
 from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops, work_of
 from planner.traffic import traffic
 from planner.units import MIB
+from planner.variants import UNPAGED
 
 Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
 """Lays a run out, as ``planner.layout.lay_out`` does."""
@@ -121,7 +122,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         basis="recorded",
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=_left_out(strategy),
+        assumptions=(*_left_out(strategy), *_elastic(strategy)),
     )
 
 
@@ -135,6 +136,13 @@ def _left_out(strategy: Strategy) -> tuple[str, ...]:
     """What the estimate does not count, in words."""
     resident = [name for name in ("text_encoder", "vae") if getattr(strategy, name) == "resident"]
     return tuple(f"what the resident {name.replace('_', ' ')} takes to encode is not counted" for name in resident)
+
+
+def _elastic(strategy: Strategy) -> tuple[str, ...]:
+    """What takes GPU memory only where there is some to spare, in words."""
+    if strategy.optimizer not in UNPAGED:
+        return ()
+    return ("paged states are counted in host RAM; they use what the card has free, and move where it has not",)
 
 
 def _verdict(
