@@ -25,6 +25,7 @@ from planner.tape import Moment, Stage
 from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops, work_of
 from planner.traffic import traffic
 from planner.units import MIB
+from planner.variants import UNPAGED
 
 Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
 """Lays a run out, as ``planner.layout.lay_out`` does."""
@@ -147,7 +148,7 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
     """What the estimate does not count, and what it takes for granted, in words."""
     layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
     words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
-    return (*_left_out(run), *words)
+    return (*_left_out(run), *words, *_elastic(run.strategy))
 
 
 def _left_out(run: Run) -> tuple[str, ...]:
@@ -158,6 +159,13 @@ def _left_out(run: Run) -> tuple[str, ...]:
         for component in components
         if component.tape is None
     )
+
+
+def _elastic(strategy: Strategy) -> tuple[str, ...]:
+    """What takes GPU memory only where there is some to spare, in words."""
+    if strategy.optimizer not in UNPAGED:
+        return ()
+    return ("paged states are counted in host RAM; they use what the card has free, and move where it has not",)
 
 
 def _verdict(

@@ -44,7 +44,7 @@ STEPS = (LORA_ONE, LORA_MANY, FULL_ONE, FULL_MANY, *QUANTISED)
 OPTIMIZERS = (
     "optimizer-lora-fp32-adamw-foreach",
     "optimizer-full-half-adamw-8bit-foreach",
-    "optimizer-lora-half-prodigy-foreach",
+    "optimizer-lora-fp32-prodigy-foreach",
     "optimizer-full-half-adafactor-backward",
 )
 
