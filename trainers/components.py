@@ -6,6 +6,7 @@ recording answers for any length. Tiling is not recorded: `planner.components` p
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -159,6 +160,9 @@ def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: in
             pixels = torch.zeros((batch, 3, side, side), dtype=DTYPES[dtype])
             return model(pixel_values=pixels).last_hidden_state  # type: ignore[no-any-return]
         ids = torch.zeros((batch, tokens), dtype=torch.long)
+        if hasattr(model, "lm_head"):  # pipelines take a hidden state of a language model, and get logits with it
+            outputs = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+            return outputs.hidden_states[-1]  # type: ignore[no-any-return]
         return model(input_ids=ids).last_hidden_state  # type: ignore[no-any-return]
 
     trace, _ = _record(model, dtype, run, "encode", None, _layers_of(model))
@@ -172,10 +176,11 @@ def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
     model_class = getattr(transformers, encoder.class_name, None)
     if model_class is None:
         raise VplanError(f"transformers has no {encoder.class_name}", "update it: pip install -U transformers")
-    config = dict(encoder.config)
-    depth_key = next(key for _, key in LAYERS if key in config)
+    config = copy.deepcopy(encoder.config)
+    language = config.get("text_config", config)
+    depth_key = next(key for _, key in LAYERS if key in language)
     if layers:
-        config[depth_key] = min(layers, config[depth_key])
+        language[depth_key] = min(layers, language[depth_key])
     with init_empty_weights():
         model: nn.Module = model_class(model_class.config_class(**config))
     model.tie_weights()  # type: ignore[operator]
