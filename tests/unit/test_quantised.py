@@ -46,7 +46,7 @@ def held(run: Run, category: str) -> int:
 
 def test_fp8_without_checkpointing_keeps_every_cast_copy() -> None:
     """Storage alone says 1.3 GiB less than bf16; the copies that autograd keeps make it more than bf16 instead."""
-    bf16, fp8 = (priced(weights_dtype=weights).peak.allocated_bytes for weights in ("bf16", "fp8"))
+    bf16, fp8 = (priced(weights_dtype=weights).phases["train"].allocated_bytes for weights in ("bf16", "fp8"))
     stored_bf16, stored_fp8 = (held(laid_out(weights_dtype=weights), "weight") for weights in ("bf16", "fp8"))
     cast = 2 * (stored_bf16 - stored_fp8)
     expected_from_storage = bf16 - (stored_bf16 - stored_fp8)
@@ -58,14 +58,14 @@ def test_fp8_without_checkpointing_keeps_every_cast_copy() -> None:
 def test_with_checkpointing_a_quantised_base_takes_less(weights: str) -> None:
     bf16 = priced(gradient_checkpointing="full")
     found = priced(gradient_checkpointing="full", weights_dtype=weights)
-    assert found.peak.allocated_bytes < bf16.peak.allocated_bytes
+    assert found.phases["train"].allocated_bytes < bf16.phases["train"].allocated_bytes
     assert found.breakdown.weights < 0.55 * bf16.breakdown.weights
     assert found.lossy == ("weights_dtype",)
 
 
 @FORMATS
 def test_without_checkpointing_no_format_is_below_bf16(weights: str) -> None:
-    assert priced(weights_dtype=weights).peak.allocated_bytes > priced().peak.allocated_bytes
+    assert priced(weights_dtype=weights).phases["train"].allocated_bytes > priced().phases["train"].allocated_bytes
 
 
 @FORMATS
@@ -111,7 +111,7 @@ def loaded(run: Run) -> int:
 @FORMATS
 def test_swap_and_checkpoint_offload_work_with_it(weights: str) -> None:
     found = [
-        priced(weights_dtype=weights, gradient_checkpointing=mode, swap_blocks=count).peak.allocated_bytes
+        priced(weights_dtype=weights, gradient_checkpointing=mode, swap_blocks=count).phases["train"].allocated_bytes
         for mode, count in (("full", 0), ("offload", 0), ("offload", 20))
     ]
     assert found == sorted(found, reverse=True) and found[0] > found[2]
@@ -181,7 +181,7 @@ def test_a_step_inside_backward_frees_each_gradient_at_once(optimizer: str) -> N
     after = priced(FULL, **fields)
     inside = priced(FULL, optimizer_step="backward", **fields)
     gradients = 2 * MODEL.parameters
-    assert inside.peak.allocated_bytes < after.peak.allocated_bytes
+    assert inside.phases["train"].allocated_bytes < after.phases["train"].allocated_bytes
     behind = [found.phases["optimizer"].allocated_bytes for found in (inside, after)]
     assert behind[0] < behind[1] - 0.9 * gradients
     assert inside.breakdown.gradients < 0.1 * gradients
