@@ -35,6 +35,11 @@ class Vae(Record):
     dtype: FloatDtype
     config: dict[str, Any]
 
+    @property
+    def takes_clips(self) -> bool:
+        """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
+        return self.class_name not in ("AutoencoderKL", "AutoencoderKLFlux2")
+
 
 class TextEncoder(Record):
     """One encoder of the condition (a prompt, or an image for image-to-video)."""
@@ -132,6 +137,15 @@ class ModelProfile(Record):
     inputs: dict[str, Any]
     """what the family's code needs beside the config"""
     training: Training
+    origin: str = ""
+    """the config.json it was recorded from, for a model of the user's own"""
+    lent_by: str = ""
+    """the bundled model whose VAE, text encoders, clip rules and LoRA layers an own one has"""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `vplan record FOLDER` made it, here."""
+        return bool(self.origin)
 
     def depth(self, stack: Stack) -> int:
         """Blocks in one of the stacks."""

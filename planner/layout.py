@@ -6,6 +6,7 @@ from planner import attention, dialects
 from planner.errors import VplanError
 from planner.fsdp import fsdp
 from planner.job import Job, Machine, Strategy
+from planner.phases import residents, saving, validation
 from planner.run import Facts, Run, Term
 from planner.strategies import (
     accumulation,
@@ -15,7 +16,6 @@ from planner.strategies import (
     ddp,
     ema,
     offloaded_optimizer,
-    residents,
 )
 from planner.zero import zero
 
@@ -30,6 +30,8 @@ TRANSFORMS: tuple[Term, ...] = (
     zero,
     fsdp,
     ema,
+    validation,
+    saving,
 )
 
 
@@ -37,9 +39,6 @@ PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
     ("group_offload", frozenset({"none"}), "leave --group-offload out"),
-    ("validation_mode", frozenset({"off"}), "leave --validation-mode out"),
-    ("text_encoder", frozenset({"cached", "resident"}), "use cached or resident"),
-    ("vae", frozenset({"cached", "resident"}), "use cached or resident"),
     ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16"}), "use bf16"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
@@ -58,7 +57,7 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
-    for field in ("trainable", "experts", "validation", "lora_dropout"):
+    for field in ("trainable", "experts", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
     if strategy.optimizer == "adamw-8bit" and strategy.offload_optimizer != "none":

@@ -7,7 +7,7 @@ changes the stream of operators itself (checkpointing, method, precision, optimi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from planner.facts import GpuProfile, ModelProfile
@@ -29,6 +29,12 @@ class Facts:
     gpu: GpuProfile
     step: Tape
     optimizer: Tape
+    around: Mapping[str, Tape] = field(default_factory=dict)
+    """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
+
+    sample: Tape | None = None
+    """a forward without gradients, for validation"""
+
     parameters: Parameters = field(default_factory=Parameters)
     """needed where something is split between GPUs"""
 
@@ -54,8 +60,25 @@ class Run:
 
     empty_cache_after_load: bool = False
 
+    gathered_bytes: int = 0
+    """The most that an engine that splits weights gathers in a forward, with its buffers."""
+
     left: list[int] = field(default_factory=list)
     """What a step leaves alive for the next to replace: the batch, the loss."""
+
+    encode: Stage | None = None
+    """Text encoders and VAE that work on each batch before the model does."""
+
+    validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
+    save: Stage | None = None
+    encoders_together: bool = False
+    """Whether a trainer holds all encoders on the GPU while it caches."""
+
+    encode_peak_bytes: int = 0
+    """Of a run that only encodes: allocated."""
+
+    by_layer: str = ""
+    """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
 
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
@@ -109,11 +132,17 @@ class Run:
         The optimizer makes its states at the end of the first step; the later step is what lasts.
         """
         more = [self.accumulate] if self.accumulate else []
+        encode: list[tuple[PhaseName, Stage]] = [("encode", self.encode)] if self.encode else []
+        save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
         return [
             ("load", self.load),
+            *encode,
             *[("first_step", stage) for stage in (self.step, *more, self.optimizer_first)],
+            *encode,
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),
+            *self.validation,
+            *save,
         ]
 
     @functools.cached_property

@@ -14,6 +14,7 @@ from planner import dialects, host
 from planner.estimate import NCCL_BYTES
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
+from planner.phases import caching
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run
 from planner.shapes import grid
@@ -81,11 +82,21 @@ class Screen:
         runs = (self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes)
         return max(host.ram_bytes(run, machine) for run in runs)
 
+    def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """Device bytes of what is cached before training, at the worst of the job's shapes."""
+        facts = self.facts(job, strategy, machine)
+        runs = [self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes]
+        peaks = [encoding.encode_peak_bytes for run in runs for encoding in caching(run)]
+        return max(peaks, default=0) + facts.gpu.context_bytes
+
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
         run = self.lay_out(job, strategy, machine, facts, where)
         allocated, in_optimizer = allocated_peak(run)
+        encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
+        if encoding > allocated:
+            allocated, in_optimizer = encoding, False
         outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
         work = StepWork(self._passes(facts, where), optimizer)

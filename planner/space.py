@@ -16,6 +16,7 @@ from planner.rules import check, resolve
 from planner.variants import HALF
 
 SEARCHED = (
+    "vae_tiling",
     "gradient_checkpointing",
     "sharding",
     "weights_dtype",
@@ -45,15 +46,18 @@ def naive(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]
     return resolve(job, asked_for(strategy, fixed), machine)
 
 
-def strategies(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> tuple[Strategy, ...]:
+def strategies(
+    job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str], tiled: bool = False
+) -> tuple[Strategy, ...]:
     """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
 
-    Raises the VplanError of the first contradiction when what the user fixed leaves nothing.
+    ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises the VplanError of the first contradiction
+    when what the user fixed leaves nothing.
     """
     base = asked_for(strategy, fixed)
     found: dict[Strategy, None] = {}
     refusal: VplanError | None = None
-    for choice in _choices(job, base, machine, fixed):
+    for choice in _choices(job, base, machine, fixed, tiled):
         candidate = resolve(job, base.replace(**choice), machine)
         try:
             check(job, candidate, machine)
@@ -87,9 +91,12 @@ def effort(before: Strategy, after: Strategy) -> int:
     return len(fields) + sum(getattr(after, field) in ("offload", "cpu") or field == "swap_blocks" for field in fields)
 
 
-def _choices(job: Job, base: Strategy, machine: Machine, fixed: Collection[str]) -> Iterator[dict[str, object]]:
+def _choices(
+    job: Job, base: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
+) -> Iterator[dict[str, object]]:
     """Combinations of the searched fields that make sense together, as fields to replace."""
     axes: dict[str, tuple[object, ...]] = {
+        "vae_tiling": (tiled,),
         "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method),),
         "autocast": ("bf16", "none"),
         "adapter_dtype": ("fp32", "bf16") if job.method == "lora" else (base.adapter_dtype,),

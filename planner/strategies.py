@@ -6,6 +6,7 @@ Each one function, one named buffer or lifetime, one source.
 from __future__ import annotations
 
 from planner.errors import VplanError
+from planner.facts import GpuProfile
 from planner.run import Run
 from planner.tape import Stage
 from planner.units import KIB, MIB
@@ -14,21 +15,16 @@ from planner.units import KIB, MIB
 def cublas_workspace(run: Run) -> None:
     """cuBLAS takes a workspace per handle from the caching allocator: one for the thread that runs forward, one for
     autograd's. 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-    nbytes = 32 * MIB if run.facts.gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
-    run.add(run.load, nbytes, "workspace", "cublas")
-    run.add(run.load, nbytes, "workspace", "cublas")
+    for _ in range(CUBLAS_HANDLES):
+        run.add(run.load, cublas_bytes(run.facts.gpu), "workspace", "cublas")
 
 
-def residents(run: Run) -> None:
-    """Text encoders and VAE that stay on the GPU instead of being cached: their weights, loaded before the model."""
-    strategy, model = run.strategy, run.facts.model
-    size = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "nf4": 0.5, "int4": 0.5}
-    if strategy.vae == "resident":
-        run.add(run.load, int(model.vae.parameters * size[strategy.vae_dtype]), "residents", "vae", at=0)
-    if strategy.text_encoder == "resident":
-        for encoder in model.text_encoders:
-            nbytes = int(encoder.parameters * size[strategy.text_encoder_dtype])
-            run.add(run.load, nbytes, "residents", encoder.name, at=0)
+CUBLAS_HANDLES = 2
+
+
+def cublas_bytes(gpu: GpuProfile) -> int:
+    """The workspace of one cuBLAS handle."""
+    return 32 * MIB if gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
 
 
 def checkpoint_offload(run: Run) -> None:

@@ -101,6 +101,7 @@ class Search:
         self._considered: set[tuple[Job, Strategy]] = set()
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._most: dict[tuple[Job, Strategy], Strategy] = {}
+        self._tiled: dict[Job, bool] = {}
         self._lost: dict[Strategy, float] = {}
         """Strategy without swap -> device bytes over those of its look, where a replay told."""
 
@@ -132,7 +133,8 @@ class Search:
     def candidates(self, job: Job, lossy: bool | None = None) -> list[Strategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
         question, found = self.question, []
-        for strategy in strategies(job, question.strategy, question.machine, question.fixed):
+        tiled = self.needs_tiles(job)
+        for strategy in strategies(job, question.strategy, question.machine, question.fixed, tiled):
             if lossy is not None and bool(strategy.lossy_fields(job)) != lossy:
                 continue
             try:
@@ -143,6 +145,18 @@ class Search:
             found.append(strategy)
         self._considered.update((job, strategy) for strategy in found)
         return found
+
+    def needs_tiles(self, job: Job) -> bool:
+        """Whether the clip, cached whole by the VAE, would need more than the card gives."""
+        question = self.question
+        if job not in self._tiled:
+            plain = naive(job, question.strategy, question.machine, question.fixed)
+            try:
+                needed = self.screen.encoding_bytes(job, plain, question.machine)
+            except NotRecordedError:  # of another precision, say: candidates tell
+                needed = 0
+            self._tiled[job] = margin.interval(needed)[1] > question.budget_bytes
+        return self._tiled[job]
 
     def by_speed(
         self, job: Job, lossy: bool | None, verdict: str = "fits", wanted: Callable[[Look], bool] = lambda look: True

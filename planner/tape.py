@@ -47,6 +47,17 @@ class Monomial(NamedTuple):
         return product
 
 
+class Growing(NamedTuple):
+    """A size that grows from block to block: ``base + slope * index``. Chunks of a VAE that are joined one by one."""
+
+    base: Monomial
+    slope: Monomial
+
+    def value(self, atoms: Sequence[int], index: int) -> int:
+        """The size in bytes in the index-th block."""
+        return self.base.value(atoms) + index * self.slope.value(atoms)
+
+
 def _product(atoms: Sequence[int], exponents: Sequence[int]) -> int:
     return math.prod(atom**exponent for atom, exponent in zip(atoms, exponents, strict=True) if exponent)
 
@@ -74,11 +85,13 @@ class Tape:
 
     atoms: tuple[str, ...]
     sums: Mapping[str, tuple[int, tuple[str, ...]]]
-    sizes: tuple[Monomial, ...]
+    sizes: tuple[Monomial | Growing, ...]
     runs: tuple[Run, ...]
     names: tuple[str, ...]
     ops: tuple[str, ...]
     pieces: Mapping[str, list[dict[str, Any]]]
+    tile: tuple[int, ...] = ()
+    """of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
@@ -137,14 +150,19 @@ def parse_tape(data: Mapping[str, Any]) -> Tape:
         regime=data["regime"],
         atoms=tuple(body["atoms"]),
         sums={name: (constant, tuple(products)) for name, (constant, products) in data["sums"].items()},
-        sizes=tuple(
-            Monomial(size[0], tuple(size[1]), *(size[2:4]), *map(tuple, size[4:])) for size in body["sizes"]
-        ),
+        sizes=tuple(map(_size, body["sizes"])),
         runs=tuple(Run(run["list"], run["start"], run["count"], run["recorded"]) for run in body["runs"]),
         names=tuple(body["names"]),
         ops=tuple(body["ops"]),
         pieces=body["pieces"],
+        tile=tuple(data.get("tile", ())),
     )
+
+
+def _size(size: list[Any]) -> Monomial | Growing:
+    if size[0] == "grow":
+        return Growing(*(Monomial(coefficient, tuple(exponents)) for coefficient, exponents in size[1:]))
+    return Monomial(size[0], tuple(size[1]), *(size[2:4]), *map(tuple, size[4:]))
 
 
 class Moment(NamedTuple):
@@ -232,24 +250,50 @@ class Program:
         self.sizes.append(nbytes)
         self.buffers[buffer] = len(self.sizes) - 1
 
-    def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None) -> Stage:
-        """Lays a piece (load, step, optimizer_first or optimizer) out.
+    def unfold(
+        self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None
+    ) -> Stage:
+        """Lays a piece (load, step, optimizer_first, optimizer, denoise, encode or decode) out.
 
-        ``counts``: blocks per run, else the full model's.
+        ``counts``: blocks per run, else the full model's. ``part``: of something beside the model, at its own shape.
         """
         first_size = len(self.sizes)
-        self.sizes += [(tape, size) for size in tape.sizes]
-        return _Piece(self, tape, first_size, list(counts or [run.count for run in tape.runs])).play(piece)
+        values = tape.values(part.grid) if part else []
+        for size in tape.sizes:
+            if isinstance(size, Growing):
+                self.sizes.append(0)  # one for each block, see _Piece._size
+            else:
+                self.sizes.append(size.value(values) * part.batch if part else (tape, size))
+        counted = list(counts or [run.count for run in tape.runs])
+        return _Piece(self, tape, first_size, counted, part).play(piece)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something beside the model (a VAE, a text encoder) whose tape is unfolded at a shape of its own."""
+
+    name: str
+    """keeps its tensors apart from the model's in ``Program.named``"""
+
+    grid: Mapping[str, int]
+    batch: int = 1
+    """how many of what was recorded run side by side: every size is multiplied"""
+
+    def __hash__(self) -> int:
+        return hash((self.name, *self.grid.items(), self.batch))
 
 
 class _Piece:
     """One piece being laid out."""
 
-    def __init__(self, program: Program, tape: Tape, first_size: int, counts: list[int]) -> None:
+    def __init__(
+        self, program: Program, tape: Tape, first_size: int, counts: list[int], part: Part | None
+    ) -> None:
         self.program = program
         self.tape = tape
         self.first_size = first_size
         self.counts = counts
+        self.part = part
         self.items: list[dict[str, Any]] = []
         self.made: list[dict[int, int]] = []
         """Per item: block -> number of its first buffer."""
@@ -288,17 +332,32 @@ class _Piece:
                 base = self.made[item][self._target(mode, target, self.items[item]["run"], block)]
                 found.append(~(base + position))
             elif len(event) == 6:
-                found.append(~program.named[CATEGORIES[event[1]], self._name(event[2:], block)])
+                found.append(~program.named[self._kind(event[1]), self._name(event[2:], block)])
             else:
                 buffer = len(program.buffers)
                 found.append(buffer)
-                program.buffers.append(self.first_size + event[0])
-                program.category.append(CATEGORIES[event[1]])
+                program.buffers.append(self._size(event[0], block))
+                program.category.append(self._category(event[1]))
                 program.op.append(ops[event[2]])
                 program.kernel.append(KERNELS[event[3]])
                 if event[4]:
-                    program.named[CATEGORIES[event[1]], self._name(event[5:], block)] = buffer
+                    program.named[self._kind(event[1]), self._name(event[5:], block)] = buffer
         return found
+
+    def _category(self, index: int) -> str:
+        category = CATEGORIES[index]
+        return "residents" if self.part and category == "weight" else category
+
+    def _kind(self, index: int) -> str:
+        return f"{CATEGORIES[index]} of {self.part.name}" if self.part else CATEGORIES[index]
+
+    def _size(self, index: int, block: int) -> int:
+        size = self.tape.sizes[index]
+        if not isinstance(size, Growing):
+            return self.first_size + index
+        assert self.part, "only the chunks of a VAE grow"
+        self.program.sizes.append(size.value(self.tape.values(self.part.grid), block) * self.part.batch)
+        return len(self.program.sizes) - 1
 
     def _name(self, owner: list[int], block: int) -> str:
         mode, number, target, name = owner
@@ -315,10 +374,11 @@ class _Piece:
 
 
 def template_of(block: int, count: int, kept: int) -> int:
-    """Which kept template a block of a sweep uses: the first two, a middle, or the last two."""
+    """Which kept template a block of a sweep uses: one of the first, a middle, or one of the last two."""
     if count == kept:
         return block
-    assert kept == HEAD + 1 + TAIL and count >= HEAD + TAIL, (kept, count)
-    if block < HEAD:
+    head = kept - 1 - TAIL
+    assert head >= HEAD and count >= head + TAIL, (kept, count)
+    if block < head:
         return block
-    return block - count + kept if block >= count - TAIL else HEAD
+    return block - count + kept if block >= count - TAIL else head

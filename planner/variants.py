@@ -147,6 +147,40 @@ class StepVariant:
 
 
 @dataclass(frozen=True)
+class SampleVariant:
+    """A recording of one forward without gradients, as validation and sampling do at every noise level."""
+
+    method: str
+    precision: Precision
+    one_sample: bool
+
+    @classmethod
+    def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> SampleVariant:
+        """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
+        method = "full" if job.method == "sample" else recorded_method(profile, job)
+        precision = Precision.of(job.replace(method=method.removesuffix("-wide")), strategy)
+        known = PRECISIONS[method.removesuffix("-wide")]
+        if precision not in known:
+            fault = f"no tape for sampling with {precision.name or 'this precision'}"
+            raise NotRecordedError(fault, "use one of " + ", ".join(entry.name for entry in known))
+        return cls(method, precision, batch == 1)
+
+    @classmethod
+    def all(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
+        for method in methods(profile):
+            for precision, one in itertools.product(PRECISIONS[method.removesuffix("-wide")], (True, False)):
+                yield cls(method, precision, one)
+
+    @property
+    def name(self) -> str:
+        return f"sample-{self.method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
+
+    def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
+        """The Job and Strategy to record it with."""
+        return _records(profile, self.method, self.precision)
+
+
+@dataclass(frozen=True)
 class OptimizerVariant:
     """A recording of the optimizer's first and later steps. It depends on the storage of what is trained."""
 

@@ -280,9 +280,7 @@ def _stage_3(run: Run, settings: Settings) -> None:
         master = [run.new(FULL * group, "optimizer", "fp32 master") for group in groups]
         converted = [run.new(FULL * group, "temporary", "fp32 weights") for group in groups]
         zeros = run.new(FULL * max(groups), "temporary", "zeros")
-        made = itertools.chain.from_iterable(
-            (copy, kept, ~copy) for kept, copy in zip(master, converted, strict=True)
-        )
+        made = itertools.chain.from_iterable((copy, kept, ~copy) for kept, copy in zip(master, converted, strict=True))
         run.place(run.load, [*made, zeros, ~zeros], "fp32 master")
         run.add(run.load, HALF * sum(partitions), "gradient", "gradient partition")
     run.add(run.load, HALF * settings.reduce_bucket, "buckets", "reduce bucket")
@@ -339,5 +337,6 @@ def _gather(run: Run, settings: Settings) -> None:
         live = max(live, *blocks.values())
     gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
     fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
+    run.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
     run.place(run.step, [gathered, fetched], "gather", at=0)
     run.free(run.step, [gathered, fetched])

@@ -265,32 +265,34 @@ def _aten(names: str) -> frozenset[str]:
 
 
 VIEWS = _aten(
-    "_unsafe_view detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose unbind "
+    "_unsafe_view alias detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose unbind "
     "unsqueeze view"
 )
 """Take no memory: the output shares its input's storage on every device."""
 
 CREATED = _aten(
-    "arange empty empty_like full linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
-    "randn_like zeros zeros_like"
+    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
+    "randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward lerp_ "
-    "logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal rsqrt rsub sigmoid "
+    "abs add add_ addcdiv_ addcmul_ bitwise_and clamp clamp_min clone copy_ cos div div_ eq exp fill_ ge gelu "
+    "gelu_backward gt le lerp_ log logical_not lt minimum tanh where "
+    " masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal rsqrt rsub sigmoid "
     "silu silu_backward sin sqrt sub sub_ _to_copy"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "cat cumprod index repeat select_backward slice_backward stack upsample_nearest2d upsample_nearest2d_backward"
+    "avg_pool2d cat constant_pad_nd cumprod embedding index repeat replication_pad3d select_backward slice_backward "
+    "stack upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d upsample_nearest3d"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
 few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
-schedule of 1000 numbers."""
+schedule of 1000 numbers; padding, pooling, upsampling and embedding compute each output from few inputs."""
 
 MATMULS = _aten("addmm bmm mm")
 """cuBLAS's workspace is one buffer per handle that stays, in ``planner.strategies.cublas_workspace``. cuBLASLt, which
@@ -319,6 +321,7 @@ _REDUCTION = (
 KNOWN_SMALL = {
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
+    "aten.argmax": _REDUCTION,
     "aten.linalg_vector_norm": _REDUCTION,
     "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",

@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
             return
         alloc = self.trace.allocs[number]
         alloc.category, alloc.name = category, name
-        if category in ("weight", "optimizer", "gradient"):
+        if category in ("weight", "optimizer", "gradient", "batch"):
             alloc.place = place
 
 
@@ -206,7 +206,7 @@ def place_of_name(name: str, places: dict[str, Place]) -> Place | None:
     return None
 
 
-def _watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+def watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
     """Hooks that keep ``recorder.place`` at the block that runs, forward and backward."""
 
     def entering(place: Place | None) -> Callable[..., None]:
@@ -244,7 +244,7 @@ def record_step(
     ``config`` replaces the published architecture, e.g. by one of fewer blocks.
     """
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
-        _watch_blocks(trainee.model, recorder, places)
+        watch_blocks(trainee.model, recorder, places)
         _watch_gradients(trainee, recorder, places)
         kind = family(profile)
         recorder.piece("step")
@@ -256,6 +256,26 @@ def record_step(
         recorder.label(loss, "batch", "loss")
         recorder.begin("backward")
         loss.backward()
+        recorder.piece("end")
+        return recorder.trace
+
+
+def record_sample(
+    profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
+) -> Trace:
+    """Records loading and one forward without gradients (``denoise``), as sampling calls it at every noise level."""
+    with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
+        watch_blocks(trainee.model, recorder, places)
+        kind = family(profile)
+        trainee.model.eval()
+        recorder.piece("denoise")
+        recorder.begin("forward")
+        batch = kind.batch(grid, "cpu", step.compute_dtype(strategy))
+        for name, tensor in batch.items():
+            recorder.label(tensor, "batch", name)
+        out = step.sample_forward(trainee, kind, batch, strategy)
+        recorder.place = None
+        recorder.label(out, "batch", "prediction")
         recorder.piece("end")
         return recorder.trace
 
@@ -299,11 +319,12 @@ def _recording(
         recorder.trace.runs, places = find_runs(model, lists, partial)
         with recorder:
             recorder.piece("load")
-            _load(model, recorder, places)
+            load(model, recorder, places)
             yield recorder, step.Trainee(model, step.trainable_parameters(model)), places
 
 
-def _load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+    """Loads the weights and the tables beside them, and labels them."""
     step.materialise(model, "cpu")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         place = place_of_name(name, places)

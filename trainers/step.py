@@ -136,13 +136,18 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there."""
+    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
 
+    Parameters that are tied stay so.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                module._parameters[name] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                if parameter not in made:
+                    weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    made[parameter] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device, copy=True)
@@ -192,6 +197,16 @@ def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], st
     with autocast(strategy, target.device):
         prediction = trainee.model(**inputs, return_dict=False)[0]
     return family.loss(prediction, target, inputs)
+
+
+@torch.no_grad()
+def sample_forward(
+    trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy
+) -> torch.Tensor:
+    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling."""
+    inputs, target = family.inputs_and_target(batch)
+    with autocast(strategy, target.device):
+        return trainee.model(**inputs, return_dict=False)[0]  # type: ignore[no-any-return]
 
 
 def optimizer_step(trainee: Trainee) -> None:

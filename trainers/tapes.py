@@ -23,13 +23,12 @@ import torch
 from planner import catalog
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
-from planner.parameters import FORMAT as PARAMETERS_FORMAT
 from planner.tape import ATOMS, FORMAT
-from planner.variants import OptimizerVariant, Precision, StepVariant
+from planner.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers import step
 from trainers.compress import HEAD, TAIL, compress
 from trainers.families import family
-from trainers.record import Trace, find_runs, record_optimizer, record_step
+from trainers.record import Trace, find_runs, record_optimizer, record_sample, record_step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Per kind of block: both ends and two middles, which must be alike."""
@@ -101,6 +100,14 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
     return _tape(profile, variant.name, trace, grid, sums, regime)
 
 
+def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]:
+    """Records one sampling variant; returns the tape file's JSON."""
+    job, strategy = variant.records(profile)
+    grid, sums, regime = prime_grid(profile, variant.one_sample)
+    trace = record_sample(profile, job, strategy, grid, shallow_config(profile))
+    return _tape(profile, variant.name, trace, grid, sums, regime)
+
+
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
     """Records one optimizer variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
@@ -146,9 +153,16 @@ def write(recorded: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def all_variants(profile: ModelProfile) -> Iterator[StepVariant | OptimizerVariant]:
+def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
     """Every variant shipped for a model."""
-    return itertools.chain(StepVariant.all(profile), OptimizerVariant.all(profile))
+    return itertools.chain(StepVariant.all(profile), SampleVariant.all(profile), OptimizerVariant.all(profile))
+
+
+def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> dict[str, Any]:
+    """Records one variant of whatever kind; returns the tape file's JSON."""
+    if isinstance(variant, StepVariant):
+        return step_tape(profile, variant)
+    return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
 
 
 def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -156,7 +170,7 @@ def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None)
     job, strategy = _records_of_bare_model(profile)
     parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
     return {
-        "format": PARAMETERS_FORMAT,
+        "format": FORMAT,
         "model": profile.name,
         "rows": {name: parameter.shape[0] if parameter.ndim else 1 for name, parameter in parameters.items()},
         "fp32": [name for name, parameter in parameters.items() if parameter.dtype == torch.float32],
