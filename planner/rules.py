@@ -152,7 +152,8 @@ def _engines(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contrad
     """What DeepSpeed and torch's FSDP2 do themselves. FSDP2 gathers 16 bits from shares of their own format, and its
     offload moves everything."""
     if strategy.sharding in SPLIT and strategy.validation_mode == "offload":
-        yield f"with {strategy.sharding} the engine holds the weights, and validation cannot move them", "use --validation-mode on"
+        fix = "use --validation-mode on"
+        yield f"with {strategy.sharding} the engine holds the weights, and validation cannot move them", fix
     if strategy.sharding != "fsdp":
         if strategy.ema != "none" and strategy.sharding == "zero-3":
             yield "ema averages whole weights, and with zero-3 no rank has them", "use --sharding fsdp, or zero-2"
