@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from planner import experts
 from planner.job import Machine
 from planner.run import Run
 from planner.strategies import ema_bytes
 from planner.units import GIB
-from planner.variants import trained_storage
+from planner.variants import UNPAGED, trained_storage
 
 PROCESS_BYTES = 3 * GIB
 """One training process: Python, torch and CUDA libraries, a few decoded clips. Assumed; the measured rows will tell."""
@@ -34,6 +35,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     found = PROCESS_BYTES
     if strategy.gradient_checkpointing == "offload":
         found += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
+        found += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
         blocks_in_order = list(run.frozen_block_weights.values())
         swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
@@ -41,6 +43,8 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
         parameter = ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES
         found += parameter * run.trained_parameters // (machine.world if zero else 1)
+    if strategy.optimizer in UNPAGED:
+        found += sum(run.sizes[buffer] for buffer in run.paged_states)
     if strategy.offload_params == "cpu":
         split = 2 * sum(run.elements.values())
         if strategy.sharding == "fsdp":  # with the gradients and two states of what is trained
@@ -48,6 +52,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
         found += split // machine.world
     if strategy.ema == "cpu":
         found += ema_bytes(run)
+    found += experts.host_bytes(run)
     return found * machine.gpus
 
 
@@ -64,4 +69,4 @@ def disk_bytes(run: Run) -> int:
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    return sum(run.sizes[buffer] for buffer in gradients.values()) + states
+    return run.trained_experts * (sum(run.sizes[buffer] for buffer in gradients.values()) + states)

@@ -158,8 +158,8 @@ class Strategy(Record):
     """encode and decode in overlapping tiles: less memory, faint differences where tiles meet"""
     vae_slicing: Flag = False
     """encode and decode one sample of the batch at a time"""
-    inactive_expert: Literal["gpu", "cpu", "absent"] = "gpu"
-    """where the expert that does not run is kept, in a two-expert model"""
+    inactive_expert: Literal["gpu", "cpu", "absent"] = "absent"
+    """where the expert that does not run is kept, in a two-expert model; the gpu when both are trained"""
     validation_mode: Literal["off", "on", "offload"] = "off"
     """make validation samples during training; offload moves each part to the GPU only for its turn"""
     group_offload: Literal["none", "block", "leaf"] = "none"

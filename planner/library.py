@@ -62,9 +62,9 @@ def facts(
         gpu or catalog.parse_gpus(machine.gpu)[1],
         tape(job.model, StepVariant.of(model, job, strategy, batch).name),
         tape(job.model, OptimizerVariant.of(model, job, strategy).name),
+        parameters(job.model) if strategy.sharding in SPLIT else Parameters(),
         around(model, job, strategy),
         tape(job.model, SampleVariant.of(model, job, strategy, sample_batch).name) if validates else None,
-        parameters(job.model) if strategy.sharding in SPLIT else Parameters(),
     )
 
 

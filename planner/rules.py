@@ -34,6 +34,8 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
         changes["weights_dtype"] = strategy.weights(job.method)
     if strategy.sharding == "fsdp" and "autocast" not in strategy.model_fields_set:
         changes["autocast"] = "none"  # weights are cast as they are gathered
+    if job.experts == "both" and "inactive_expert" not in strategy.model_fields_set:
+        changes["inactive_expert"] = "gpu"
     if machine is not None:
         said = strategy.model_fields_set
         if machine.world > strategy.context_parallel and "sharding" not in said and job.method != "sample":
@@ -58,6 +60,8 @@ def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradi
         yield f"weights stored as {weights} cannot be trained", "use --weights-dtype bf16, or --method lora"
     if job.trainable and job.method != "full":
         yield f"trainable patterns mean nothing with method {job.method}", "use --method full, or --lora-targets"
+    if job.experts == "both" and strategy.inactive_expert == "absent":
+        yield "both experts are trained, and the one that does not run must be somewhere", "use --inactive-expert cpu"
     trained = weights if job.method == "full" else strategy.adapter_dtype
     if strategy.master_weights == "fp32" and trained == "fp32":
         yield "the trained weights are fp32 already and need no fp32 master", "leave out --master-weights"
@@ -124,6 +128,11 @@ def _optimizer(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contr
         yield "optimizer_step backward frees each gradient at once, so there is nothing to accumulate", fix
     if step == "backward" and strategy.sharding.startswith("zero"):
         yield f"with {strategy.sharding} DeepSpeed does the step itself, after backward", "use --optimizer-step foreach"
+    if step == "backward" and strategy.sharding == "ddp":
+        fix = "use --optimizer-step foreach"
+        yield "optimizer_step backward steps before ddp has summed the gradients of all GPUs", fix
+    if step == "backward" and strategy.offload_optimizer != "none":
+        yield "an optimizer in host RAM steps after backward, not inside it", "use --optimizer-step foreach"
     if step == "fused" and strategy.optimizer != "adamw":
         yield f"{strategy.optimizer} has no fused step", "use --optimizer-step foreach, or --optimizer adamw"
 

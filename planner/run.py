@@ -17,6 +17,9 @@ from planner.plan import PhaseName
 from planner.tape import Moment, Program, Stage, Tape
 from planner.variants import Precision
 
+PAGED_ELEMENTS = 100_000
+"""States of smaller tensors are not paged (bitsandbytes/optim/optimizer.py, get_state_buffer)."""
+
 SERVICE = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
 
@@ -29,14 +32,14 @@ class Facts:
     gpu: GpuProfile
     step: Tape
     optimizer: Tape
+    parameters: Parameters = field(default_factory=Parameters)
+    """needed where something is split between GPUs"""
+
     around: Mapping[str, Tape] = field(default_factory=dict)
     """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
 
     sample: Tape | None = None
     """a forward without gradients, for validation"""
-
-    parameters: Parameters = field(default_factory=Parameters)
-    """needed where something is split between GPUs"""
 
 
 @dataclass
@@ -79,6 +82,9 @@ class Run:
 
     by_layer: str = ""
     """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
+
+    first: Stage | None = None
+    """The first step's forward and backward, where it differs from later ones: the optimizer steps inside it."""
 
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
@@ -137,7 +143,7 @@ class Run:
         return [
             ("load", self.load),
             *encode,
-            *[("first_step", stage) for stage in (self.step, *more, self.optimizer_first)],
+            *[("first_step", stage) for stage in (self.first or self.step, *more, self.optimizer_first)],
             *encode,
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),
@@ -151,7 +157,7 @@ class Run:
 
         Of the recorded step, so it must be read before a transformation moves them. The first block's input and what
         all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
-        input.
+        input. Where it is more, it is in ``shared_inputs``.
         """
         made: set[int] = set()
         kept: dict[tuple[str, int], list[int]] = {}
@@ -159,7 +165,7 @@ class Run:
             for event in events:
                 if event >= 0:
                     made.discard(event)
-                    if moment.passes == "forward" and moment.block >= 0:
+                    if moment.passes == "forward" and moment.block >= 0 and self.program.category[event] != "weight":
                         made.add(event)
                 elif ~event in made:
                     made.remove(~event)
@@ -167,11 +173,41 @@ class Run:
                         kept.setdefault((moment.module_list, moment.block), []).append(~event)
         return kept
 
+    @functools.cached_property
+    def shared_inputs(self) -> list[int]:
+        """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
+        TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
+        (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
+        largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
+        outside: set[int] = set()
+        found = []
+        for moment, events in self.step.stretches:
+            for event in events:
+                if event >= 0 and moment.passes == "forward" and moment.block < 0:
+                    outside.add(event)
+                elif event < 0 and ~event in outside:
+                    outside.remove(~event)
+                    if moment.passes == "backward" and moment.block >= 0 and self.sizes[~event] > largest:
+                        found.append(~event)
+        return found
+
+    @property
+    def trained_experts(self) -> int:
+        """How many copies of what is trained the run holds: 2 when it trains both experts of a model."""
+        return 2 if self.job.experts == "both" else 1
+
+    @property
+    def paged_states(self) -> list[int]:
+        """Buffers of the optimizer states that a paged optimizer pages; each is a byte per element."""
+        states = self.named("optimizer").items()
+        return [b for name, b in states if ":state" in name and self.sizes[b] >= PAGED_ELEMENTS]
+
     @property
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
         size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
-        return sum(self.sizes[buffer] for buffer in self.named("gradient").values()) // size
+        gradients = sum(self.sizes[buffer] for buffer in self.named("gradient").values())
+        return self.trained_experts * gradients // size
 
     @functools.cached_property
     def elements(self) -> dict[str, int]:

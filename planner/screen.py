@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from planner import dialects, host
 from planner.estimate import NCCL_BYTES
@@ -116,7 +117,7 @@ class Screen:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
         refuse_unpriced(job, strategy)
         base = self._bare(job, strategy, machine, facts, where)
-        run = replace(
+        run = _shared(
             base,
             program=_copy_of(base.program),
             load=_stage(base.load),
@@ -140,7 +141,7 @@ class Screen:
         if shape not in self._sizes:
             self._sizes[shape] = base.program.bytes_of(where)
         sizes = self._sizes[shape]
-        return replace(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where)
+        return _shared(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where)
 
     def _unfolded(self, run: Run) -> Run:
         """Both tapes laid out; the step's, which is most of the work, only once per recording."""
@@ -154,6 +155,13 @@ class Screen:
         run.optimizer = run.program.unfold(optimizer, "optimizer")
         end_of_step(run)
         return run
+
+
+def _shared(base: Run, **changes: Any) -> Run:
+    """A run like another of the same tapes, with what takes long to find out and is the same."""
+    run = replace(base, **changes)
+    run.__dict__.update(block_inputs=base.block_inputs, frozen_block_weights=base.frozen_block_weights)
+    return run
 
 
 def _copy_of(program: Program) -> Program:

@@ -11,9 +11,12 @@ from collections.abc import Collection, Iterator
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.rules import check, resolve
 from planner.variants import HALF
+
+BASES = ("int8", "fp8", "nf4")
+"""Formats a search may store a frozen base in, each recorded under autocast with an fp32 adapter."""
 
 SEARCHED = (
     "vae_tiling",
@@ -97,7 +100,7 @@ def _choices(
     """Combinations of the searched fields that make sense together, as fields to replace."""
     axes: dict[str, tuple[object, ...]] = {
         "vae_tiling": (tiled,),
-        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method),),
+        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method), *BASES),
         "autocast": ("bf16", "none"),
         "adapter_dtype": ("fp32", "bf16") if job.method == "lora" else (base.adapter_dtype,),
         "master_weights": ("none", "fp32"),
@@ -143,6 +146,9 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
         return False
     if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
         return False
+    quantised = choice["weights_dtype"] in QUANTISED and free("weights_dtype")
+    if quantised and not _worth_quantising(choice, sharding in SPLIT, fixed):
+        return False
     fsdp = sharding == "fsdp"
     if fsdp and free("sharding") and ((choice["offload_params"] != "none") != offloaded):
         return False  # its offload moves everything
@@ -155,3 +161,13 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
     if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1", "fsdp"):
         return False  # whole until all GPUs have summed them; FSDP2's offload moves them anyway
     return not (choice["offload_params"] != "none" and free("offload_params") and whole and not offloaded)
+
+
+def _worth_quantising(choice: dict[str, object], deepspeed: bool, fixed: Collection[str]) -> bool:
+    """Whether a quantised base is worth asking about with the rest of a choice.
+
+    DeepSpeed's is in 16 bits; and where billions of weights were rounded, rounding the adapter or its states as well
+    saves megabytes.
+    """
+    plain = {"adapter_dtype": "fp32", "optimizer": "adamw", "optimizer_step": "foreach"}
+    return not deepspeed and all(choice[field] == value for field, value in plain.items() if field not in fixed)

@@ -32,6 +32,8 @@ RUNNERS_UP = 3
 NEVER = 1e6
 """Times what a look says: where a strategy cannot be replayed."""
 
+FOUR_BITS = ("nf4", "int4")
+
 WORTH_LOSS = 1.05
 """The tightest plan of all is a lossy one only when every lossless one needs this much more."""
 
@@ -88,6 +90,11 @@ class Suggestion:
         """The plan's file: below it the ones to step down to when it runs out of memory after all."""
         lower = [found for found in self.alternatives if found.peak.device_bytes < self.plan.peak.device_bytes]
         return Plan.of(self.plan, tuple(sorted(lower, key=lambda found: found.step_seconds)))
+
+
+def loss(job: Job, strategy: Strategy) -> int:
+    """How much a strategy gives up: its lossy fields, 4 bits of a weight counting twice."""
+    return len(strategy.lossy_fields(job)) + (strategy.weights(job.method) in FOUR_BITS)
 
 
 class Search:
@@ -170,7 +177,7 @@ class Search:
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
             # Before a look everything in here is a lower bound, so what comes first after one is the best.
-            marks = float(len(strategy.lossy_fields(job))) if lossy else 0.0
+            marks = float(loss(job, strategy)) if lossy else 0.0
             # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
             # memory is.
             engine = float(strategy.sharding in SPLIT)

@@ -20,8 +20,8 @@ from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 1
 ATOMS = ("B", "F", "H", "W", "T", "R", "E")
-"""Batch, latent frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images,
-audio. A tape lists those its model has."""
+"""Batch, frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images, audio.
+A tape lists those its model has."""
 
 CATEGORIES = ("weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace")
 KINDS = ("matmul", "attention", "convolution", "pointwise", "kernels")
@@ -92,21 +92,17 @@ class Tape:
     pieces: Mapping[str, list[dict[str, Any]]]
     tile: tuple[int, ...] = ()
     """of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
+    rounded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
         for name, fixed in self.regime.items():
             if grid[name] != fixed:
                 fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
-                raise NotRecordedError(fault, "record another")
-        values = []
-        for name in self.atoms:
-            if name in self.sums:
-                constant, products = self.sums[name]
-                values.append(constant + sum(math.prod(grid[atom] for atom in product) for product in products))
-            else:
-                values.append(grid[name])
-        return values
+                batch = f"use --batch-size 1 or {fixed}, with --gradient-accumulation"
+                raise NotRecordedError(fault, batch if name == "B" else "record another")
+        known = {**grid, **derived(grid, self.rounded, self.sums)}
+        return [known[name] for name in self.atoms]
 
     def recorded_share(self, name: str) -> float:
         """Recorded blocks per block of the full model, for the run a parameter's block is in; 1 outside the blocks."""
@@ -124,6 +120,19 @@ class Tape:
             if name.startswith(f"{run.module_list}."):
                 return run.module_list, int(name[len(run.module_list) + 1 :].split(".", 1)[0])
         return None
+
+
+def derived(
+    grid: Mapping[str, int],
+    rounded: Mapping[str, tuple[str, int]],
+    sums: Mapping[str, tuple[int, tuple[str, ...]]],
+) -> dict[str, int]:
+    """Lengths that follow from a shape: products counted in several, rounded up, then sums of products of all those."""
+    found = {name: -(-math.prod(grid[atom] for atom in product) // unit) for name, (product, unit) in rounded.items()}
+    known = {**grid, **found}
+    for name, (constant, products) in sums.items():
+        found[name] = constant + sum(math.prod(known[atom] for atom in product) for product in products)
+    return found
 
 
 def read_tape(path: Path) -> Tape:
@@ -156,6 +165,7 @@ def parse_tape(data: Mapping[str, Any]) -> Tape:
         ops=tuple(body["ops"]),
         pieces=body["pieces"],
         tile=tuple(data.get("tile", ())),
+        rounded={name: (product, unit) for name, (product, unit) in data.get("rounded", {}).items()},
     )
 
 
@@ -298,6 +308,9 @@ class _Piece:
         self.made: list[dict[int, int]] = []
         """Per item: block -> number of its first buffer."""
 
+        self.again: dict[int, int] = {}
+        """Buffer -> the one of its name that an earlier piece made: a weight that was cast away and stored anew."""
+
     def play(self, piece: str) -> Stage:
         stage = Stage(piece, [])
         self.items = self.tape.pieces[piece]
@@ -319,7 +332,7 @@ class _Piece:
         if not item.get("step"):
             return [(item["block"] % count, templates[0])]
         order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
-        return [(block, templates[template_of(block, count, len(templates))]) for block in order]
+        return [(block, templates[kept_template(item, block, count)]) for block in order]
 
     def _events(self, events: list[list[int]], block: int) -> list[int]:
         """Events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position] for a
@@ -329,19 +342,23 @@ class _Piece:
         for event in events:
             if len(event) == 4:
                 item, mode, target, position = event
-                base = self.made[item][self._target(mode, target, self.items[item]["run"], block)]
-                found.append(~(base + position))
+                buffer = self.made[item][self._target(mode, target, self.items[item]["run"], block)] + position
+                found.append(~self.again.get(buffer, buffer))
             elif len(event) == 6:
                 found.append(~program.named[self._kind(event[1]), self._name(event[2:], block)])
             else:
                 buffer = len(program.buffers)
-                found.append(buffer)
                 program.buffers.append(self._size(event[0], block))
                 program.category.append(self._category(event[1]))
                 program.op.append(ops[event[2]])
                 program.kernel.append(KERNELS[event[3]])
                 if event[4]:
-                    program.named[self._kind(event[1]), self._name(event[5:], block)] = buffer
+                    key = self._kind(event[1]), self._name(event[5:], block)
+                    if key[0] == "weight" and key in program.named:
+                        self.again[buffer] = program.named[key]
+                    else:
+                        program.named[key] = buffer
+                found.append(self.again.get(buffer, buffer))
         return found
 
     def _category(self, index: int) -> str:
@@ -371,6 +388,17 @@ class _Piece:
         if mode == 0 or run is None:
             return -1
         return block + target if mode == 1 else target % self.counts[run]
+
+
+def kept_template(item: Mapping[str, Any], block: int, count: int) -> int:
+    """Which template of a sweep a block of a run of ``count`` uses.
+
+    A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
+    """
+    if "order" in item:
+        assert len(item["order"]) == count, "a sweep over unlike blocks has one depth"
+        return int(item["order"][block])
+    return template_of(block, count, len(item["templates"]))
 
 
 def template_of(block: int, count: int, kept: int) -> int:

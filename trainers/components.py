@@ -26,7 +26,9 @@ from planner.facts import ModelProfile, TextEncoder, Vae
 from planner.tape import FORMAT
 from trainers import cuda_ops, step
 from trainers.compress import HEAD, TAIL, compress
-from trainers.record import Recorder, Run, Trace, find_runs, load, watch_blocks
+from trainers.places import Run, find_runs
+from trainers.record import Recorder, Trace, load
+from trainers.watch import watch_blocks
 
 RECORDED_CHUNKS = range(9, 14)
 """Both ends, and middles enough to see what grows from chunk to chunk; of these the one that shows in totals."""

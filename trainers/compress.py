@@ -3,7 +3,8 @@
 A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up
 again. Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others
 repeat the middle one, which is checked against the trace, not assumed. An allocation's address is (item of the piece,
-position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
+position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks. Blocks of
+a run recorded at its full depth may differ: then each different one is kept, and which block is which.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.record import Place, Trace
+from trainers.places import Place
+from trainers.record import Trace
 from trainers.work import Work
 
 HEAD, TAIL = 2, 2
@@ -78,20 +80,21 @@ class Factoriser:
         """The index of a size that is ``base + slope * block``."""
         return self.sizes.setdefault(("grow", self.factor(base), self.factor(slope)), len(self.sizes))
 
-
 def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int], head: int = HEAD) -> dict[str, Any]:
     """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model.
 
     ``head`` blocks at the start of a sweep are kept as they are.
     """
-    return _Compressor(trace, Factoriser(atoms), head).tape(counts)
+    return _Compressor(trace, Factoriser(atoms), counts, head).tape()
 
 
 class _Compressor:
-    def __init__(self, trace: Trace, factoriser: Factoriser, head: int) -> None:
+    def __init__(self, trace: Trace, factoriser: Factoriser, counts: list[int], head: int) -> None:
         self.head = head
         self.trace = trace
         self.factoriser = factoriser
+        self.counts = counts
+        self.whole = [run.count == count for run, count in zip(trace.runs, counts, strict=True)]
         self.freed_at = {~event: index for index, event in enumerate(trace.events) if event < 0}
         self.made_at = {event: index for index, event in enumerate(trace.events) if event >= 0}
         self.names: dict[str, int] = {}
@@ -101,7 +104,7 @@ class _Compressor:
         self.growth: dict[int, tuple[int, int]] = {}
         """allocation -> (base, slope), when its size grows from block to block"""
 
-    def tape(self, counts: list[int]) -> dict[str, Any]:
+    def tape(self) -> dict[str, Any]:
         bounds = self.trace.pieces
         pieces = {
             name: self._piece(start, stop)
@@ -110,7 +113,7 @@ class _Compressor:
         }
         runs = []
         ends: dict[str, int] = {}
-        for run, count in zip(self.trace.runs, counts, strict=True):
+        for run, count in zip(self.trace.runs, self.counts, strict=True):
             start = ends.get(run.module_list, 0)
             runs.append({"list": run.module_list, "start": start, "recorded": run.count, "count": count})
             ends[run.module_list] = start + count
@@ -210,7 +213,8 @@ class _Compressor:
     def _encode(self, item: Item) -> dict[str, Any]:
         """An item as JSON.
 
-        A sweep keeps its head, one middle and its tail after checking that all middles are equal.
+        A sweep keeps its head, one middle and its tail after checking that all middles are equal; where they are not,
+        in a run recorded whole, its different blocks and their order.
         """
         self._find_growth(item)
         templates = [self._template(segment, item) for segment in item.segments]
@@ -220,14 +224,18 @@ class _Compressor:
                 block -= self.trace.runs[item.run].count
             return {"run": item.run, "block": block, "templates": templates, "pass": item.segments[0].passes}
         ordered = templates[:: item.step]
+        sweep = {"run": item.run, "step": item.step, "pass": item.segments[0].passes}
         if len(ordered) > self.head + TAIL:
             middle = ordered[self.head : -TAIL]
             if any(event in self.growth for segment in item.segments for event in segment.events):
                 middle = [{**other, "work": middle[len(middle) // 2]["work"]} for other in middle]  # on average
-            for position, other in enumerate(middle):
-                assert other == middle[0], f"run {item.run}: block {self.head + position} differs from {self.head}"
+            unlike = [self.head + position for position, other in enumerate(middle) if other != middle[0]]
+            if unlike:
+                assert item.run is not None and self.whole[item.run], f"blocks {unlike} of run {item.run} differ"
+                different = [template for index, template in enumerate(ordered) if template not in ordered[:index]]
+                return {**sweep, "templates": different, "order": [different.index(other) for other in ordered]}
             ordered = [*ordered[: self.head], middle[0], *ordered[-TAIL:]]
-        return {"run": item.run, "step": item.step, "templates": ordered, "pass": item.segments[0].passes}
+        return {**sweep, "templates": ordered}
 
     def _find_growth(self, item: Item) -> None:
         """Marks allocations whose size is a line through the middle blocks of a sweep, and what of both ends is on it.
@@ -323,7 +331,7 @@ class _Compressor:
             return 1, block - segment.place[1]
         count = self.trace.runs[run].count
         inside = self.head <= block < count - TAIL and count > self.head + 1 + TAIL
-        assert not inside, f"run {run}: block {block} from outside"
+        assert not inside or self.whole[run], f"run {run}: block {block} from outside"
         return (2, block) if block < self.head else (3, block - count)
 
     def _work(self, entries: list[Work]) -> list[list[int]]:

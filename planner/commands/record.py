@@ -29,7 +29,7 @@ from planner.parameters import FILE as PARAMETERS_FILE
 if TYPE_CHECKING:
     from rich.console import Console
 
-NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes")
+NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes", "transformers", "torchao", "prodigyopt")
 """What recording imports. A planning laptop has none of them."""
 
 NOT_COMPARED = ("versions",)
@@ -95,7 +95,7 @@ def command(
 
     FOLDER is a model of your own in diffusers' layout, or its config.json. It is kept in your data folder (VPLAN_HOME
     says which) and then known everywhere by its name and its folder. What is recorded already is not recorded again.
-    MODEL is one we know; without any, all that come with vplan are recorded, some forty tapes each.
+    MODEL is one we know; without any, all that come with vplan are recorded: 70 to 100 tapes each, of 2 to 40 seconds.
     """
     folders = [model for model in models if own.is_folder(model)]
     _check_use(models, folders, name, check, output)
@@ -187,7 +187,8 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
         if profile.is_own:
             tasks += _own_tasks(profile, wanted)
             continue
-        tasks += [Task(model, name, "", folder / model / _file(name), wanted.check) for name in _names(profile)]
+        tasks += [Task(model, name, "", folder / model / f"{name}.json.gz", wanted.check) for name in _names(profile)]
+        tasks.append(Task(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
         for part in components(profile):
             if part not in around:
                 around[part] = None
@@ -204,10 +205,11 @@ def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
     """Of an own model what is not there yet; of a check what is. Its VAE and text encoders too, unless bundled."""
     names = _names(profile)
     if not wanted.text and not wanted.everything and not wanted.check:
-        names = [*own.first_variants(profile), PARAMETERS]
+        names = list(own.first_variants(profile))
     tasks = [
-        Task(profile.name, name, "", home.tapes() / profile.name / _file(name), wanted.check) for name in names
+        Task(profile.name, name, "", home.tapes() / profile.name / f"{name}.json.gz", wanted.check) for name in names
     ]
+    tasks.append(Task(profile.name, PARAMETERS, "", home.tapes() / profile.name / PARAMETERS_FILE, wanted.check))
     for part in components(profile):
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not (profiles.TAPES / place).is_file():
@@ -222,12 +224,7 @@ def _names(profile: ModelProfile) -> list[str]:
     from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
-    return [*(variant.name for kind in kinds for variant in kind.all(profile)), PARAMETERS]
-
-
-def _file(name: str) -> str:
-    """The file of a variant, or of the table of parameters."""
-    return PARAMETERS_FILE if name == PARAMETERS else f"{name}.json.gz"
+    return [variant.name for kind in kinds for variant in kind.all(profile)]
 
 
 def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:

@@ -30,7 +30,7 @@ GPU = catalog.gpu("rtx4090")
 JOB = Job(model=MODEL.name, frames=81, height=480, width=832)
 ONE = Machine(gpu="rtx4090", host_ram=64 * GIB)
 EIGHT = Machine(gpu="rtx4090", gpus=8, host_ram=512 * GIB)
-GRID = {"B": 1, "F": 8, "H": 16, "W": 64, "T": 512, "R": 16}
+GRID = {"B": 1, "F": 8, "H": 16, "W": 64, "T": 512, "R": 16, "E": 0}
 X = 8 * MIB
 
 _SIZES = {
