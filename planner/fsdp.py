@@ -43,8 +43,7 @@ def fsdp(run: Run) -> None:
     stored = _stored_bytes(run)
     cast_to_16_bits(run)
     shares = {
-        name: share_of(table.rows_of(name, run.grid["R"]), elements, world)
-        for name, elements in run.elements.items()
+        name: share_of(table.rows_of(name, run.grid["R"]), elements, world) for name, elements in run.elements.items()
     }
     groups = _groups(run, shares, stored)
     offloaded = run.strategy.offload_params != "none"
@@ -52,6 +51,9 @@ def fsdp(run: Run) -> None:
         run.resize(buffer, shares[name] * stored[name])
     if offloaded:
         run.drop(run.load, set(run.parameters.values()))
+    largest = max(group.share for block, group in groups.items() if block is not None)
+    buffers = 1 if world == 1 else 2
+    run.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
     again = Stage(run.step.name, [(moment, events.copy()) for moment, events in run.step.stretches])
     kept = _Woven(run, groups, run.step).weave(adds=False)
     if run.strategy.gradient_accumulation > 1:

@@ -34,14 +34,18 @@ def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 
 
-@functools.cache
 def parameters(model: str) -> Parameters:
     """The table of a model's parameters."""
     for folder in (profiles.TAPES, home.tapes()):
         path: Path = folder / model / PARAMETERS_FILE
         if path.is_file():
-            return read_parameters(path)
+            return _read_table(path, path.stat().st_mtime_ns)
     raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
+
+
+@functools.cache
+def _read_table(path: Path, written_ns: int) -> Parameters:
+    return read_parameters(path)
 
 
 def facts(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError
+from planner.tape import FORMAT
 
-FORMAT = 1
 FILE = "parameters.gz"
 """Beside the tapes of a model."""
 

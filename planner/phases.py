@@ -20,6 +20,7 @@ from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
 from planner.tape import Moment, Part, Program, Stage, Tape
+from planner.variants import trained_storage
 
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
 """Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
@@ -296,6 +297,8 @@ def validation(run: Run) -> None:
     guided = run.job.validation is None or run.job.validation.cfg
     batch = 2 if guided and facts.model.family in CFG_IN_ONE_BATCH else 1
     denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
+    if run.gathered_bytes:
+        denoise.stretches.insert(0, (SERVICE, [run.program.buffer(run.gathered_bytes, "buckets", "gathered weights")]))
     denoise.stretches.append((SERVICE, [~buffer for buffer in alive(denoise)]))
     clip = _clip(facts.model, shape, 1)
     component = vae_component(facts.model.vae, _vae_tape(facts, "decode", clip["F"]), "decode", run.strategy, clip)
@@ -329,7 +332,9 @@ def saving(run: Run) -> None:
     where they are."""
     run.save = Stage("save", [(SERVICE, [])])
     if run.strategy.sharding in ("zero-3", "fsdp"):
-        largest = max(run.sizes[buffer] for buffer in run.named("weight").values())
+        largest = 2 * max(run.elements.values())
+        if run.strategy.sharding == "fsdp" and trained_storage(run.job, run.strategy) == "fp32":
+            largest *= 2
         run.free(run.save, [run.add(run.save, largest, "buckets", "gathered weight")])
 
 

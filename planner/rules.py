@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import VplanError
-from planner.job import QUANTISED, Job, Machine, Strategy
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 
 Contradiction = tuple[str, str]
 """What contradicts, and what to type instead."""
@@ -48,7 +48,7 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
 def check(job: Job, strategy: Strategy, machine: Machine) -> None:
     """Raises a VplanError for the first contradiction between the three records, naming the fault and the fix."""
     settled = resolve(job, strategy, machine)
-    for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel, _fsdp):
+    for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel, _engines):
         for message, fix in rules(job, settled, machine):
             raise VplanError(message, fix)
 
@@ -157,8 +157,12 @@ def _offloading(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Cont
             yield "offload_gradients clears the gradients in every backward, so there is nothing to accumulate", fix
 
 
-def _fsdp(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
-    """torch's FSDP2: weights in 16 bits are gathered from shares of their own format; its offload moves everything."""
+def _engines(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    """What DeepSpeed and torch's FSDP2 do themselves. FSDP2 gathers 16 bits from shares of their own format, and its
+    offload moves everything."""
+    if strategy.sharding in SPLIT and strategy.validation_mode == "offload":
+        fix = "use --validation-mode on"
+        yield f"with {strategy.sharding} the engine holds the weights, and validation cannot move them", fix
     if strategy.sharding != "fsdp":
         if strategy.ema != "none" and strategy.sharding == "zero-3":
             yield "ema averages whole weights, and with zero-3 no rank has them", "use --sharding fsdp, or zero-2"

@@ -63,6 +63,9 @@ class Run:
 
     empty_cache_after_load: bool = False
 
+    gathered_bytes: int = 0
+    """The most that an engine that splits weights gathers in a forward, with its buffers."""
+
     left: list[int] = field(default_factory=list)
     """What a step leaves alive for the next to replace: the batch, the loss."""
 

@@ -136,7 +136,7 @@ def _stages_1_and_2(run: Run, settings: Settings) -> None:
             run.accumulate = _next_micro_batch(run, again, bucket, flush, offloaded)
         before_step: list[int] = []
     else:
-        run.place(run.step, [bucket], "reduce bucket", at=first_backward(run.step))
+        _begin_bucket(run, run.step, bucket)
         before_step = _reduce_all(run, bucket, flush)
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, set(run.named("gradient").values()))
@@ -192,17 +192,15 @@ class _Flush:
 
 
 def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _Flush) -> None:
-    """Every gradient moves into the bucket as it is made; a full bucket is reduced, and what is left at the end."""
+    """Every gradient moves into the bucket as it is made; a full bucket is reduced, and what is left at the end. Stage
+    3 has its bucket already (None)."""
     gradients = set(run.named("gradient").values())
-    filled, flushed, begun = 0, False, False
+    filled, flushed = 0, False
     for _, events in stage.stretches:
         woven: list[int] = []
         for event in events:
             if event in gradients:
                 elements = run.sizes[event] // HALF
-                if bucket is not None and not begun:
-                    woven.append(bucket)
-                    begun = True
                 woven.append(event)
                 if filled and filled + elements > flush.settings.reduce_bucket:
                     woven += flush.events(filled, not flushed)
@@ -212,8 +210,16 @@ def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _Flus
             else:
                 woven.append(event)
         events[:] = woven
-    last = flush.events(filled, not flushed)
-    run.place(stage, last if bucket is None else [*last, ~bucket], "reduction")
+    run.place(stage, flush.events(filled, not flushed), "reduction")
+    if bucket is not None:
+        _begin_bucket(run, stage, bucket)
+        run.free(stage, [bucket])
+
+
+def _begin_bucket(run: Run, stage: Stage, bucket: int) -> None:
+    """The bucket comes as backward begins (``backward`` of earlier releases; in 0.19 with the first gradient, a little
+    later, in ``setup_buckets``)."""
+    run.place(stage, [bucket], "reduce bucket", at=first_backward(stage))
 
 
 def _reduce_all(run: Run, bucket: int, flush: _Flush) -> list[int]:
@@ -280,9 +286,7 @@ def _stage_3(run: Run, settings: Settings) -> None:
         master = [run.new(FULL * group, "optimizer", "fp32 master") for group in groups]
         converted = [run.new(FULL * group, "temporary", "fp32 weights") for group in groups]
         zeros = run.new(FULL * max(groups), "temporary", "zeros")
-        made = itertools.chain.from_iterable(
-            (copy, kept, ~copy) for kept, copy in zip(master, converted, strict=True)
-        )
+        made = itertools.chain.from_iterable((copy, kept, ~copy) for kept, copy in zip(master, converted, strict=True))
         run.place(run.load, [*made, zeros, ~zeros], "fp32 master")
         run.add(run.load, HALF * sum(partitions), "gradient", "gradient partition")
     run.add(run.load, HALF * settings.reduce_bucket, "buckets", "reduce bucket")
@@ -339,5 +343,6 @@ def _gather(run: Run, settings: Settings) -> None:
         live = max(live, *blocks.values())
     gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
     fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
+    run.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
     run.place(run.step, [gathered, fetched], "gather", at=0)
     run.free(run.step, [gathered, fetched])

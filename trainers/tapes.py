@@ -23,7 +23,6 @@ import torch
 from planner import catalog
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
-from planner.parameters import FORMAT as PARAMETERS_FORMAT
 from planner.tape import ATOMS, FORMAT, derived
 from planner.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers import step
@@ -184,7 +183,7 @@ def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None)
     job, strategy = _records_of_bare_model(profile)
     parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
     return {
-        "format": PARAMETERS_FORMAT,
+        "format": FORMAT,
         "model": profile.name,
         "rows": {name: parameter.shape[0] if parameter.ndim else 1 for name, parameter in parameters.items()},
         "fp32": [name for name, parameter in parameters.items() if parameter.dtype == torch.float32],

@@ -112,7 +112,7 @@ def estimated(asked: Case) -> Run:
         catalog.gpu("h100-80gb"),
         _tape(asked.model, StepVariant.of(profile, job, strategy, 2).name, optimizer=False),
         _tape(asked.model, OptimizerVariant.of(profile, job, strategy).name, optimizer=True),
-        Parameters(table["rows"], frozenset(table["fp32"])),
+        parameters=Parameters(table["rows"], frozenset(table["fp32"])),
     )
     return lay_out(job, strategy, MACHINE, facts, dict(asked.grid))
 

@@ -54,6 +54,7 @@ def job(**fields: Any) -> Job:
         ),
         ({}, {"offload_params": "cpu", "sharding": "fsdp"}, FOUR, "together", "--offload-optimizer cpu"),
         ({}, {"offload_optimizer": "cpu", "sharding": "fsdp"}, FOUR, "together", "--offload-params cpu"),
+        ({}, {"validation_mode": "offload", "sharding": "zero-2"}, FOUR, "the engine holds the weights", "on"),
         ({}, {"optimizer": "adamw-8bit", "sharding": "fsdp"}, FOUR, "does not step over fsdp", "--optimizer adamw"),
         ({}, {"autocast": "bf16", "sharding": "fsdp"}, FOUR, "casts the weights as it gathers", "--autocast none"),
         ({"method": "full"}, {"ema": "cpu", "sharding": "zero-3"}, FOUR, "no rank has them", "--sharding fsdp"),
