@@ -12,7 +12,7 @@ from planner.facts import GpuProfile
 from planner.run import Run
 from planner.tape import Stage
 from planner.units import KIB, MIB
-from planner.variants import UNPAGED
+from planner.variants import UNPAGED, Precision
 
 
 def cublas_workspace(run: Run) -> None:
@@ -176,7 +176,8 @@ def ema(run: Run) -> None:
     if run.strategy.ema != "gpu":
         return
     run.add(run.load, ema_bytes(run), "ema", "ema")
-    elements = max(run.sizes[buffer] for buffer in run.named("gradient").values()) // 2
+    largest = max(run.sizes[buffer] for buffer in run.named("gradient").values())
+    elements = largest // (4 if Precision.of(run.job, run.strategy).trained == "fp32" else 2)
     for stage in (run.optimizer_first, run.optimizer):
         made = [run.add(stage, EMA_BYTES * elements, "temporary", "ema update") for _ in range(2)]
         run.free(stage, made)

@@ -159,12 +159,13 @@ def _deepspeed(case: Case) -> Bytes:
     from trainers import step
     from trainers.engines import deepspeed_config
     from trainers.families import family
+    from trainers.optimizers import make_optimizer
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else every start compiles it
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     profile, job, strategy, model = _model(case)
     trainable = step.trainable_parameters(model)
-    optimizer = step.make_optimizer(trainable, strategy)
+    optimizer = make_optimizer(trainable, strategy)
     config = deepspeed_config(job, strategy, Settings(**case.settings))
     watch = Watch()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -271,6 +272,7 @@ def _fsdp(case: Case) -> Bytes:
     from trainers import step
     from trainers.engines import shard
     from trainers.families import family
+    from trainers.optimizers import make_optimizer
 
     torch.distributed.init_process_group("gloo")
     profile, job, strategy, model = _model(case)
@@ -278,7 +280,7 @@ def _fsdp(case: Case) -> Bytes:
     watch = Watch()
     groups = _watch_groups(model, watch)
     trainable = step.trainable_parameters(model)
-    trainee = step.Trainee(model, trainable, step.make_optimizer(trainable, strategy))
+    trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy))
     kind = family(profile)
     batch = kind.batch(case.grid, "cpu", torch.bfloat16)
     for _ in range(2):

@@ -47,8 +47,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 GRIDS = {
-    "wan2.1-t2v-1.3b": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 512, "R": 5},
-    "cogvideox-2b": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 5},
+    "wan2.1-t2v-1.3b": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 512, "R": 5, "E": 0},
+    "cogvideox-2b": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 5, "E": 0},
 }
 """An odd rank, and tables of one row: what FSDP2 cannot halve."""
 
