@@ -7,7 +7,7 @@ from pydantic import Field
 
 from planner.errors import VplanError
 from planner.job import FloatDtype
-from planner.record import Count, Flag, NotNegative, Positive, Record
+from planner.record import Count, CountOrZero, Flag, NotNegative, Positive, Record
 from planner.units import GIB, MIB
 
 Text = Annotated[str, Field(min_length=1)]
@@ -37,6 +37,11 @@ class Vae(Record):
     dtype: FloatDtype
     config: dict[str, Any]
 
+    @property
+    def takes_clips(self) -> bool:
+        """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
+        return self.class_name not in ("AutoencoderKL", "AutoencoderKLFlux2")
+
 
 class TextEncoder(Record):
     """One encoder of the condition (a prompt, or an image for image-to-video)."""
@@ -59,14 +64,24 @@ class ShapeRules(Record):
     size_multiple: Count
     """height and width are multiples of it, pixels: VAE times patch"""
     text_tokens: Count
+    references: CountOrZero = 0
+    """reference images a sample has when the job does not say"""
+    takes_references: Flag = False
+    """whether a sample may have some, though it usually has none"""
+    audio_tokens_per_frame: NotNegative = 0.0
+    """for models that make sound too, at their usual frame rate"""
     min_frames: Count
     max_frames: Count
     """the longest clip it was trained on; longer ones run, and are extrapolation"""
+    window: Flag = False
+    """whether longer ones do not run: it sees a clip through a window of so many frames"""
     resolutions: Annotated[tuple[Size, ...], Field(min_length=1)]
     """height and width, the usual one first"""
     only_listed: Flag = False
     """no other sizes: its positions are learned, one per cell of the grid"""
     default_frames: Count
+    batches: tuple[Count, ...] = ()
+    """the batches it is recorded at, for code that loops over the samples of a batch; none named: any batch"""
 
 
 class LoraDefaults(Record):
@@ -80,6 +95,8 @@ class LoraDefaults(Record):
 class Training(Record):
     """The loss and the noise of the model's training."""
 
+    method: Literal["lora", "full"] = "lora"
+    """what a job trains when it does not say"""
     objective: Literal["flow", "v", "epsilon"]
     weights_dtype: FloatDtype
     num_train_timesteps: Count
@@ -113,7 +130,10 @@ class ModelProfile(Record):
 
     name: Text
     title: Text
-    family: Literal["wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"]
+    family: Literal[
+        "wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet",
+        "qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2",
+    ]  # fmt: skip
     kind: Literal["video", "image"]
     diffusers_class: Text
     parameters: PositiveInt
@@ -132,6 +152,15 @@ class ModelProfile(Record):
     inputs: dict[str, Any]
     """what the family's code needs beside the config"""
     training: Training
+    origin: str = ""
+    """the config.json it was recorded from, for a model of the user's own"""
+    lent_by: str = ""
+    """the bundled model whose VAE, text encoders, clip rules and LoRA layers an own one has"""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `vplan record FOLDER` made it, here."""
+        return bool(self.origin)
 
     def depth(self, stack: Stack) -> int:
         """Blocks in one of the stacks."""

@@ -24,6 +24,9 @@ WeightsDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "nf4", "int4"]
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"]
 Sharding = Literal["none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"]
+SPLIT = frozenset({"zero-1", "zero-2", "zero-3", "fsdp"})
+"""Shardings that split something between GPUs."""
+
 Offload = Literal["none", "cpu", "nvme"]
 Residence = Literal["cached", "resident", "swapped"]
 

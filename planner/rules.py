@@ -32,6 +32,8 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
             changes.pop("master_weights", None)
     elif strategy.weights_dtype is None:
         changes["weights_dtype"] = strategy.weights(job.method)
+    if strategy.sharding == "fsdp" and "autocast" not in strategy.model_fields_set:
+        changes["autocast"] = "none"  # weights are cast as they are gathered
     if job.experts == "both" and "inactive_expert" not in strategy.model_fields_set:
         changes["inactive_expert"] = "gpu"
     if machine is not None:
@@ -46,7 +48,7 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
 def check(job: Job, strategy: Strategy, machine: Machine) -> None:
     """Raises a VplanError for the first contradiction between the three records, naming the fault and the fix."""
     settled = resolve(job, strategy, machine)
-    for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel):
+    for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel, _fsdp):
         for message, fix in rules(job, settled, machine):
             raise VplanError(message, fix)
 
@@ -126,6 +128,11 @@ def _optimizer(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contr
         yield "optimizer_step backward frees each gradient at once, so there is nothing to accumulate", fix
     if step == "backward" and strategy.sharding.startswith("zero"):
         yield f"with {strategy.sharding} DeepSpeed does the step itself, after backward", "use --optimizer-step foreach"
+    if step == "backward" and strategy.sharding == "ddp":
+        fix = "use --optimizer-step foreach"
+        yield "optimizer_step backward steps before ddp has summed the gradients of all GPUs", fix
+    if step == "backward" and strategy.offload_optimizer != "none":
+        yield "an optimizer in host RAM steps after backward, not inside it", "use --optimizer-step foreach"
     if step == "fused" and strategy.optimizer != "adamw":
         yield f"{strategy.optimizer} has no fused step", "use --optimizer-step foreach, or --optimizer adamw"
 
@@ -148,6 +155,25 @@ def _offloading(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Cont
             yield "offload_gradients frees each gradient, but ddp keeps them whole in its buckets", fix
         if strategy.gradient_accumulation > 1:  # torchao CPUOffloadOptimizer says the same
             yield "offload_gradients clears the gradients in every backward, so there is nothing to accumulate", fix
+
+
+def _fsdp(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    """torch's FSDP2: weights in 16 bits are gathered from shares of their own format; its offload moves everything."""
+    if strategy.sharding != "fsdp":
+        if strategy.ema != "none" and strategy.sharding == "zero-3":
+            yield "ema averages whole weights, and with zero-3 no rank has them", "use --sharding fsdp, or zero-2"
+        return
+    if strategy.autocast != "none":
+        fix = "use --autocast none"
+        yield "fsdp casts the weights as it gathers them; autocast would keep a cast copy of every block", fix
+    if strategy.optimizer == "adamw-8bit":  # bitsandbytes' kernels take plain tensors (bitsandbytes#1633)
+        yield "adamw-8bit does not step over fsdp's shares (DTensors)", "use --optimizer adamw"
+    if (strategy.offload_optimizer == "none") != (strategy.offload_params == "none"):
+        missing = "optimizer" if strategy.offload_optimizer == "none" else "params"
+        yield (
+            "fsdp offloads weights, gradients and optimizer together (CPUOffloadPolicy)",
+            f"add --offload-{missing} cpu, or leave both out",
+        )
 
 
 def _parallel(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:

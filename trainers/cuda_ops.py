@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers import fakes
+
 Workspace = tuple[str, tuple[int, ...]]
 """(attention kernel or "any", dimensions whose product is the size in bytes)."""
 
@@ -112,6 +114,10 @@ def _install_autocast(library: torch.library.Library) -> None:
             library.impl(name, _autocast_kernel(getattr(op, overload or "default"), kind), "AutocastCPU")
 
 
+MASK_ALIGNMENT = 8
+"""Elements that rows of a mask are padded to (mem_eff_alignment in ATen/native/transformers/attention.cpp)."""
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -126,7 +132,8 @@ def attention(
 
     Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
     same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). Masks whose rows are not a multiple of 8
-    elements are copied into padded rows first (pad_bias): at most B * S * 16 bytes, left out.
+    elements are copied into padded rows first (ATen/native/transformers/attention.cpp, pad_bias), and the copy is what
+    is saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= 256:
@@ -136,7 +143,10 @@ def attention(
         if attn_mask.dtype == torch.bool:
             blocked = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), blocked)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        length = key.shape[2]
+        if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
+            attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
+        attn_mask = attn_mask.expand(*query.shape[:3], length)
     saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     found = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
@@ -184,7 +194,8 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
-        yield
+        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu():
+            yield
     finally:
         library._destroy()
 
@@ -223,6 +234,22 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     return found
 
 
+def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
+    """bitsandbytes' 4-bit matrix product: above 1536 rows it is a copy of the weight in the input's dtype and a plain
+    product, and before that, under double quantisation, the blocks' constants in fp32, without and with their mean.
+
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. With fewer rows a fused kernel may do without, which
+    concerns short prompts and time embeddings only.
+    """
+    rows, columns = args[2]
+    copy: Workspace = ("any", (args[0].element_size(), rows, columns))
+    constants: Workspace = ("any", (4, *args[3].shape))
+    if len(args) > 7 and args[7] is not None:
+        constants = ("any", (4, *args[7].shape))
+        return [constants, constants, copy]
+    return [copy]
+
+
 class Rounded(int):
     """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
 
@@ -238,6 +265,7 @@ class Rounded(int):
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "bitsandbytes.gemm_4bit": gemm_4bit,
 }
 
 
@@ -250,10 +278,13 @@ def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
 def rounded_output(op: str, position: int, shape: tuple[int, ...], args: tuple[Any, ...]) -> Rounded | None:
     """The dimension of an output that a kernel rounds up, so that it no longer shows the shape's atoms.
 
-    Memory-efficient attention pads its logsumexp to 32 rows (kAlignLSE, mem_eff_attention/kernel_forward.h).
+    Memory-efficient attention pads its logsumexp to 32 rows (kAlignLSE, mem_eff_attention/kernel_forward.h), and the
+    rows of its mask to 8 elements.
     """
     if op == "aten._scaled_dot_product_efficient_attention" and position == 1 and shape[-1]:
         return Rounded(args[0].shape[2], 32)
+    if op == "aten.constant_pad_nd" and args[1] == [0, -args[0].shape[-1] % MASK_ALIGNMENT]:  # ``attention`` above
+        return Rounded(args[0].shape[-1], MASK_ALIGNMENT)
     return None
 
 
@@ -265,33 +296,36 @@ def _aten(names: str) -> frozenset[str]:
 
 
 VIEWS = _aten(
-    "_unsafe_view detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
-    "unbind unsqueeze view"
+    "alias _conj detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "unbind _unsafe_view unsqueeze view view_as_complex view_as_real"
 )
-"""Take no memory: the output shares its input's storage on every device."""
+"""Take no memory: the output shares its input's storage on every device. A conjugate is a bit that the operator behind
+it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
 
 CREATED = _aten(
-    "arange empty empty_like full linspace new_empty new_empty_strided new_full new_ones new_zeros ones ones_like "
-    "randint randn randn_like zeros zeros_like"
+    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
+    "ones_like randint randn randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "add add_ addcdiv_ addcmul_ bitwise_and clamp clone copy_ cos div div_ exp fill_ ge gelu gelu_backward leaky_relu "
-    "leaky_relu_backward lerp_ logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow "
-    "reciprocal rsqrt rsub sigmoid silu silu_backward sin sqrt sub sub_ _to_copy"
+    "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
+    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt masked_fill "
+    "masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
+    "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "cat cumprod diag_embed index repeat replication_pad1d replication_pad1d_backward select_backward slice_backward "
-    "stack triu upsample_nearest2d upsample_nearest2d_backward"
+    "avg_pool2d cat constant_pad_nd cumprod diag_embed embedding index repeat replication_pad1d "
+    "replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu upsample_nearest2d "
+    "upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
-few integers here, never a mask; the backwards of select and slice and diag_embed are zeros and a copy into them; a
-padding's backward adds into its output (ReplicationPadding.cu); cumprod runs over a schedule of 1000 numbers."""
+few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
+schedule of 1000 numbers; padding, pooling, upsampling and embedding compute each output from few inputs."""
 
 MATMULS = _aten("addmm bmm mm")
 """cuBLAS's workspace is one buffer per handle that stays, in ``planner.strategies.cublas_workspace``. cuBLASLt, which
@@ -306,10 +340,15 @@ OPTIMIZERS = _aten(
 its outputs are on the tape. CUDA falls back to one call per tensor where CPU does (ForeachUtils.h, can_use_fast_route:
 same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
 
+QUANTISERS = frozenset(
+    f"bitsandbytes.{way}_{kind}" for way in ("quantize", "dequantize") for kind in ("4bit", "blockwise")
+)
+"""Their outputs and no more (bitsandbytes/backends/cuda/ops.py)."""
+
 HOST = _aten("_local_scalar_dense") | {"profiler._record_function_enter_new", "profiler._record_function_exit"}
 """Nothing on the device."""
 
-SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | HOST
+SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | QUANTISERS | HOST
 """Operators whose CUDA kernel allocates what the tape says and no more, by their kind as each group says. What was read
 line by line in torch's source is what the two tables below say of reductions, norms, attention and convolution."""
 
@@ -318,13 +357,24 @@ _REDUCTION = (
     "(native/cuda/Reduce.cuh, global_memory_size): under 1 MiB"
 )
 KNOWN_SMALL = {
+    "aten.all": _REDUCTION,
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
+    "aten.argmax": _REDUCTION,
+    "aten.any": _REDUCTION,
+    "aten.dot": "one number, reduced in the workspace of cuBLAS (native/cuda/Blas.cpp, dot)",
+    "aten.max": _REDUCTION,
+    "aten.amax": _REDUCTION,
+    "aten.amin": _REDUCTION,
     "aten.linalg_vector_norm": _REDUCTION,
     "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",
     "aten._foreach_norm": "one fp32 per tensor and chunk of 65,536 numbers of the largest tensor (native/cuda/"
     "ForeachReduceOp.cu, output_per_tensor): 5 MiB in full training of a 14B model",
+    "aten.nonzero": "cub's temporary storage and a count, for a mask of text tokens (native/cuda/Nonzero.cu): some KiB",
+    "aten.embedding_dense_backward": "sorted row numbers above 3072 text tokens (native/cuda/Embedding.cu): some KiB",
+    "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
+    "Indexing.cu, index_put_with_sort_kernel); text tokens only: some MiB",
     "aten.native_layer_norm": "mean and rstd are fp32 on CUDA and of the input's dtype on CPU (layer_norm_kernel.cu): "
     "4 bytes a row more, and only without autocast, which makes its input fp32",
     "aten.native_layer_norm_backward": "a trained weight and bias over many rows are summed in two passes through "

@@ -18,48 +18,51 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from planner import catalog
 from planner.facts import ModelProfile
-from planner.tape import ATOMS, FORMAT
-from planner.variants import OptimizerVariant, StepVariant
+from planner.job import Job, Strategy
+from planner.parameters import FORMAT as PARAMETERS_FORMAT
+from planner.tape import ATOMS, FORMAT, derived
+from planner.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers import step
 from trainers.compress import HEAD, TAIL, compress
 from trainers.families import family
-from trainers.record import Trace, find_runs, record_optimizer, record_step
+from trainers.places import find_runs
+from trainers.record import Trace, record_optimizer, record_sample, record_step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Per kind of block: both ends and two middles, which must be alike."""
 
-PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031}
+PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 2063}
 """Larger than any prime factor of a published architecture, so that a size shows its atoms. Small primes are not:
 CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
 Rows and columns stay below 384, where SD3's table of positions ends."""
 
-WIDTHS = (373, 379, 383)
+HEIGHTS, WIDTHS = (PRIMES["H"], 317, 313, 311, 307), (373, 379, 383)
 FRAMES = (359, 353, 349, 347, 337, 331, 691)
-SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES = 71, (73, 79, 83, 89, 97), (67, 61, 59)
-"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count. Also
-for those whose tables of positions are shorter than the sizes above."""
+SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89, 97), (67, 61, 59)
+"""For families that mask all tokens, as an expanded mask of the sizes above has more elements than torch can count; and
+for tables of positions that end before them."""
 
 
-def prime_grid(profile: ModelProfile, one_sample: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(shape to record at, values of the sums there, atoms the tape holds fixed).
+def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any.
 
-    Width and text are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums
-    show in sizes too.
+    The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
+    sizes too.
     """
     kind = family(profile)
-    regime = {**kind.fixed, **({"B": 1} if one_sample else {})}
-    height, widths, lengths = PRIMES["H"], WIDTHS, FRAMES
-    if kind.masks_all_tokens or kind.longest_side:
-        height, widths, lengths = SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES
-    texts = filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))
-    for text, frames, width in itertools.product([PRIMES["T"], *texts], lengths, widths):
-        grid = {**PRIMES, "T": text, "F": frames, "H": height, "W": width, **regime}
-        sums = {
-            name: constant + sum(math.prod(grid[atom] for atom in product) for product in products)
-            for name, (constant, products) in kind.sums.items()
-        }
+    regime = {**kind.fixed, **({"B": batch} if batch else {})}
+    heights, widths, lengths = HEIGHTS, WIDTHS, FRAMES
+    if kind.masks_all_tokens or kind.short_sides or kind.longest_side:
+        heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
+    texts = [PRIMES["T"], *filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))]
+    extras = list(filter(_is_prime, range(PRIMES["E"], 2 * PRIMES["E"]))) if kind.extra_tokens else [PRIMES["E"]]
+    for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
+        grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
+        sums = derived(grid, kind.rounded, kind.sums)
         if all(_shows(value) for value in sums.values()):
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")
@@ -81,9 +84,14 @@ def shallow_config(profile: ModelProfile) -> dict[str, Any]:
     if dual:  # SD3.5 medium: blocks with a second attention, then plain ones, then a last one without text output
         assert list(dual) == list(range(len(dual)))
         return {**config, "dual_attention_layers": list(range(RECORDED_BLOCKS)), "num_layers": 2 * RECORDED_BLOCKS + 1}
+    shared = config["num_layers"] - config["mmdit_layers"] if "mmdit_layers" in config else 0
+    if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
+        return {**config, "mmdit_layers": RECORDED_BLOCKS, "num_layers": 2 * RECORDED_BLOCKS}
     for stack in profile.stacks:
         if stack.alike and isinstance(config[stack.depth_key], int):
             config[stack.depth_key] = min(RECORDED_BLOCKS, config[stack.depth_key])
+    if profile.family == "mochi":  # its last block is without text output
+        config["num_layers"] += 1
     return config
 
 
@@ -99,15 +107,24 @@ def full_run_lengths(name: str) -> tuple[int, ...]:
 def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
     """Records one step variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
-    grid, sums, regime = prime_grid(profile, variant.one_sample)
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
     trace = record_step(profile, job, strategy, grid, shallow_config(profile))
+    return _tape(profile, variant.name, trace, grid, sums, regime)
+
+
+def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]:
+    """Records one sampling variant; returns the tape file's JSON."""
+    job, strategy = variant.records(profile)
+    known = profile.shape.batches
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if known else None)
+    trace = record_sample(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, regime)
 
 
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
     """Records one optimizer variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
-    grid, sums, _ = prime_grid(profile, one_sample=False)
+    grid, sums, _ = prime_grid(profile, None)
     trace = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, {})
 
@@ -120,7 +137,8 @@ def _tape(
     sums: dict[str, int],
     regime: dict[str, int],
 ) -> dict[str, Any]:
-    atoms = {atom: 1 if atom in regime else grid[atom] for atom in ATOMS} | sums
+    used = [atom for atom in ATOMS if atom != "E" or family(profile).extra_tokens]
+    atoms = {atom: 1 if atom in regime else grid[atom] for atom in used} | sums
     return {
         "format": FORMAT,
         "model": profile.name,
@@ -128,22 +146,51 @@ def _tape(
         "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
         "regime": regime,
         "sums": {key: [constant, list(products)] for key, (constant, products) in family(profile).sums.items()},
+        **({"rounded": family(profile).rounded} if family(profile).rounded else {}),
         "operators": sorted(trace.ops),
         "tape": compress(trace, atoms, list(full_run_lengths(profile.name))),
     }
 
 
 def write_tape(tape: dict[str, Any], folder: Path) -> Path:
-    """Writes ``folder/<variant>.json.gz``, byte for byte the same for the same recording."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{tape['variant']}.json.gz"
-    text = json.dumps(tape, separators=(",", ":"), sort_keys=True)
+    """Writes ``folder/<variant>.json.gz``."""
+    return write(tape, folder / f"{tape['variant']}.json.gz")
+
+
+def write(recorded: dict[str, Any], path: Path) -> Path:
+    """Writes packed JSON, byte for byte the same for the same recording."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(recorded, separators=(",", ":"), sort_keys=True)
     partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     partial.replace(path)
     return path
 
 
-def all_variants(profile: ModelProfile) -> Iterator[StepVariant | OptimizerVariant]:
+def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
     """Every variant shipped for a model."""
-    return itertools.chain(StepVariant.all(profile), OptimizerVariant.all(profile))
+    return itertools.chain(StepVariant.all(profile), SampleVariant.all(profile), OptimizerVariant.all(profile))
+
+
+def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> dict[str, Any]:
+    """Records one variant of whatever kind; returns the tape file's JSON."""
+    if isinstance(variant, StepVariant):
+        return step_tape(profile, variant)
+    return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
+
+
+def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The parameters file's JSON (`planner.parameters`), read off the bare model on the meta device."""
+    job, strategy = _records_of_bare_model(profile)
+    parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
+    return {
+        "format": PARAMETERS_FORMAT,
+        "model": profile.name,
+        "rows": {name: parameter.shape[0] if parameter.ndim else 1 for name, parameter in parameters.items()},
+        "fp32": [name for name, parameter in parameters.items() if parameter.dtype == torch.float32],
+    }
+
+
+def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
+    """Full training in 16 bits: no adapters, and what is kept in fp32 stands out."""
+    return StepVariant("full", Precision("half", "", autocast=False), "none", one_sample=True).records(profile)

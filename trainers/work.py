@@ -22,17 +22,23 @@ IDLE = frozenset({"_unsafe_view", "empty", "empty_strided", "new_empty", "new_em
 """Not ``empty_like``: in FusedRmsNorm it stands for what the kernel writes."""
 
 
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work | None:
     """The work of one call, or None for views and for operators that only take memory."""
     if not outputs or func.is_view or func.overloadpacket.__name__ in IDLE:
         return None
     nbytes = tuple(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
+    if func.overloadpacket.__name__ == "gemm_4bit":  # the weight is unpacked, written and read, then multiplied
+        rows, columns = args[2]
+        copy = 2 * rows * columns * args[0].element_size()
+        return Work("matmul", HALVES.get(args[0].dtype, "fp32"), 2 * args[0].numel() * rows, (*nbytes, copy))
     counter = flop_registry.get(func.overloadpacket)
     if counter is None:
         return Work("pointwise", "fp32", 0, nbytes)
     flops = int(counter(*args, **kwargs, out_val=out))
-    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(outputs[0].dtype, "fp32")
-    return Work(_kind(func.overloadpacket.__name__), dtype, flops, nbytes)
+    return Work(_kind(func.overloadpacket.__name__), HALVES.get(outputs[0].dtype, "fp32"), flops, nbytes)
 
 
 def _kind(name: str) -> str:

@@ -61,12 +61,21 @@ def test_every_bundled_model_is_sound() -> None:
         "flux.1-dev",
         "sd3.5-medium",
         "sd1.5",
+        "qwen-image",
+        "qwen-image-edit",
+        "latentsync-1.6-stage1",
+        "sd3.5-large",
+        "flux.1-kontext-dev",
+        "flux.2-dev",
+        "z-image",
+        "krea-2",
+        "flux.2-klein-4b",
     }
     for name in names:
         profile = model(name)
         assert profile.name == name
         job = job_for(profile, {})
-        assert all(atom >= 1 for atom in grid(profile, job).values())
+        assert all(count >= 1 for atom, count in grid(profile, job).items() if atom != "E")
         for height, width in profile.shape.resolutions:
             check_shape(profile, profile.shape.default_frames, height, width)
 
@@ -93,7 +102,18 @@ def test_every_bundled_model_is_sound() -> None:
         ("cogvideox-2", "cogvideox-2b"),
         ("THUDM/CogVideoX-5b", "cogvideox-5b"),
         ("black-forest-labs/FLUX.1-dev", "flux.1-dev"),
-        ("flux", "flux.1-dev"),
+        ("flux1", "flux.1-dev"),
+        ("flux2", "flux.2-dev"),
+        ("black-forest-labs/FLUX.2-dev", "flux.2-dev"),
+        ("klein-4b", "flux.2-klein-4b"),
+        ("krea", "krea-2"),
+        ("kontext", "flux.1-kontext-dev"),
+        ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
+        ("qwen", "qwen-image"),
+        ("Qwen/Qwen-Image-Edit-2509", "qwen-image-edit"),
+        ("stabilityai/stable-diffusion-3.5-large", "sd3.5-large"),
+        ("Tongyi-MAI/Z-Image-Turbo", "z-image"),
+        ("latentsync", "latentsync-1.6-stage1"),
         ("hunyuan", "hunyuan-video"),
         ("sd15", "sd1.5"),
     ],
@@ -109,6 +129,8 @@ def test_an_ambiguous_model_lists_its_variants() -> None:
     assert "wan2.1-i2v-14b-480p, wan2.1-i2v-14b-720p" in refused(model, "wan2.1-i2v-14b").fix
     assert "wan2.2-i2v-a14b, wan2.2-t2v-a14b, wan2.2-ti2v-5b" in refused(model, "wan2.2").fix
     assert "wan2.1-vace-1.3b, wan2.1-vace-14b" in refused(model, "vace").fix
+    assert "sd3.5-large, sd3.5-medium" in refused(model, "sd3.5").fix
+    assert "flux.1-dev, flux.1-kontext-dev, flux.2-dev" in refused(model, "flux").fix
 
 
 def test_parameter_counts_are_those_of_the_published_architectures() -> None:

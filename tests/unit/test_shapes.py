@@ -33,6 +33,7 @@ def refused(call: Callable[..., object], *arguments: object) -> VplanError:
         ("wan2.2-ti2v-5b", 1, 704, 1280, "frames 1 is too few", "--frames 5"),
         ("cogvideox-5b-i2v", 49, 512, 768, "takes no clips of 512x768", "--height 480 --width 720"),
         ("flux.1-dev", 81, 1024, 1024, "makes images", "--frames 1"),
+        ("latentsync-1.6-stage1", 17, 256, 256, "more than LatentSync 1.6, stage 1 sees", "--frames 16"),
         ("wan2.1-t2v-1.3b", 0, 480, 832, "--frames 0 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", -3, 480, 832, "--frames -3 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", 10**12, 480, 832, "--frames 1000000000000 is too large", "from 1 to"),
@@ -129,6 +130,9 @@ def test_strategies_that_count_blocks_the_model_has_not() -> None:
         ("cogvideox1.5-5b-i2v", {"frames": 21, "height": 768, "width": 1360}, 3 * 48 * 85),
         ("cogvideox1.5-5b", {"frames": 1, "height": 768, "width": 1360}, 48 * 85),
         ("flux.1-dev", {"height": 1024, "width": 1024}, 4_096),
+        ("qwen-image", {"height": 1024, "width": 1024}, 4_096),
+        ("z-image", {"height": 720, "width": 1280}, 3_600),
+        ("latentsync-1.6-stage1", {"height": 512, "width": 512}, 16 * 64),  # coarsest cells, 16 frames of 8 x 8
     ],
 )
 def test_the_grid_counts_the_models_tokens(name: str, given: dict[str, int], tokens: int) -> None:
@@ -140,7 +144,25 @@ def test_the_grid_of_a_bucket() -> None:
     wan = model("wan2.1-t2v-1.3b")
     buckets = [{"frames": 1, "height": 720, "width": 1280, "batch_size": 4}]
     job = job_for(wan, {"buckets": buckets, "text_tokens": 100, "lora_rank": 8})
-    assert grid(wan, job, job.shapes[0]) == {"B": 4, "F": 1, "H": 45, "W": 80, "T": 100, "R": 8}
+    assert grid(wan, job, job.shapes[0]) == {"B": 4, "F": 1, "H": 45, "W": 80, "T": 100, "R": 8, "E": 0}
     assert wan.blocks == 30
     assert model("flux.1-dev").blocks == 19 + 38
     assert model("sd1.5").blocks == 8
+
+
+def test_a_model_without_references_takes_none() -> None:
+    with pytest.raises(VplanError, match="takes no reference images"):
+        job_for(model("flux.1-dev"), {"references": 1})
+
+
+def test_reference_images_count_at_the_samples_own_size() -> None:
+    kontext, flux2 = model("flux.1-kontext-dev"), model("flux.2-dev")
+    shape = {"height": 512, "width": 768}
+    assert [grid(kontext, job_for(kontext, {**shape, **said}))["E"] for said in ({}, {"references": 2})] == [1536, 3072]
+    assert [grid(flux2, job_for(flux2, {**shape, **said}))["E"] for said in ({}, {"references": 2})] == [0, 3072]
+
+
+def test_a_model_that_is_trained_whole_says_so() -> None:
+    assert job_for(model("latentsync-1.6-stage1"), {}).method == "full"
+    assert job_for(model("latentsync-1.6-stage1"), {"method": "lora"}).method == "lora"
+    assert job_for(model("sd1.5"), {}).method == "lora"

@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 
 from planner import catalog
 from planner.estimate import NCCL_BYTES, Played, estimate, play
+from planner.fsdp import share_of
+from planner.host import ram_bytes
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
+from planner.parameters import Parameters
 from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.tape import FORMAT, Tape, parse_tape
-from planner.zero import BUCKET_ELEMENTS
+from planner.zero import DEEPSPEED, aligned, in_share, most_in_one_share, sub_groups
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 BLOCKS = 4
@@ -33,7 +36,7 @@ GPU = catalog.gpu("rtx4090")
 JOB = Job(model=MODEL.name, frames=81, height=480, width=832)
 ONE = Machine(gpu="rtx4090", host_ram=64 * GIB)
 EIGHT = Machine(gpu="rtx4090", gpus=8, host_ram=512 * GIB)
-GRID = {"B": 1, "F": 8, "H": 16, "W": 64, "T": 512, "R": 16}
+GRID = {"B": 1, "F": 8, "H": 16, "W": 64, "T": 512, "R": 16, "E": 0}
 X = 8 * MIB
 
 _SIZES = {
@@ -122,7 +125,15 @@ def _optimizer_tape() -> Tape:
     return _tape({"optimizer_first": piece([*states, *lent], 2), "optimizer": piece(lent, 0)})
 
 
-FACTS = Facts(MODEL, GPU, _step_tape(), _optimizer_tape())
+ROWS = {"stem.weight": 1, **{f"blocks.{i}.attn.{kind}": 64 for i in range(BLOCKS) for kind in ("weight", "lora")}}
+"""The stem is a table of one row, which FSDP2 cannot split."""
+
+FACTS = Facts(MODEL, GPU, _step_tape(), _optimizer_tape(), Parameters(ROWS))
+
+
+SHAPE = st.fixed_dictionaries(
+    {"B": st.integers(1, 4), "F": st.integers(1, 40), "H": st.integers(1, 40), "W": st.integers(1, 40)}
+).map(lambda shape: {**shape, "T": 512, "R": 16})
 
 
 def laid_out(machine: Machine = ONE, grid: dict[str, int] = GRID, **strategy: object) -> Run:
@@ -130,8 +141,12 @@ def laid_out(machine: Machine = ONE, grid: dict[str, int] = GRID, **strategy: ob
 
 
 def peaks(run: Run) -> dict[str, int]:
-    """Allocated peak per stage; the later of two rounds counts."""
-    return {entry.stage.name: entry.replayed.allocated_peak_bytes for entry in play(run)}
+    """Allocated peak per stage of training; the later of two rounds counts."""
+    return {entry.stage.name: entry.replayed.allocated_peak_bytes for entry in trained(run)}
+
+
+def trained(run: Run) -> list[Played]:
+    return [entry for entry in play(run) if entry.phase in ("load", "first_step", "train", "optimizer")]
 
 
 def after(run: Run) -> int:
@@ -161,7 +176,8 @@ def test_residents_are_loaded_before_everything_and_stay() -> None:
     encoders = sum(_rounded(2 * encoder.parameters) for encoder in MODEL.text_encoders)
     assert peaks(run) == {stage: nbytes + vae + encoders for stage, nbytes in plain.items()}
     quantised = laid_out(text_encoder="resident", text_encoder_dtype="nf4")
-    quarter = sum(_rounded(encoder.parameters // 2) for encoder in MODEL.text_encoders)
+    # half a byte each, and an fp32 scale for every 64
+    quarter = sum(_rounded(encoder.parameters * 9 // 16) for encoder in MODEL.text_encoders)
     assert peaks(quantised)["step"] == plain["step"] + quarter
 
 
@@ -240,56 +256,203 @@ TRAINED = BLOCKS * ADAPTER // 2
 """DeepSpeed's module is in 16 bits, so 64 KiB are 32 Ki parameters."""
 
 SHARE = TRAINED // 8
-REDUCE_BUCKET = 2 * BUCKET_ELEMENTS // 512 * 512 + (512 if 2 * BUCKET_ELEMENTS % 512 else 0)
+BUCKET = _rounded(2 * DEEPSPEED.reduce_bucket)
+NORM = 8 * ADAPTER // 2
+"""One adapter in fp64."""
+
+BACKWARD = BATCH + TABLE + BLOCKS * X + 2 * X + ADAPTER
+"""It begins with the latents, the table and every input alive; the last gradient joins what block 3 takes."""
 
 
-@pytest.mark.parametrize("sharding", ["zero-1", "zero-2"])
-def test_zero_keeps_a_share_of_master_and_states_and_one_whole_bucket(sharding: str) -> None:
-    run = laid_out(EIGHT, **zero(sharding))
+def test_zero_1_reduces_whole_gradients_behind_backward() -> None:
+    found = peaks(laid_out(EIGHT, **zero("zero-1")))
     kept = LOADED + 12 * SHARE
-    # Backward begins with the latents, the table and every input alive; the last gradient joins what block 3 takes.
-    backward = BATCH + TABLE + BLOCKS * X + 2 * X + ADAPTER + REDUCE_BUCKET + 2 * SHARE
-    found = peaks(run)
-    assert found["load"] == kept
-    assert found["step"] == kept + backward
-    assert found["optimizer"] == kept + BATCH + 2 * SHARE + 4 * SHARE + 4 * SHARE
+    assert found["load"] == LOADED + BLOCKS * ADAPTER  # the flat weights beside those they are made of
+    assert found["step"] == kept + BACKWARD + BUCKET
+    assert found["optimizer"] == kept + BATCH + BUCKET + BLOCKS * ADAPTER
+
+
+def test_zero_2_keeps_only_its_share_of_the_gradients() -> None:
+    run = laid_out(EIGHT, **zero("zero-2"))
+    found, kept = peaks(run), LOADED + 12 * SHARE
+    assert found["step"] == kept + BACKWARD + BUCKET
+    assert found["optimizer"] == kept + BATCH + ADAPTER + NORM  # its share touches one adapter
     assert after(run) == kept
 
 
-def test_zero_with_a_fused_step_needs_no_temporary() -> None:
-    foreach, fused = (laid_out(EIGHT, **zero("zero-2", optimizer_step=how)) for how in ("foreach", "fused"))
-    assert peaks(foreach)["optimizer"] - peaks(fused)["optimizer"] == 4 * SHARE
+def test_zero_2_keeps_the_gradients_of_two_micro_batches() -> None:
+    once, twice = (
+        peaks(laid_out(EIGHT, **zero("zero-2", gradient_accumulation=steps)))["step"] for steps in (1, 2)
+    )
+    assert twice == once + ADAPTER
+
+
+def test_zero_steps_in_fp32_and_a_fused_step_needs_no_copy() -> None:
+    whole = Machine(gpu="rtx4090", host_ram=64 * GIB)
+    found = {how: peaks(laid_out(whole, **zero("zero-2", optimizer_step=how))) for how in ("foreach", "fused", "loop")}
+    kept = LOADED + 12 * TRAINED + BATCH
+    # Flattened and in fp32, beside the share they come from; then AdamW's copies beside the fp32 ones.
+    assert found["fused"]["optimizer"] == kept + (2 + 2 + 4) * TRAINED
+    assert found["foreach"]["optimizer"] == kept + (4 + 4) * TRAINED
+    assert found["loop"]["optimizer"] == kept + (4 + 8) * TRAINED
 
 
 def test_zero_with_the_optimizer_in_host_ram_keeps_neither_states_nor_gradients() -> None:
     run = laid_out(EIGHT, **zero("zero-2", offload_optimizer="cpu"))
-    assert after(run) == LOADED
-    assert peaks(run)["optimizer"] == LOADED + BATCH
-    assert peaks(run)["step"] == LOADED + BATCH + TABLE + BLOCKS * X + 2 * X + ADAPTER + REDUCE_BUCKET
+    kept = LOADED + ADAPTER  # what passes gradients on holds the largest
+    assert after(run) == kept
+    assert peaks(run)["optimizer"] == kept + BATCH
+    assert peaks(run)["step"] == kept + BACKWARD + BUCKET
 
+
+SMALL = BLOCKS * ADAPTER
+"""Adapters of 32 Ki parameters stay on every rank (``param_persistence_threshold``), their shares beside them."""
 
 LARGE = STEM + BLOCKS * WEIGHTS
-"""Adapters of 32 Ki parameters persist on every rank (``param_persistence_threshold``)."""
 
 
-def test_zero_3_keeps_a_share_of_the_large_weights_and_gathers_them_for_a_step() -> None:
+def test_zero_3_splits_all_weights_and_keeps_its_buckets() -> None:
     run = laid_out(EIGHT, **zero("zero-3"))
-    kept = LOADED - LARGE + LARGE // 8 + 12 * SHARE
-    assert peaks(run)["load"] == kept
+    kept = CUBLAS + LARGE // 8 + SMALL // 8 + SMALL + 12 * SHARE + 2 * SHARE + BUCKET
     assert after(run) == kept
-    assert peaks(run)["step"] == peaks(laid_out(EIGHT, **zero("zero-2")))["step"] + LARGE // 8
+    # Everything is gathered, twice while it is copied out; the bucket is there already, so forward is the highest.
+    assert peaks(run)["step"] == kept + LAST_FORWARD + 2 * LARGE
 
 
-def test_zero_3_with_offloaded_weights_keeps_only_what_persists() -> None:
+def test_zero_3_with_offloaded_weights_keeps_only_what_is_small() -> None:
     run = laid_out(EIGHT, **zero("zero-3", offload_optimizer="cpu", offload_params="cpu"))
-    assert peaks(run)["load"] == after(run) == LOADED - LARGE
+    assert peaks(run)["load"] == after(run) == CUBLAS + SMALL + BUCKET
+
+
+def test_eight_bit_states_over_a_flat_share() -> None:
+    run = laid_out(EIGHT, **zero("zero-2", optimizer="adamw-8bit"))
+    assert after(run) == LOADED + 4 * SHARE + 2 * _rounded(SHARE + 4 * SHARE // 256)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 8))
+def test_shares_of_a_flat_buffer(elements: list[int], world: int) -> None:
+    share = aligned(sum(elements), world) // world
+    owners = [{position // share for position in range(sum(elements[:i]), sum(elements[: i + 1]))}
+              for i in range(len(elements))]  # fmt: skip
+    for rank in range(world):
+        expected = sum(count for count, ranks in zip(elements, owners, strict=True) if rank in ranks)
+        assert in_share(elements, world, rank) == expected
+    assert most_in_one_share(elements, world) >= -(-sum(elements) // world) - 2 * world
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
+def test_sub_groups_hold_everything_once(partitions: list[int], size: int) -> None:
+    groups = sub_groups(partitions, size)
+    assert sum(groups) == sum(partitions)
+    assert all(group >= size for group in groups[:-1])
+
+
+# ---- FSDP2
+
+
+def test_fsdp_gathers_one_block_and_fetches_the_next() -> None:
+    run = laid_out(EIGHT, sharding="fsdp")
+    shares = STEM + BLOCKS * (WEIGHTS + 2 * ADAPTER) // 8  # the adapters' in fp32, and so their states
+    assert after(run) == CUBLAS + shares + 2 * BLOCKS * 2 * ADAPTER // 8
+    block = WEIGHTS + ADAPTER  # in 16 bits
+    # The last forward beside the block's weights and the buffer they came in; the stem, padded to a row per rank.
+    assert peaks(run)["step"] == after(run) + LAST_FORWARD + 8 * STEM + 2 * block
+
+
+def test_fsdp_reduces_a_block_when_the_next_has_run() -> None:
+    run = laid_out(EIGHT, sharding="fsdp")
+    names = [run.program.op[event if event >= 0 else ~event] for event in run.step.ops]
+    assert names.count("reduce-scatter") == 2 * BLOCKS
+    assert sum(run.sizes[event] for event in run.step.ops if event in _made(run, "reduced gradients")) == (
+        4 * BLOCKS * (ADAPTER // 2) // 8
+    )
+    live = most = 0
+    for event in run.step.ops:
+        if event in _made(run, "reduce-scatter"):
+            live += 1
+            most = max(most, live)
+        elif ~event in _made(run, "reduce-scatter"):
+            live -= 1
+    assert (most, live) == (1, 0)
+
+
+def _made(run: Run, name: str) -> set[int]:
+    return {buffer for buffer, op in enumerate(run.program.op) if op == name}
+
+
+def test_fsdp_on_the_cpu_keeps_nothing_on_the_gpu() -> None:
+    run = laid_out(EIGHT, sharding="fsdp", offload_params="cpu", offload_optimizer="cpu")
+    assert after(run) == CUBLAS
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 64))
+def test_a_share_is_whole_rows_and_enough(rows: int, columns: int, world: int) -> None:
+    share = share_of(rows, rows * columns, world)
+    assert share % columns == 0
+    assert rows * columns <= share * world < rows * columns + columns * world
+
+
+def test_fsdp_adds_micro_batches_to_the_first() -> None:
+    once, twice = (laid_out(EIGHT, sharding="fsdp", gradient_accumulation=steps) for steps in (1, 2))
+    assert after(once) == after(twice)
+    reduced = 4 * BLOCKS * (ADAPTER // 2) // 8
+    assert peaks(twice)["step"] == peaks(once)["step"] + reduced
+
+
+# ---- a moving average
+
+
+@pytest.mark.parametrize(
+    ("machine", "sharding", "copies"), [(ONE, "none", 1), (EIGHT, "zero-2", 1), (EIGHT, "fsdp", 8)]
+)
+def test_a_moving_average_is_an_fp32_copy(machine: Machine, sharding: str, copies: int) -> None:
+    with_it, without = (laid_out(machine, sharding=sharding, ema=where) for where in ("gpu", "cpu"))
+    trained = without.trained_parameters
+    assert after(with_it) == after(without) + 4 * trained // copies
+    assert ram_bytes(without, machine) == ram_bytes(with_it, machine) + machine.gpus * 4 * trained // copies
+
+
+# ---- what holds for any split
+
+
+@given(
+    st.sampled_from(["zero-1", "zero-2", "zero-3", "fsdp"]), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 4])
+)
+@settings(max_examples=30, deadline=None)
+def test_splitting_over_more_never_adds_to_what_stays(sharding: str, gpus: int, times: int) -> None:
+    """Weights, gradients and states once a step is over."""
+    few, more = (
+        laid_out(Machine(gpu="rtx4090", gpus=count, host_ram=GIB), sharding=sharding) for count in (gpus, gpus * times)
+    )
+    assert _static(more) <= _static(few)
+
+
+@given(st.sampled_from([2, 3, 8]), SHAPE)
+@settings(max_examples=30, deadline=None)
+def test_fsdp_never_adds_to_weights_gradients_and_states(gpus: int, grid: dict[str, int]) -> None:
+    machine = Machine(gpu="rtx4090", gpus=gpus, host_ram=GIB)
+    assert _static(laid_out(machine, grid, sharding="fsdp")) <= _static(laid_out(ONE, grid))
+
+
+def _static(run: Run) -> int:
+    """Weights, gradients and states alive when a step is over."""
+    alive: dict[int, None] = {}
+    for _, stage in run.stages:
+        for event in stage.ops:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+    kinds = ("weight", "gradient", "optimizer")
+    return sum(run.sizes[buffer] for buffer in alive if run.program.category[buffer] in kinds)
 
 
 @pytest.mark.parametrize("sharding", ["zero-1", "zero-2", "zero-3"])
 def test_zero_on_more_gpus_never_needs_more(sharding: str) -> None:
+    """Beyond one: alone, stage 3 has nothing to gather."""
     found = [
         max(peaks(laid_out(Machine(gpu="rtx4090", gpus=gpus, host_ram=GIB), **zero(sharding))).values())
-        for gpus in (1, 2, 3, 8, 64)
+        for gpus in (2, 3, 8, 64)
     ]
     assert found == sorted(found, reverse=True)
 
@@ -305,16 +468,15 @@ EVERY: list[tuple[Machine, dict[str, object]]] = [
     (EIGHT, {"grad_buckets": "copy"}),
     (EIGHT, {"grad_buckets": "view"}),
     (EIGHT, {"grad_buckets": "view", "gradient_checkpointing": "offload", "swap_blocks": 1}),
-    *[(machine, {"sharding": stage}) for machine in (ONE, EIGHT) for stage in ("zero-1", "zero-2", "zero-3")],
+    *[(machine, {"sharding": stage}) for machine in (ONE, EIGHT) for stage in ("zero-1", "zero-2", "zero-3", "fsdp")],
+    (EIGHT, {"sharding": "zero-1", "gradient_accumulation": 2}),
+    (EIGHT, {"sharding": "zero-2", "gradient_accumulation": 2}),
+    (EIGHT, {"sharding": "fsdp", "gradient_accumulation": 2, "ema": "gpu"}),
+    (EIGHT, {"sharding": "fsdp", "offload_optimizer": "cpu", "offload_params": "cpu"}),
     (EIGHT, {"sharding": "zero-2", "offload_optimizer": "cpu"}),
     (EIGHT, {"sharding": "zero-3", "offload_optimizer": "cpu", "offload_params": "cpu"}),
 ]
 ANY = st.sampled_from(EVERY)
-SHAPE = st.fixed_dictionaries(
-    {"B": st.integers(1, 4), "F": st.integers(1, 40), "H": st.integers(1, 40), "W": st.integers(1, 40)}
-).map(lambda shape: {**shape, "T": 512, "R": 16})
-
-
 def _needs(machine: Machine, strategy: dict[str, object], grid: dict[str, int]) -> int:
     return max(peaks(laid_out(machine, grid, **strategy)).values())
 
@@ -374,6 +536,7 @@ def test_a_second_step_begins_where_the_first_began(
     """Nothing leaks: after the second step the same buffers live as after the first."""
     machine, strategy = chosen
     assume(expandable or machine is ONE)
-    played: list[Played] = play(laid_out(machine, grid, **{**strategy, "expandable_segments": expandable}))
-    after_first, after_second = played[2].allocated_after_bytes, played[4].allocated_after_bytes
-    assert after_first == after_second
+    run = laid_out(machine, grid, **{**strategy, "expandable_segments": expandable})
+    played = trained(run)
+    after_first = next(entry for entry in played if entry.stage is run.optimizer_first).allocated_after_bytes
+    assert after_first == played[-1].allocated_after_bytes

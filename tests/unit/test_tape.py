@@ -96,6 +96,22 @@ def test_a_sum_is_an_atom_of_its_own() -> None:
     assert tape.values(GRID)[-1] == 4 + 3 * 5 * 7 + 11
 
 
+def test_a_length_counted_in_several_is_rounded_up_and_may_be_summed() -> None:
+    data = tiny()
+    data["rounded"] = {"C": ["T", 4], "P": ["HW", 4]}
+    data["sums"] = {"S": [0, ["C", "P"]]}
+    data["tape"]["atoms"] = ["B", "F", "H", "W", "T", "R", "C", "P", "S"]
+    assert parse_tape(data).values(GRID)[-3:] == [3, 9, 12]  # 11 / 4 and 35 / 4
+
+
+def test_another_batch_than_recorded_says_what_to_do() -> None:
+    data = tiny()
+    data["regime"] = {"B": 3}
+    with pytest.raises(VplanError, match="holds B = 3 only, not 2") as caught:
+        parse_tape(data).values(GRID)
+    assert "--gradient-accumulation" in caught.value.fix
+
+
 def test_a_shape_outside_the_regime_is_refused_by_name() -> None:
     with pytest.raises(VplanError, match="tiny holds T = 11 only, not 12"):
         parse_tape(tiny()).values({**GRID, "T": 12})

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.facts import ModelProfile
@@ -21,11 +21,24 @@ Grid = Mapping[str, int]
 class Family:
     """A model family. Batches hold what caching leaves on disk: latents and text embeddings."""
 
+    short_sides = False
+    """Whether its table of positions ends before the rows and columns tapes are usually recorded at."""
+
     sums: Mapping[str, tuple[int, tuple[str, ...]]] = {}
     """Lengths that are sums: name -> (constant, products), e.g. the joint sequence S = F*H*W + T."""
 
+    rounded: Mapping[str, tuple[str, int]] = {}
+    """Lengths counted in several: name -> (product, unit), as P = ceil(H*W / 32) where images are padded to 32 tokens.
+    Sums may add them."""
+
     fixed: Mapping[str, int] = {"F": 1}
     """Grid atoms this family cannot vary."""
+
+    extra_tokens = False
+    """Whether samples have tokens beside the clip's own and its text's (grid atom E)."""
+
+    idle: tuple[str, ...] = ()
+    """Modules of the last block that work for an output nobody takes, and get no gradient."""
 
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
@@ -41,13 +54,25 @@ class Family:
         """Random tensors of the shapes and dtypes a real batch has on the device."""
         raise NotImplementedError
 
-    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """Adds noise; returns the model's keyword arguments and the target of the loss."""
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
+        """Adds noise; returns the model's keyword arguments and the target of the loss, one tensor or several."""
         raise NotImplementedError
 
-    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def prepare(self, model: nn.Module) -> None:
+        """What a freshly built model needs before it trains."""
+
+    def prediction(self, outputs: tuple[Tensor, ...]) -> Any:
+        """What the loss compares with the target, of all that the model returns."""
+        return outputs[0]
+
+    def loss(self, prediction: Any, target: Any, inputs: dict[str, Any]) -> Tensor:
         """Mean squared error in fp32, as the published trainers compute it."""
         return functional.mse_loss(prediction.float(), target.float())
+
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """Whether backward never reaches a parameter of a model of so many blocks, by its full name."""
+        last = f"{self.profile.stacks[-1].list}.{blocks - 1}."
+        return name.startswith(last) and name.removeprefix(last).startswith(self.idle)
 
     def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""

@@ -1,0 +1,50 @@
+"""EasyAnimate 5.1: flow matching (arXiv 2405.18991; diffusers EasyAnimateTransformer3DModel)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainers.families.base import Family, Grid, flow_matching
+
+
+class EasyAnimate(Family):
+    """EasyAnimate 5.1: text and video tokens in one sequence; weights of their own, then (7B) shared ones."""
+
+    fixed: dict[str, int] = {}
+    sums = {"S": (0, ("FHW", "T"))}
+    idle = ("attn1.to_add_out.", "txt_ff.")
+
+    def prepare(self, model: nn.Module) -> None:
+        """Moves the table of rotations to the GPU once a step.
+
+        diffusers makes it on the host, and every block would copy it there, twice, and keep its copies for backward.
+        """
+        rope = model.get_submodule("rope_embedding")
+        rope.register_forward_hook(lambda _, args, tables: tuple(table.to(args[0].device) for table in tables))
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        batch = {
+            "latents": self.video_latents(grid, device, dtype),
+            "prompt": torch.randn(grid["B"], grid["T"], self.config["text_embed_dim"], device=device, dtype=dtype),
+        }
+        extra = self.config["in_channels"] - self.profile.vae.latent_channels
+        if extra:  # the clip with frames masked out, and the mask
+            batch["inpaint"] = batch["latents"].new_empty((grid["B"], extra, *batch["latents"].shape[2:])).normal_()
+        return batch
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        noisy, sigmas, target = flow_matching(batch["latents"])
+        inputs = {
+            "hidden_states": noisy,
+            "timestep": (sigmas * 1000).to(noisy.dtype),
+            "encoder_hidden_states": batch["prompt"],
+        }
+        if "inpaint" in batch:
+            inputs["inpaint_latents"] = batch["inpaint"]
+        return inputs, target
+
+
+FAMILY = EasyAnimate

@@ -1,0 +1,78 @@
+"""What fake tensors forget: which of them hold one number throughout.
+
+Some models pick tokens by a mask (Mochi, HunyuanVideo 1.5), so that sizes depend on numbers, and a fake tensor has
+none. A recording is made with prompts that fill their masks and with conditions that are absent (all zero): this
+follows such constants through the few operators in between, and answers in place of the fake mode where it cannot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+FILLED = {"aten.ones": 1, "aten.ones_like": 1, "aten.zeros": 0, "aten.zeros_like": 0}
+KEPT = frozenset({"aten._to_copy", "aten.clone"})
+"""Operators whose output holds the number their input holds. Views share its storage, and need no entry."""
+
+
+class Uniform:
+    """The storages known to hold one number."""
+
+    def __init__(self) -> None:
+        self._number: dict[int, int] = {}
+
+    def of(self, tensor: object) -> int | None:
+        """The number a tensor holds throughout; None when that is not known."""
+        return self._number.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+
+    def forget(self, storage: int) -> None:
+        """A storage (its ``_cdata``) died or was written to."""
+        self._number.pop(storage, None)
+
+    def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """``func(*args, **kwargs)``, with sizes and truths that depend on known numbers."""
+        if func._schema.is_mutable:
+            pairs = zip(func._schema.arguments, args, strict=False)  # what is left to its default is not written to
+            written = [value for argument, value in pairs if argument.is_write]
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, Tensor):
+                    self.forget(tensor.untyped_storage()._cdata)
+        number = self.of(args[0]) if args else None
+        if name in FILLED:
+            return self._note(func(*args, **kwargs), FILLED[name])
+        if name in ("aten.index", "aten.index_put"):
+            return func(args[0], [self._indices(index) for index in args[1]], *args[2:], **kwargs)
+        if number is not None:
+            return self._from_number(func, name, number, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _from_number(self, func: Any, name: str, number: int, args: Any, kwargs: Any) -> Any:
+        if name == "aten._local_scalar_dense":
+            return bool(number) if args[0].dtype == torch.bool else number
+        if name == "aten.nonzero":
+            rows = args[0].numel() if number else 0
+            return args[0].new_empty((rows, args[0].ndim), dtype=torch.long)
+        out = func(*args, **kwargs)
+        if name in KEPT:
+            self._note(out, number)
+        elif name == "aten.bitwise_not" and args[0].dtype == torch.bool:
+            self._note(out, 1 - number)
+        elif name == "aten.eq":
+            self._note(out, int(number == args[1]))
+        elif name == "aten.all":
+            self._note(out, int(bool(number)))
+        return out
+
+    def _indices(self, index: Tensor | None) -> Tensor | None:
+        """A mask of one dimension as row numbers, which is what CUDA makes of it (ATen/native/IndexingUtils.h)."""
+        number = self.of(index)
+        if index is None or index.dtype != torch.bool or number is None:
+            return index
+        return index.new_empty((index.numel() if number else 0,), dtype=torch.long)
+
+    def _note(self, out: Tensor, number: int) -> Tensor:
+        self._number[out.untyped_storage()._cdata] = number
+        return out
