@@ -311,7 +311,7 @@ CREATED = _aten(
 
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
-    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt masked_fill "
+    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
     "masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
     "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
@@ -319,7 +319,7 @@ POINTWISE = _aten(
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "avg_pool2d cat constant_pad_nd cumprod diag_embed embedding index repeat replication_pad1d "
+    "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding index repeat replication_pad1d "
     "replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu upsample_nearest2d "
     "upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
 )
