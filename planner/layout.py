@@ -66,6 +66,8 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
         fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
+    if job.experts == "both" and strategy.sharding in SPLIT:
+        raise VplanError(f"both experts under {strategy.sharding} are not estimated yet", "use --experts high")
     if job.experts == "both" and strategy.gradient_accumulation > 1:
         fault = "gradient_accumulation over both experts, whose gradients would wait side by side, is not estimated yet"
         raise VplanError(fault, "use --gradient-accumulation 1, or --experts high")

@@ -220,10 +220,14 @@ def expected() -> set[Path]:
     return found
 
 
+UNRECORDED = {"wan2.1-vace-14b", "wan2.2-animate-14b"}
+"""Their blocks are unlike each other and are recorded whole, which takes long: not done yet."""
+
+
 def core() -> set[Path]:
     """What every model must have: any storage but a quantised base, AdamW in 32 and 8 bits."""
     core = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
-    for model in profiles.model_names():
+    for model in set(profiles.model_names()) - UNRECORDED:
         for variant in tapes.all_variants(catalog.model(model)):
             quantised = isinstance(variant, StepVariant) and variant.precision.weights in QUANTISED_BASES
             other = isinstance(variant, OptimizerVariant) and (

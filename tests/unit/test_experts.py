@@ -67,12 +67,10 @@ def test_both_experts_have_weights_and_states_and_one_has_gradients() -> None:
     assert in_turn.host_ram_bytes - one.host_ram_bytes == pytest.approx(BASE, rel=0.01)
 
 
-def test_both_experts_in_full_under_zero_double_masters_states_and_shares() -> None:
-    fields = {"weights_dtype": "bf16", "sharding": "zero-3"}
-    one, both = (priced(job(method="full", experts=which), gpus=8, **fields) for which in ("high", "both"))
-    assert both.breakdown.optimizer == pytest.approx(2 * one.breakdown.optimizer, rel=1e-6)
-    share = both.breakdown.weights - one.breakdown.weights
-    assert share == pytest.approx(BASE / 8, rel=0.01)
+@pytest.mark.parametrize("sharding", ["zero-1", "zero-2", "zero-3", "fsdp"])
+def test_both_experts_are_not_split(sharding: str) -> None:
+    with pytest.raises(VplanError, match="both experts under"):
+        priced(job(method="full", experts="both"), gpus=8, sharding=sharding)
 
 
 @pytest.mark.parametrize("buckets", ["copy", "view"])

@@ -59,7 +59,7 @@ def test_with_checkpointing_a_quantised_base_takes_less(weights: str) -> None:
     bf16 = priced(gradient_checkpointing="full")
     found = priced(gradient_checkpointing="full", weights_dtype=weights)
     assert found.phases["train"].allocated_bytes < bf16.phases["train"].allocated_bytes
-    assert found.breakdown.weights < 0.55 * bf16.breakdown.weights
+    assert found.phases["load"].allocated_bytes < 0.65 * bf16.phases["load"].allocated_bytes
     assert found.lossy == ("weights_dtype",)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from planner import catalog
 from planner.job import Job, Links, Machine, Strategy
-from planner.tape import KINDS, Run, Tape, read_tape, template_of
+from planner.tape import KINDS, Run, Tape, kept_template, read_tape
 from planner.timing import (
     COPY,
     HOST_ADAM_SECONDS,
@@ -81,7 +81,7 @@ def test_shipped_tapes_sum_to_what_their_blocks_do_one_by_one(path):
             depth = tape.runs[item["run"]].count if item.get("step") else 1
             for block in range(depth):
                 kept = item["templates"]
-                for entry in kept[template_of(block, depth, len(kept)) if item.get("step") else 0]["work"]:
+                for entry in kept[kept_template(item, block, depth) if item.get("step") else 0]["work"]:
                     factor = 1
                     for atom, power in zip(atoms, entry[4:], strict=True):
                         factor *= atom**power
