@@ -10,7 +10,7 @@ from planner.tape import Program
 from planner.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, StepVariant, methods
 
 UNRECORDED = {"wan2.1-vace-14b", "wan2.2-animate-14b"}
-"""Profiles whose tapes are not there yet: their blocks are unlike each other and are recorded whole, which takes long."""
+"""Profiles without tapes so far: their blocks are unlike each other and are recorded whole, which takes long."""
 
 
 @pytest.mark.parametrize("name", sorted(set(catalog.model_names()) - UNRECORDED))
