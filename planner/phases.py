@@ -93,8 +93,7 @@ def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str,
         stage.stretches.append((SERVICE, [buffer]))
         return stage, blocks
     first = len(program.buffers)
-    grid = {"B": 1, "F": 1, "H": 1, "W": 1, "T": 1}
-    stage = program.unfold(component.tape, "load", None, replace(component.part, grid=grid, batch=1))
+    stage = program.unfold(component.tape, "load", None, replace(component.part, batch=1))
     if component.dtype not in ("bf16", "fp16", "fp32"):  # recorded in 16 bits
         for buffer in range(first, len(program.buffers)):
             size = program.sizes[program.buffers[buffer]]
