@@ -51,6 +51,12 @@ def test_every_bundled_model_is_sound() -> None:
         "flux.1-dev",
         "sd3.5-medium",
         "sd1.5",
+        "mochi-1",
+        "ltx-video-13b",
+        "ltx-2",
+        "easyanimate-v5.1-7b",
+        "easyanimate-v5.1-12b",
+        "hunyuan-video-1.5",
     }
     for name in names:
         profile = model(name)
@@ -75,7 +81,18 @@ def test_every_bundled_model_is_sound() -> None:
         ("THUDM/CogVideoX-5b", "cogvideox-5b"),
         ("black-forest-labs/FLUX.1-dev", "flux.1-dev"),
         ("flux", "flux.1-dev"),
-        ("hunyuan", "hunyuan-video"),
+        ("hunyuan-video", "hunyuan-video"),
+        ("HunyuanVideo-1.5", "hunyuan-video-1.5"),
+        ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5"),
+        ("genmo/mochi-1-preview", "mochi-1"),
+        ("mochi", "mochi-1"),
+        ("ltx-video", "ltx-video-2b"),
+        ("Lightricks/LTX-Video-0.9.7-dev", "ltx-video-13b"),
+        ("ltx 13b", "ltx-video-13b"),
+        ("Lightricks/LTX-2", "ltx-2"),
+        ("ltx2", "ltx-2"),
+        ("alibaba-pai/EasyAnimateV5.1-12b-zh-InP", "easyanimate-v5.1-12b"),
+        ("easyanimate 7b", "easyanimate-v5.1-7b"),
         ("sd15", "sd1.5"),
     ],
 )
@@ -83,16 +100,32 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
     assert model(typed).name == name
 
 
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("mochi-1", 10_028),
+        ("ltx-video-13b", 13_043),
+        ("ltx-2", 18_876),
+        ("easyanimate-v5.1-7b", 6_815),
+        ("easyanimate-v5.1-12b", 11_799),
+        ("hunyuan-video-1.5", 8_327),
+    ],
+)
+def test_parameters_are_the_published_ones(name: str, millions: int) -> None:
+    assert model(name).parameters == pytest.approx(millions * 10**6, rel=0.001)
+
+
 def test_an_ambiguous_model_lists_its_variants() -> None:
     error = refused(model, "wan2.1")
     assert "can mean several" in error.message
     assert "wan2.1-i2v-14b-480p, wan2.1-t2v-1.3b, wan2.1-t2v-14b" in error.fix
+    assert "hunyuan-video, hunyuan-video-1.5" in refused(model, "hunyuan").fix
 
 
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
-        ("hunyan-video", "did you mean hunyuan-video?"),
+        ("hunyan-video", "did you mean hunyuan-video"),
         ("wan2.1-t2v-13b", "wan2.1-t2v-1.3b"),
         ("somebody/Wan2.1-T2V-14b-finetune", "did you mean wan2.1-t2v-14b"),
         ("", "`vplan models` lists"),
