@@ -6,15 +6,15 @@ The estimator is a parameter: this file knows how to compare, not how to predict
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, get_args
 
 from planner import catalog, margin
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence import RAN, RAN_OUT, Counter, Interval, Row
 from planner.job import Job, Machine, Strategy
-from planner.plan import Estimate, PhasePeak, Verdict
+from planner.plan import Estimate, PhaseName, PhasePeak, Verdict
 from planner.rules import check, resolve
 from planner.units import gib
 
@@ -35,20 +35,20 @@ class Prediction:
     verdict: Verdict
     basis: str
     budget_bytes: int = 0
-    first_step: PhasePeak | None = None
-    """the peaks of the first step, optimizer states made at its end"""
+    phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
 
-    def before_states(self) -> Prediction:
-        """The peaks of a run that ends with its first optimizer step: no forward or backward sees optimizer states."""
-        first = self.first_step
-        if first is None:
+    def during(self, phases: Collection[str], *, judged: bool = False) -> Prediction:
+        """The peaks of these phases alone; ``judged``: the verdict as well."""
+        seen = [peak for phase, peak in self.phases.items() if phase in phases]
+        if not seen:
             return self
+        device = max(peak.device_bytes for peak in seen)
         return replace(
             self,
-            allocated_bytes=first.allocated_bytes,
-            reserved_bytes=first.reserved_bytes,
-            device_bytes=first.device_bytes,
-            verdict=margin.verdict(first.device_bytes, self.budget_bytes),
+            allocated_bytes=max(peak.allocated_bytes for peak in seen),
+            reserved_bytes=max(peak.reserved_bytes for peak in seen),
+            device_bytes=device,
+            verdict=margin.verdict(device, self.budget_bytes) if judged else self.verdict,
         )
 
     @classmethod
@@ -61,7 +61,7 @@ class Prediction:
             verdict=estimate.verdict,
             basis=estimate.basis,
             budget_bytes=estimate.budget_bytes,
-            first_step=estimate.phases.get("first_step"),
+            phases=estimate.phases,
         )
 
 
@@ -172,8 +172,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
     try:
         job, strategy, machine, family = _settle(row)
         prediction = predict(job, strategy, machine, row.implementation)
-        if row.states_come_last:
-            prediction = prediction.before_states()
+        prediction = prediction.during(_seen(row, strategy), judged=row.states_come_last)
         stays = after_step(job, strategy, machine, row.implementation) if numbers[0][0] == AFTER_STEP else 0
     except VplanError as error:
         reason = error.message
@@ -194,6 +193,17 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
         )
         for counter, found in numbers
     ]
+
+
+def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
+    """The phases that a row's number is the peak of. Published ones are of training; what was cached before it is not
+    in them, unless the same run cached it."""
+    if row.whole_run:
+        return get_args(PhaseName)
+    encodes = ("encode",) if "cached" not in (strategy.text_encoder, strategy.vae) else ()
+    if row.states_come_last:  # a forward or backward never saw optimizer states
+        return ("load", *encodes, "first_step")
+    return ("load", *encodes, "first_step", "train", "optimizer")
 
 
 def _settle(row: Row) -> tuple[Job, Strategy, Machine, str]:

@@ -15,10 +15,10 @@ from planner.rules import check, resolve
 from planner.shapes import check_blocks, check_job
 
 VALUES: dict[str, tuple[object, ...]] = {
-    "weights_dtype": ("fp32", "bf16", "fp16"),
+    "weights_dtype": ("fp32", "bf16", "fp16", "fp8", "int8", "nf4"),
     "master_weights": ("none",),
-    "optimizer": ("adamw", "adamw-8bit"),
-    "optimizer_step": ("foreach", "fused", "loop"),
+    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
+    "optimizer_step": ("foreach", "fused", "loop", "backward"),
     "gradient_accumulation": (1,),
     "ema": ("none",),
     "sharding": ("none",),
@@ -33,6 +33,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "attention": ("sdpa",),
     "compile": ("none",),
     "context_parallel": (1,),
+    "inactive_expert": ("absent",),
 }
 """Strategy fields of which only some values are applied."""
 
@@ -48,7 +49,6 @@ EVERY_VALUE = frozenset({
     "vae_dtype",
     "vae_tiling",
     "vae_slicing",
-    "inactive_expert",
     "group_offload_stream",
     # The step's inputs have autocast's dtype (without autocast the weights'), as in the published trainers.
     "compute_dtype",

@@ -1,4 +1,6 @@
-"""From a name as people type it to facts: models and cards. Reads the bundled profiles, and only the file it needs.
+"""From a name as people type it to facts: models and cards. Reads the profiles, and only the file it needs.
+
+Models are the bundled ones and, after them, the user's own (`vplan record FOLDER`, kept in `planner.home`).
 
 What a model's rules allow (frames, sizes, blocks) is in `planner.shapes`, given on from here.
 """
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import profiles
+from planner import folder, home
 from planner.errors import VplanError, nearest, quoted
 from planner.facts import GpuClass, GpuFile, GpuProfile, ModelProfile
 from planner.record import Record
@@ -22,10 +25,12 @@ __all__ = [
     "GpuClass",
     "GpuProfile",
     "ModelProfile",
+    "bundled_name",
     "check_blocks",
     "check_job",
     "check_shape",
     "default_host_ram",
+    "diffusers_classes",
     "gpu",
     "gpu_class",
     "gpu_classes",
@@ -69,43 +74,91 @@ def _squash(name: str) -> str:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of all models we know, alphabetical."""
-    return profiles.model_names()
+    """Names of all models we know: the bundled ones, then the user's own, each alphabetical."""
+    bundled = profiles.model_names()
+    return (*bundled, *(name for name in home.model_names() if name not in bundled))
 
 
 def model(name: str) -> ModelProfile:
-    """The model of a bundled name, an alias, a Hugging Face id, or a start that only one model has."""
+    """The model of a name, an alias, a Hugging Face id, a start that only one model has, or an own one's folder."""
+    if folder.is_path(name) and (found := _recorded_from(name)):
+        return found
     text = name.strip().lower()
     if len(text) > _LONGEST_NAME:
         raise VplanError(f"model {quoted(name)} is not known", "`vplan models` lists what is")
-    if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text) and profiles.model_path(text).is_file():
-        return _model(text)
-    if canonical := _model_aliases().get(_model_key(text)):
+    if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
+        if profiles.model_path(text).is_file():
+            return _model(text)
+        if home.is_name(text) and (own := _own(text)):
+            return own
+    if canonical := bundled_name(text):
         return _model(canonical)
     variants = _variants(text)
     if len(variants) == 1:
-        return _model(variants[0])
+        return model(variants[0])
     if variants:
         raise VplanError(f"model {quoted(name)} can mean several", "write one of " + ", ".join(variants))
     raise VplanError(f"model {quoted(name)} is not known", _near_models(text))
 
 
+def diffusers_classes() -> tuple[str, ...]:
+    """The classes whose models can be recorded: those of the bundled models, which lend what a config does not say."""
+    return tuple(sorted({_model(name).diffusers_class for name in profiles.model_names()}))
+
+
+def bundled_name(text: str) -> str | None:
+    """The bundled model that a text in lower case names, as its name or an alias; None when there is none."""
+    return _model_aliases().get(_model_key(text))
+
+
 @functools.cache
 def _model(name: str) -> ModelProfile:
-    """A bundled model by its file's name, with the checks that one field alone cannot make."""
+    """A bundled model by its file's name."""
     path = profiles.model_path(name)
-    profile = _load(path, ModelProfile)
-    opening = f"profile {path.name} is damaged"
+    return _checked(_load(path, ModelProfile), name, f"profile {path.name} is damaged", "reinstall vplan")
+
+
+def _own(name: str) -> ModelProfile | None:
+    """The user's own model of a name. Read anew each time, because `vplan record` may just have written it."""
+    data = home.read_profile(name)
+    if data is None:
+        return None
+    opening, fix = f"profile {name}.json of your own is damaged", f"record the model again (in {home.folder()})"
+    return _checked(ModelProfile.read(data, where=opening), name, opening, fix)
+
+
+def _recorded_from(text: str) -> ModelProfile | None:
+    """The user's own model recorded from a folder or config.json; None when the text is no path to a model.
+
+    A folder that was not recorded, or changed since, is a VplanError.
+    """
+    found = folder.locate(text.strip())
+    if found is None:
+        return None
+    root, place = found
+    record = f"vplan record {text.strip()}"
+    for name in home.model_names():
+        own = _own(name)
+        if own and own.origin == str(place):
+            said = folder.architecture(folder.read_config(place, root))
+            if any(own.config.get(key) != value for key, value in said.items()):
+                raise VplanError(f"{quoted(text)} has changed since it was recorded as {name}", record)
+            return own
+    raise VplanError(f"the model in {quoted(text)} is not recorded yet", record)
+
+
+def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelProfile:
+    """The profile itself, after the checks that one field alone cannot make."""
     if profile.name != name:
-        raise VplanError(f"{opening}: it says name = {profile.name!r}", "reinstall vplan")
+        raise VplanError(f"{opening}: it says name = {profile.name!r}", fix)
     rules = profile.shape
     if any(side % rules.size_multiple for size in rules.resolutions for side in size):
-        raise VplanError(f"{opening}: a resolution is no multiple of {rules.size_multiple}", "reinstall vplan")
+        raise VplanError(f"{opening}: a resolution is no multiple of {rules.size_multiple}", fix)
     cell = [profile.vae.spatial * patch for patch in rules.patch[1:]]
     if any(rules.size_multiple % side for side in cell):
-        raise VplanError(f"{opening}: size_multiple {rules.size_multiple} leaves parts of a cell", "reinstall vplan")
+        raise VplanError(f"{opening}: size_multiple {rules.size_multiple} leaves parts of a cell", fix)
     if (rules.default_frames - 1) % rules.frame_step:
-        raise VplanError(f"{opening}: default_frames {rules.default_frames} breaks its own rule", "reinstall vplan")
+        raise VplanError(f"{opening}: default_frames {rules.default_frames} breaks its own rule", fix)
     for stack in profile.stacks:
         profile.depth(stack)
     return profile
@@ -123,7 +176,7 @@ def _model_key(name: str) -> str:
 def _model_aliases() -> dict[str, str]:
     """Every way of writing a model's name -> its bundled name. Opens all files, so it is built only when needed."""
     index: dict[str, str] = {}
-    for name in model_names():
+    for name in profiles.model_names():
         aliases = _toml(profiles.model_path(name)).get("aliases")
         if not isinstance(aliases, list):
             raise VplanError(f"profile {name}.toml is damaged: it has no list of aliases", "reinstall vplan")
@@ -135,7 +188,7 @@ def _model_aliases() -> dict[str, str]:
 
 
 def _variants(text: str) -> list[str]:
-    """Bundled names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`."""
+    """Names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`."""
     words = [word for word in re.split(r"[\s_/-]+", text) if word]
     return [
         name
@@ -145,7 +198,7 @@ def _variants(text: str) -> list[str]:
 
 
 def _near_models(text: str) -> str:
-    index = _model_aliases()
+    index = _model_aliases() | {_model_key(name): name for name in home.model_names()}
     found = dict.fromkeys(index[key] for key in nearest(_model_key(text), index, count=4))
     start = "did you mean " + " or ".join(list(found)[:3]) + "? " if found else ""
     return start + "`vplan models` lists what is known"

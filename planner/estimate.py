@@ -15,6 +15,7 @@ from typing import Literal
 from planner import attention, host, margin
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
+from planner.phases import caching, encoders
 from planner.plan import Breakdown, Estimate, Peak, PhaseName, PhasePeak, Verdict
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
@@ -24,6 +25,7 @@ from planner.tape import Moment, Stage
 from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops, work_of
 from planner.traffic import traffic
 from planner.units import MIB
+from planner.variants import UNPAGED
 
 Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
 """Lays a run out, as ``planner.layout.lay_out`` does."""
@@ -41,8 +43,19 @@ BREAKDOWN = {
     "workspace": "workspace",
     "residents": "residents",
     "buckets": "buckets",
+    "ema": "ema",
 }
 """A buffer's category -> its part of the breakdown."""
+
+
+NAMED = {
+    "load": "loading the weights",
+    "encode": "encoding prompts and clips",
+    "denoise": "denoising a validation sample",
+    "decode": "decoding a validation sample",
+    "save": "saving a checkpoint",
+}
+"""Phases whose moment needs no other name."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ def after_step_bytes(
     """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
     strategy = resolve(job, strategy, machine)
     run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)
-    return play(run)[-1].allocated_after_bytes
+    return next(entry for entry in reversed(play(run)) if entry.phase == "optimizer").allocated_after_bytes
 
 
 def _of_run(run: Run, played: list[Played]) -> Estimate:
@@ -121,7 +134,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         basis="recorded",
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=_left_out(strategy),
+        assumptions=_assumptions(run, played),
     )
 
 
@@ -131,10 +144,28 @@ def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
     return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})
 
 
-def _left_out(strategy: Strategy) -> tuple[str, ...]:
+def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
+    """What the estimate does not count, and what it takes for granted, in words."""
+    layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
+    words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
+    return (*_left_out(run), *words, *_elastic(run.strategy))
+
+
+def _left_out(run: Run) -> tuple[str, ...]:
     """What the estimate does not count, in words."""
-    resident = [name for name in ("text_encoder", "vae") if getattr(strategy, name) == "resident"]
-    return tuple(f"what the resident {name.replace('_', ' ')} takes to encode is not counted" for name in resident)
+    components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
+    return tuple(
+        f"what {component.name.partition('-')[0]} takes to encode is not recorded: only its weights are counted"
+        for component in components
+        if component.tape is None
+    )
+
+
+def _elastic(strategy: Strategy) -> tuple[str, ...]:
+    """What takes GPU memory only where there is some to spare, in words."""
+    if strategy.optimizer not in UNPAGED:
+        return ()
+    return ("paged states are counted in host RAM; they use what the card has free, and move where it has not",)
 
 
 def _verdict(
@@ -148,7 +179,7 @@ def _verdict(
         return "no", "gpu"
     if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
         return "no", "host"
-    return ("tight" if verdict == "fits" and _left_out(run.strategy) else verdict), None
+    return ("tight" if verdict == "fits" and _left_out(run) else verdict), None
 
 
 def play(*runs: Run) -> list[Played]:
@@ -163,10 +194,15 @@ def play(*runs: Run) -> list[Played]:
         stages = [entry for entry in stages if entry[0] is first] + later + later
     played = []
     with without_garbage_collection():
+        for encoding in [encoding for run in runs for encoding in caching(run)]:
+            assert encoding.encode is not None
+            alone = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
+            replayed = alone.run(encoding.encode.ops, encoding.sizes)
+            played.append(Played(encoding, "encode", encoding.encode, replayed, 0))
         for run, phase, stage in stages:
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
-            if phase == "load" and run.empty_cache_after_load:
+            if (phase == "load" and run.empty_cache_after_load) or (stage is run.optimizer and run.validation):
                 allocator.empty_cache()
     return played
 
@@ -207,8 +243,8 @@ def describe(played: Played, strategy: Strategy) -> str:
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"
-    if played.phase == "load":
-        return "loading the weights"
+    if played.phase in NAMED:
+        return NAMED[played.phase]
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
 
 
@@ -216,6 +252,8 @@ def _breakdown(played: list[Played], top: Played, peak: PhasePeak, outside: int)
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
     live: dict[int, None] = {}
     for entry in played:
+        if entry.run.program is not top.run.program:
+            continue
         ops = entry.stage.ops
         for event in ops[: entry.replayed.allocated_peak_at + 1] if entry is top else ops:
             if event >= 0:

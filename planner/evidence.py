@@ -41,6 +41,8 @@ DEFAULTS = (
     Default("", "expandable_segments", False, "torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks; no row says so"),
     Default("", "grad_buckets", "copy", "torch DistributedDataParallel, accelerate: gradient_as_bucket_view=False"),
     Default("", "optimizer_step", "foreach", "torch.optim.AdamW on CUDA: foreach when nothing is said"),
+    Default("diffusers", "vae_tiling", True, "CogVideo finetune/schemas/args.py; --enable_tiling in the published "
+            "commands of finetrainers (docs/training) and cogvideox-factory"),
     Default("diffsynth", "weights_dtype", "bf16", "DiffSynth-Studio fed7b18: all models are loaded in bf16"),
     Default("diffsynth", "adapter_dtype", "bf16", "DiffSynth-Studio fed7b18: the peft adapters are cast to bf16"),
     Default("diffsynth", "lora_rank", 32, "DiffSynth-Studio fed7b18 diffsynth/diffusion/parsers.py"),
@@ -84,6 +86,11 @@ nothing or 3.2 and 10.4 GiB of states on the GPU, which a second step would have
 """
 
 
+WHOLE_RUNS = (("zai-org/CogVideo", "finetune"),)
+"""Publishers whose process caches latents and prompts itself and never resets the peak before it trains (CogVideo
+finetune/trainer.py: ``prepare_dataset``, then ``get_memory_statistics``; the first reset is after a validation)."""
+
+
 class Interval(NamedTuple):
     """What one counter showed, GiB: a printed number allows an interval, our own counters are exact."""
 
@@ -108,6 +115,8 @@ class Row:
     """what to show where there is no interval"""
     states_come_last: bool = False
     """the run ended with its first optimizer step, see SHORT_RUNS"""
+    whole_run: bool = False
+    """the number covers what was cached before training, see WHOLE_RUNS"""
     unsupported: str | None = None
 
 
@@ -190,14 +199,15 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         outcome=outcome,
         intervals=intervals,
         counter=counter,
-        states_come_last=_short(line.source),
+        states_come_last=_published_by(line.source, SHORT_RUNS),
+        whole_run=_published_by(line.source, WHOLE_RUNS),
         unsupported=unsupported,
     )
 
 
-def _short(source: object) -> bool:
+def _published_by(source: object, publishers: tuple[tuple[str, ...], ...]) -> bool:
     text = json.dumps(source)
-    return any(all(part in text for part in parts) for parts in SHORT_RUNS)
+    return any(all(part in text for part in parts) for parts in publishers)
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:

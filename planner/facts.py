@@ -22,6 +22,8 @@ class Stack(Record):
     list: Text
     depth_key: Text
     """the config key that holds the number of blocks, or a list with one entry per block (UNets)"""
+    alike: Flag = True
+    """false: what runs between the blocks differs from one to the next, so that all of them are recorded"""
 
 
 class Vae(Record):
@@ -34,6 +36,11 @@ class Vae(Record):
     parameters: PositiveInt
     dtype: FloatDtype
     config: dict[str, Any]
+
+    @property
+    def takes_clips(self) -> bool:
+        """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
+        return self.class_name not in ("AutoencoderKL", "AutoencoderKLFlux2")
 
 
 class TextEncoder(Record):
@@ -58,14 +65,20 @@ class ShapeRules(Record):
     """height and width are multiples of it, pixels: VAE times patch"""
     text_tokens: Count
     references: CountOrZero = 0
-    """reference images a sample has when the job does not say; 0: the model takes none"""
+    """reference images a sample has when the job does not say"""
+    takes_references: Flag = False
+    """whether a sample may have some, though it usually has none"""
     audio_tokens_per_frame: NotNegative = 0.0
     """for models that make sound too, at their usual frame rate"""
     min_frames: Count
     max_frames: Count
     """the longest clip it was trained on; longer ones run, and are extrapolation"""
+    window: Flag = False
+    """whether longer ones do not run: it sees a clip through a window of so many frames"""
     resolutions: Annotated[tuple[Size, ...], Field(min_length=1)]
     """height and width, the usual one first"""
+    only_listed: Flag = False
+    """no other sizes: its positions are learned, one per cell of the grid"""
     default_frames: Count
     batches: tuple[Count, ...] = ()
     """the batches it is recorded at, for code that loops over the samples of a batch; none named: any batch"""
@@ -82,6 +95,8 @@ class LoraDefaults(Record):
 class Training(Record):
     """The loss and the noise of the model's training."""
 
+    method: Literal["lora", "full"] = "lora"
+    """what a job trains when it does not say"""
     objective: Literal["flow", "v", "epsilon"]
     weights_dtype: FloatDtype
     num_train_timesteps: Count
@@ -116,9 +131,9 @@ class ModelProfile(Record):
     name: Text
     title: Text
     family: Literal[
-        "wan", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet", "mochi", "easyanimate", "hunyuan-video-1.5",
-        "ltx-2",
-    ]
+        "wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet",
+        "qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2",
+    ]  # fmt: skip
     kind: Literal["video", "image"]
     diffusers_class: Text
     parameters: PositiveInt
@@ -137,6 +152,15 @@ class ModelProfile(Record):
     inputs: dict[str, Any]
     """what the family's code needs beside the config"""
     training: Training
+    origin: str = ""
+    """the config.json it was recorded from, for a model of the user's own"""
+    lent_by: str = ""
+    """the bundled model whose VAE, text encoders, clip rules and LoRA layers an own one has"""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `vplan record FOLDER` made it, here."""
+        return bool(self.origin)
 
     def depth(self, stack: Stack) -> int:
         """Blocks in one of the stacks."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from planner import experts
 from planner.job import Machine
 from planner.run import Run
+from planner.strategies import ema_bytes
 from planner.units import GIB
+from planner.variants import UNPAGED, trained_storage
 
 PROCESS_BYTES = 3 * GIB
 """One training process: Python, torch and CUDA libraries, a few decoded clips. Assumed; the measured rows will tell."""
 
 
 OFFLOADED_BYTES = 16
-"""Per parameter whose optimizer runs in host RAM: fp32 weight, gradient and two Adam states (DeepSpeed's own estimator
-``estimate_zero2_model_states_mem_needs``; torchao CPUOffloadOptimizer keeps the same four for fp32 weights)."""
+"""Per parameter whose optimizer runs in host RAM: fp32 weight, gradient and two Adam states (torchao
+CPUOffloadOptimizer keeps these four for fp32 weights)."""
+
+ZERO_OFFLOADED_BYTES = 18
+"""DeepSpeed keeps beside them, of its share, the new weights in 16 bits on their way back (stages 1 and 2:
+``param_buffer_of_bit16_for_cpu_offload_groups``) or the gradients in 16 bits (stage 3:
+``grad_partitions_flat_buffer``)."""
 
 
 def power_of_two(nbytes: int) -> int:
@@ -27,21 +35,38 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     found = PROCESS_BYTES
     if strategy.gradient_checkpointing == "offload":
         found += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
+        found += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
         blocks_in_order = list(run.frozen_block_weights.values())
         swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
         found += sum(power_of_two(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
-    if strategy.offload_optimizer == "cpu":
-        found += OFFLOADED_BYTES * run.trained_parameters // (machine.world if zero else 1)
+    if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
+        parameter = ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES
+        found += parameter * run.trained_parameters // (machine.world if zero else 1)
+    if strategy.optimizer in UNPAGED:
+        found += sum(run.sizes[buffer] for buffer in run.paged_states)
     if strategy.offload_params == "cpu":
-        found += sum(run.sizes[buffer] for buffer in run.named("weight").values()) // machine.world
+        split = 2 * sum(run.elements.values())
+        if strategy.sharding == "fsdp":  # with the gradients and two states of what is trained
+            split += 4 * trained_bytes(run) - 2 * run.trained_parameters
+        found += split // machine.world
+    if strategy.ema == "cpu":
+        found += ema_bytes(run)
+    found += experts.host_bytes(run)
     return found * machine.gpus
+
+
+def trained_bytes(run: Run) -> int:
+    """What is trained, in the storage it is trained in."""
+    return (4 if trained_storage(run.job, run.strategy) == "fp32" else 2) * run.trained_parameters
 
 
 def disk_bytes(run: Run) -> int:
     """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well."""
     if run.strategy.sharding.startswith("zero"):
         return 14 * run.trained_parameters
+    if run.strategy.sharding == "fsdp":
+        return 3 * trained_bytes(run)
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    return sum(run.sizes[buffer] for buffer in gradients.values()) + states
+    return run.trained_experts * (sum(run.sizes[buffer] for buffer in gradients.values()) + states)

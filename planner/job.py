@@ -24,6 +24,9 @@ WeightsDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "nf4", "int4"]
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"]
 Sharding = Literal["none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"]
+SPLIT = frozenset({"zero-1", "zero-2", "zero-3", "fsdp"})
+"""Shardings that split something between GPUs."""
+
 Offload = Literal["none", "cpu", "nvme"]
 Residence = Literal["cached", "resident", "swapped"]
 
@@ -155,8 +158,8 @@ class Strategy(Record):
     """encode and decode in overlapping tiles: less memory, faint differences where tiles meet"""
     vae_slicing: Flag = False
     """encode and decode one sample of the batch at a time"""
-    inactive_expert: Literal["gpu", "cpu", "absent"] = "gpu"
-    """where the expert that does not run is kept, in a two-expert model"""
+    inactive_expert: Literal["gpu", "cpu", "absent"] = "absent"
+    """where the expert that does not run is kept, in a two-expert model; the gpu when both are trained"""
     validation_mode: Literal["off", "on", "offload"] = "off"
     """make validation samples during training; offload moves each part to the GPU only for its turn"""
     group_offload: Literal["none", "block", "leaf"] = "none"

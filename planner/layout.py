@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from planner import attention, dialects
 from planner.errors import VplanError
-from planner.job import Job, Machine, Strategy
+from planner.experts import experts
+from planner.fsdp import fsdp
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
+from planner.phases import residents, saving, validation
 from planner.run import Facts, Run, Term
 from planner.strategies import (
     accumulation,
@@ -12,37 +15,41 @@ from planner.strategies import (
     checkpoint_offload,
     cublas_workspace,
     ddp,
+    ema,
     offloaded_optimizer,
-    residents,
+    paged_states,
+    step_in_backward,
 )
 from planner.zero import zero
 
 TRANSFORMS: tuple[Term, ...] = (
     cublas_workspace,
     residents,
+    experts,
     checkpoint_offload,
     block_swap,
+    step_in_backward,
     accumulation,
     offloaded_optimizer,
+    paged_states,
     ddp,
     zero,
+    fsdp,
+    ema,
+    validation,
+    saving,
 )
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
-    ("ema", frozenset({"none"}), "leave --ema out"),
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
     ("group_offload", frozenset({"none"}), "leave --group-offload out"),
-    ("validation_mode", frozenset({"off"}), "leave --validation-mode out"),
-    ("text_encoder", frozenset({"cached", "resident"}), "use cached or resident"),
-    ("vae", frozenset({"cached", "resident"}), "use cached or resident"),
-    ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16"}), "use bf16"),
+    ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
     ("offload_gradients", frozenset({"none", "cpu"}), "use --offload-gradients cpu"),
     ("offload_params", frozenset({"none", "cpu"}), "use --offload-params cpu"),
-    ("sharding", frozenset({"none", "ddp", "zero-1", "zero-2", "zero-3"}), "use zero-3, which shards the same"),
 )
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""
 
@@ -56,11 +63,20 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
-    for field in ("trainable", "experts", "validation", "lora_dropout"):
+    if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
+        fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
+        raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
+    if job.experts == "both" and strategy.gradient_accumulation > 1:
+        fault = "gradient_accumulation over both experts, whose gradients would wait side by side, is not estimated yet"
+        raise VplanError(fault, "use --gradient-accumulation 1, or --experts high")
+    for field in ("trainable", "lora_dropout"):
         if getattr(job, field):
             raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
-    if strategy.optimizer == "adamw-8bit" and (strategy.offload_optimizer != "none" or "zero" in strategy.sharding):
-        raise VplanError("adamw-8bit is estimated with its states on one GPU only", "use --optimizer adamw")
+    if strategy.optimizer != "adamw" and strategy.offload_optimizer != "none":
+        raise VplanError(f"{strategy.optimizer} is estimated with its states on the GPU only", "use --optimizer adamw")
+    if strategy.optimizer not in ("adamw", "adamw-8bit") and strategy.sharding in SPLIT:
+        fault = f"{strategy.optimizer} under {strategy.sharding} is not estimated yet"
+        raise VplanError(fault, "use --optimizer adamw")
 
 
 def lay_out(
@@ -98,7 +114,7 @@ def end_of_step(run: Run) -> None:
             alive[event] = None
         else:
             alive.pop(~event, None)
-    gradients = set(run.named("gradient").values())
-    run.left = [buffer for buffer in alive if buffer not in gradients]
+    stay = {*run.named("gradient").values(), *run.named("weight").values()}
+    run.left = [buffer for buffer in alive if buffer not in stay]
     run.free(run.optimizer_first, run.left)
     run.free(run.optimizer, run.left)

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import profiles
-from planner import catalog
+from planner import catalog, home
+from planner.components import CFG_IN_ONE_BATCH, CHUNKS, COMPONENTS, FRAMEWISE, component_name
 from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import SPLIT, Job, Machine, Strategy
+from planner.parameters import FILE as PARAMETERS_FILE
+from planner.parameters import Parameters, read_parameters
 from planner.rules import resolve
 from planner.run import Facts
 from planner.tape import Tape, read_tape
-from planner.variants import OptimizerVariant, StepVariant
+from planner.variants import OptimizerVariant, SampleVariant, StepVariant
+
+
+def tape(model: str, variant: str) -> Tape:
+    """The tape of a model's variant. No user's model has a bundled one's name, so a name has tapes in one place."""
+    for folder in (profiles.TAPES, home.tapes()):
+        path: Path = folder / model / f"{variant}.json.gz"
+        if path.is_file():
+            return _read(path, path.stat().st_mtime_ns)
+    raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model} --variant {variant}")
 
 
 @functools.cache
-def tape(model: str, variant: str) -> Tape:
-    """The tape of a model's variant."""
-    path: Path = profiles.TAPES / model / f"{variant}.json.gz"
-    if not path.is_file():
-        raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model}")
+def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
+
+
+def parameters(model: str) -> Parameters:
+    """The table of a model's parameters."""
+    for folder in (profiles.TAPES, home.tapes()):
+        path: Path = folder / model / PARAMETERS_FILE
+        if path.is_file():
+            return _read_table(path, path.stat().st_mtime_ns)
+    raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
+
+
+@functools.cache
+def _read_table(path: Path, written_ns: int) -> Parameters:
+    return read_parameters(path)
 
 
 def facts(
@@ -32,9 +55,41 @@ def facts(
     strategy = resolve(job, strategy, machine)
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or catalog.model(job.model)
+    validates = strategy.validation_mode != "off"
+    sample_batch = 2 if model.family in CFG_IN_ONE_BATCH and (job.validation is None or job.validation.cfg) else 1
     return Facts(
         model,
         gpu or catalog.parse_gpus(machine.gpu)[1],
         tape(job.model, StepVariant.of(model, job, strategy, batch).name),
         tape(job.model, OptimizerVariant.of(model, job, strategy).name),
+        parameters(job.model) if strategy.sharding in SPLIT else Parameters(),
+        around(model, job, strategy),
+        tape(job.model, SampleVariant.of(model, job, strategy, sample_batch).name) if validates else None,
     )
+
+
+def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]:
+    """The tapes of the text encoders and the VAE that a job needs, as far as they are recorded."""
+    wanted = {}
+    text = "fp32" if strategy.text_encoder_dtype == "fp32" else "half"
+    for encoder in model.text_encoders:
+        name = component_name(encoder.class_name, encoder.config)
+        wanted[f"{name}/encode"] = name, f"encode-{text}"
+    name = component_name(model.vae.class_name, model.vae.config)
+    frames = [shape.frames for shape in job.shapes] + ([job.validation.frames] if job.validation else [])
+    pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
+    images = model.vae.class_name in CHUNKS or model.vae.class_name in FRAMEWISE
+    suffixes = {"-image" if images and count == 1 else "" for count in frames}
+    for piece, suffix in itertools.product(pieces, suffixes):
+        dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"
+        wanted[f"{name}/{piece}{suffix}"] = name, f"{piece}-{dtype}{suffix}"
+    return {key: found for key, (folder, variant) in wanted.items() if (found := component_tape(folder, variant))}
+
+
+def component_tape(name: str, variant: str) -> Tape | None:
+    """A tape of a text encoder or VAE, bundled or of the user's own; None when there is none."""
+    for folder in (profiles.TAPES, home.tapes()):
+        path: Path = folder / COMPONENTS / name / f"{variant}.json.gz"
+        if path.is_file():
+            return _read(path, path.stat().st_mtime_ns)
+    return None

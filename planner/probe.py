@@ -162,11 +162,22 @@ def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
     return max(reversed(counted), key=lambda pair: pair[1])[0] if counted else None
 
 
+LIBRARIES = {
+    "adamw-8bit": ("bitsandbytes",),
+    "adamw-8bit-paged": ("bitsandbytes",),
+    "lion": ("bitsandbytes",),
+    "nf4": ("bitsandbytes",),
+    "adafactor": ("transformers",),
+    "prodigy": ("prodigyopt",),
+    "int8": ("torchao",),
+}
+"""What an optimizer or a format of the weights needs beside torch and diffusers."""
+
+
 def _check_installed(strategy: Strategy) -> None:
     """Name what is missing before a process is started for nothing."""
     needed = ["torch", "diffusers", "peft", "accelerate"]
-    if strategy.optimizer == "adamw-8bit":
-        needed.append("bitsandbytes")
+    needed += LIBRARIES.get(strategy.optimizer, ()) + LIBRARIES.get(strategy.weights_dtype or "", ())
     for package in needed:
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"a probe of this plan needs {package}", "install it: pip install 'vplan[train]'")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import VplanError
-from planner.job import QUANTISED, Job, Machine, Strategy
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 
 Contradiction = tuple[str, str]
 """What contradicts, and what to type instead."""
@@ -32,6 +32,10 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
             changes.pop("master_weights", None)
     elif strategy.weights_dtype is None:
         changes["weights_dtype"] = strategy.weights(job.method)
+    if strategy.sharding == "fsdp" and "autocast" not in strategy.model_fields_set:
+        changes["autocast"] = "none"  # weights are cast as they are gathered
+    if job.experts == "both" and "inactive_expert" not in strategy.model_fields_set:
+        changes["inactive_expert"] = "gpu"
     if machine is not None:
         said = strategy.model_fields_set
         if machine.world > strategy.context_parallel and "sharding" not in said and job.method != "sample":
@@ -44,7 +48,7 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
 def check(job: Job, strategy: Strategy, machine: Machine) -> None:
     """Raises a VplanError for the first contradiction between the three records, naming the fault and the fix."""
     settled = resolve(job, strategy, machine)
-    for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel):
+    for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel, _engines):
         for message, fix in rules(job, settled, machine):
             raise VplanError(message, fix)
 
@@ -56,6 +60,8 @@ def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradi
         yield f"weights stored as {weights} cannot be trained", "use --weights-dtype bf16, or --method lora"
     if job.trainable and job.method != "full":
         yield f"trainable patterns mean nothing with method {job.method}", "use --method full, or --lora-targets"
+    if job.experts == "both" and strategy.inactive_expert == "absent":
+        yield "both experts are trained, and the one that does not run must be somewhere", "use --inactive-expert cpu"
     trained = weights if job.method == "full" else strategy.adapter_dtype
     if strategy.master_weights == "fp32" and trained == "fp32":
         yield "the trained weights are fp32 already and need no fp32 master", "leave out --master-weights"
@@ -122,6 +128,11 @@ def _optimizer(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contr
         yield "optimizer_step backward frees each gradient at once, so there is nothing to accumulate", fix
     if step == "backward" and strategy.sharding.startswith("zero"):
         yield f"with {strategy.sharding} DeepSpeed does the step itself, after backward", "use --optimizer-step foreach"
+    if step == "backward" and strategy.sharding == "ddp":
+        fix = "use --optimizer-step foreach"
+        yield "optimizer_step backward steps before ddp has summed the gradients of all GPUs", fix
+    if step == "backward" and strategy.offload_optimizer != "none":
+        yield "an optimizer in host RAM steps after backward, not inside it", "use --optimizer-step foreach"
     if step == "fused" and strategy.optimizer != "adamw":
         yield f"{strategy.optimizer} has no fused step", "use --optimizer-step foreach, or --optimizer adamw"
 
@@ -144,6 +155,29 @@ def _offloading(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Cont
             yield "offload_gradients frees each gradient, but ddp keeps them whole in its buckets", fix
         if strategy.gradient_accumulation > 1:  # torchao CPUOffloadOptimizer says the same
             yield "offload_gradients clears the gradients in every backward, so there is nothing to accumulate", fix
+
+
+def _engines(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    """What DeepSpeed and torch's FSDP2 do themselves. FSDP2 gathers 16 bits from shares of their own format, and its
+    offload moves everything."""
+    if strategy.sharding in SPLIT and strategy.validation_mode == "offload":
+        fix = "use --validation-mode on"
+        yield f"with {strategy.sharding} the engine holds the weights, and validation cannot move them", fix
+    if strategy.sharding != "fsdp":
+        if strategy.ema != "none" and strategy.sharding == "zero-3":
+            yield "ema averages whole weights, and with zero-3 no rank has them", "use --sharding fsdp, or zero-2"
+        return
+    if strategy.autocast != "none":
+        fix = "use --autocast none"
+        yield "fsdp casts the weights as it gathers them; autocast would keep a cast copy of every block", fix
+    if strategy.optimizer == "adamw-8bit":  # bitsandbytes' kernels take plain tensors (bitsandbytes#1633)
+        yield "adamw-8bit does not step over fsdp's shares (DTensors)", "use --optimizer adamw"
+    if (strategy.offload_optimizer == "none") != (strategy.offload_params == "none"):
+        missing = "optimizer" if strategy.offload_optimizer == "none" else "params"
+        yield (
+            "fsdp offloads weights, gradients and optimizer together (CPUOffloadPolicy)",
+            f"add --offload-{missing} cpu, or leave both out",
+        )
 
 
 def _parallel(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:

@@ -7,14 +7,18 @@ changes the stream of operators itself (checkpointing, method, precision, optimi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
+from planner.parameters import Parameters
 from planner.plan import PhaseName
 from planner.tape import Moment, Program, Stage, Tape
 from planner.variants import Precision
+
+PAGED_ELEMENTS = 100_000
+"""States of smaller tensors are not paged (bitsandbytes/optim/optimizer.py, get_state_buffer)."""
 
 SERVICE = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
@@ -28,6 +32,14 @@ class Facts:
     gpu: GpuProfile
     step: Tape
     optimizer: Tape
+    parameters: Parameters = field(default_factory=Parameters)
+    """needed where something is split between GPUs"""
+
+    around: Mapping[str, Tape] = field(default_factory=dict)
+    """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
+
+    sample: Tape | None = None
+    """a forward without gradients, for validation"""
 
 
 @dataclass
@@ -51,22 +63,56 @@ class Run:
 
     empty_cache_after_load: bool = False
 
+    gathered_bytes: int = 0
+    """The most that an engine that splits weights gathers in a forward, with its buffers."""
+
     left: list[int] = field(default_factory=list)
     """What a step leaves alive for the next to replace: the batch, the loss."""
 
+    encode: Stage | None = None
+    """Text encoders and VAE that work on each batch before the model does."""
+
+    validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
+    save: Stage | None = None
+    encoders_together: bool = False
+    """Whether a trainer holds all encoders on the GPU while it caches."""
+
+    encode_peak_bytes: int = 0
+    """Of a run that only encodes: allocated."""
+
+    by_layer: str = ""
+    """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
+
+    first: Stage | None = None
+    """The first step's forward and backward, where it differs from later ones: the optimizer steps inside it."""
+
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
+
+    def new(self, nbytes: int, category: str, name: str) -> int:
+        """The number of a new buffer that no stage allocates yet."""
+        self.sizes.append(nbytes)
+        return self.program.buffer(nbytes, category, name)
+
+    def resize(self, buffer: int, nbytes: int) -> None:
+        """Gives a recorded buffer another size, the same at every shape."""
+        self.sizes[buffer] = nbytes
+        self.program.resize(buffer, nbytes)
 
     def add(self, stage: Stage, nbytes: int, category: str, name: str, *, at: int | None = None) -> int:
         """Allocates a new buffer in a stage, before its ``at``-th stretch (at the end when None).
 
         Returns its number.
         """
-        buffer = self.program.buffer(nbytes, category, name)
-        self.sizes.append(nbytes)
+        buffer = self.new(nbytes, category, name)
         position = len(stage.stretches) if at is None else at
         stage.stretches.insert(position, (SERVICE._replace(passes=name), [buffer]))
         return buffer
+
+    def place(self, stage: Stage, events: list[int], name: str, *, at: int | None = None) -> None:
+        """Puts events into a stage, before its ``at``-th stretch (at the end when None)."""
+        position = len(stage.stretches) if at is None else at
+        stage.stretches.insert(position, (SERVICE._replace(passes=name), events))
 
     def free(self, stage: Stage, buffers: Iterable[int], *, at: int | None = None) -> None:
         """Frees buffers in a stage, before its ``at``-th stretch (at the end when None)."""
@@ -92,11 +138,17 @@ class Run:
         The optimizer makes its states at the end of the first step; the later step is what lasts.
         """
         more = [self.accumulate] if self.accumulate else []
+        encode: list[tuple[PhaseName, Stage]] = [("encode", self.encode)] if self.encode else []
+        save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
         return [
             ("load", self.load),
-            *[("first_step", stage) for stage in (self.step, *more, self.optimizer_first)],
+            *encode,
+            *[("first_step", stage) for stage in (self.first or self.step, *more, self.optimizer_first)],
+            *encode,
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),
+            *self.validation,
+            *save,
         ]
 
     @functools.cached_property
@@ -105,7 +157,7 @@ class Run:
 
         Of the recorded step, so it must be read before a transformation moves them. The first block's input and what
         all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
-        input.
+        input. Where it is more, it is in ``shared_inputs``.
         """
         made: set[int] = set()
         kept: dict[tuple[str, int], list[int]] = {}
@@ -113,7 +165,7 @@ class Run:
             for event in events:
                 if event >= 0:
                     made.discard(event)
-                    if moment.passes == "forward" and moment.block >= 0:
+                    if moment.passes == "forward" and moment.block >= 0 and self.program.category[event] != "weight":
                         made.add(event)
                 elif ~event in made:
                     made.remove(~event)
@@ -121,11 +173,56 @@ class Run:
                         kept.setdefault((moment.module_list, moment.block), []).append(~event)
         return kept
 
+    @functools.cached_property
+    def shared_inputs(self) -> list[int]:
+        """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
+        TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
+        (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
+        largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
+        outside: set[int] = set()
+        found = []
+        for moment, events in self.step.stretches:
+            for event in events:
+                if event >= 0 and moment.passes == "forward" and moment.block < 0:
+                    outside.add(event)
+                elif event < 0 and ~event in outside:
+                    outside.remove(~event)
+                    if moment.passes == "backward" and moment.block >= 0 and self.sizes[~event] > largest:
+                        found.append(~event)
+        return found
+
+    @property
+    def trained_experts(self) -> int:
+        """How many copies of what is trained the run holds: 2 when it trains both experts of a model."""
+        return 2 if self.job.experts == "both" else 1
+
+    @property
+    def paged_states(self) -> list[int]:
+        """Buffers of the optimizer states that a paged optimizer pages; each is a byte per element."""
+        states = self.named("optimizer").items()
+        return [b for name, b in states if ":state" in name and self.sizes[b] >= PAGED_ELEMENTS]
+
     @property
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
         size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
-        return sum(self.sizes[buffer] for buffer in self.named("gradient").values()) // size
+        gradients = sum(self.sizes[buffer] for buffer in self.named("gradient").values())
+        return self.trained_experts * gradients // size
+
+    @functools.cached_property
+    def elements(self) -> dict[str, int]:
+        """Name -> elements of the weights that are parameters, in the model's order, where an engine splits them.
+
+        Of the recorded step in 16 bits, so it must be read before a transformation resizes them.
+        """
+        table = self.facts.parameters
+        return {name: table.elements(name, self.sizes[buffer]) for name, buffer in self.parameters.items()}
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Name -> buffer of the weights that are parameters, in the model's order."""
+        table = self.facts.parameters
+        return {name: buffer for name, buffer in self.named("weight").items() if name in table}
 
     @property
     def optimizer_scale(self) -> float:

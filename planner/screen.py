@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from planner import dialects, host
 from planner.estimate import NCCL_BYTES
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
+from planner.phases import caching
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run
 from planner.shapes import grid
@@ -81,11 +83,21 @@ class Screen:
         runs = (self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes)
         return max(host.ram_bytes(run, machine) for run in runs)
 
+    def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """Device bytes of what is cached before training, at the worst of the job's shapes."""
+        facts = self.facts(job, strategy, machine)
+        runs = [self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes]
+        peaks = [encoding.encode_peak_bytes for run in runs for encoding in caching(run)]
+        return max(peaks, default=0) + facts.gpu.context_bytes
+
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
         run = self.lay_out(job, strategy, machine, facts, where)
         allocated, in_optimizer = allocated_peak(run)
+        encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
+        if encoding > allocated:
+            allocated, in_optimizer = encoding, False
         outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
         work = StepWork(self._passes(facts, where), optimizer)
@@ -105,7 +117,7 @@ class Screen:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
         refuse_unpriced(job, strategy)
         base = self._bare(job, strategy, machine, facts, where)
-        run = replace(
+        run = _shared(
             base,
             program=_copy_of(base.program),
             load=_stage(base.load),
@@ -129,7 +141,7 @@ class Screen:
         if shape not in self._sizes:
             self._sizes[shape] = base.program.bytes_of(where)
         sizes = self._sizes[shape]
-        return replace(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where)
+        return _shared(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where)
 
     def _unfolded(self, run: Run) -> Run:
         """Both tapes laid out; the step's, which is most of the work, only once per recording."""
@@ -143,6 +155,13 @@ class Screen:
         run.optimizer = run.program.unfold(optimizer, "optimizer")
         end_of_step(run)
         return run
+
+
+def _shared(base: Run, **changes: Any) -> Run:
+    """A run like another of the same tapes, with what takes long to find out and is the same."""
+    run = replace(base, **changes)
+    run.__dict__.update(block_inputs=base.block_inputs, frozen_block_weights=base.frozen_block_weights)
+    return run
 
 
 def _copy_of(program: Program) -> Program:

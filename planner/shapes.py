@@ -17,6 +17,9 @@ def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> No
     check_count(height, "--height", at_most=MAX_SIDE)
     check_count(width, "--width", at_most=MAX_SIDE)
     _check_frames(model, frames)
+    if model.shape.only_listed and (height, width) not in model.shape.resolutions:
+        known = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
+        raise VplanError(f"{model.title} takes no clips of {height}x{width} (height x width)", f"write {known}")
     multiple = model.shape.size_multiple
     wrong = {name: side for name, side in (("height", height), ("width", width)) if side % multiple}
     if wrong:
@@ -33,6 +36,8 @@ def _check_frames(model: ModelProfile, frames: int) -> None:
     if (frames - 1) % rules.frame_step:
         fix = f"write --frames {_around(frames - 1, rules.frame_step, 1)}"
         raise VplanError(f"frames {frames} is not {rules.frame_step}n+1, as {model.title} needs", fix)
+    if rules.window and frames > rules.max_frames:
+        raise VplanError(f"frames {frames} is more than {model.title} sees", f"write --frames {rules.max_frames}")
     if frames < rules.min_frames:
         raise VplanError(f"frames {frames} is too few for {model.title}", f"write --frames {rules.min_frames} or more")
 
@@ -70,7 +75,7 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
 def job_for(model: ModelProfile, given: Mapping[str, object]) -> Job:
     """The job of what was said; the model's usual frames and size fill what was not. Checked against the model."""
     height, width = model.shape.resolutions[0]
-    usual = {"frames": model.shape.default_frames, "height": height, "width": width}
+    usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
     said = {name: value for name, value in given.items() if value is not None}
     job = Job.read({**usual, **said, "model": model.name})
     check_job(model, job)
@@ -83,7 +88,7 @@ def check_job(model: ModelProfile, job: Job) -> None:
         check_shape(model, shape.frames, shape.height, shape.width)
     if job.validation:
         check_shape(model, job.validation.frames, job.validation.height, job.validation.width)
-    if job.references and not model.shape.references:
+    if job.references and not (model.shape.references or model.shape.takes_references):
         raise VplanError(f"{model.title} takes no reference images", "leave out --references")
     if job.experts and model.experts == 1:
         raise VplanError(f"{model.title} is one model, without experts", "leave out --experts")
@@ -102,16 +107,18 @@ def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
 def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
     """The integers that tapes are symbolic in, for the job's own shape or one of its buckets.
 
-    B samples, F latent frames, H and W cells of the patch grid, T text tokens, R LoRA rank, E tokens beside the clip's
-    own and its text's: reference images at the clip's size, and audio.
+    B samples, F, H and W cells of the patch grid along latent frames, rows and columns, T text tokens, R LoRA rank, E
+    tokens beside the clip's own and its text's: reference images at the clip's size, and audio. Latent frames that do
+    not fill a cell are padded, as the models with temporal patches do it.
     """
     shape = shape or job.shapes[0]
-    _, patch_height, patch_width = model.shape.patch
+    patch_frames, patch_height, patch_width = model.shape.patch
+    latent_frames = (shape.frames - 1) // model.vae.temporal + 1
     rows = shape.height // (model.vae.spatial * patch_height)
     columns = shape.width // (model.vae.spatial * patch_width)
     return {
         "B": shape.batch_size or job.batch_size,
-        "F": (shape.frames - 1) // model.vae.temporal + 1,
+        "F": -(-latent_frames // patch_frames),
         "H": rows,
         "W": columns,
         "T": job.text_tokens or model.shape.text_tokens,

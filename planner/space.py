@@ -11,11 +11,15 @@ from collections.abc import Collection, Iterator
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.rules import check, resolve
 from planner.variants import HALF
 
+BASES = ("int8", "fp8", "nf4")
+"""Formats a search may store a frozen base in, each recorded under autocast with an fp32 adapter."""
+
 SEARCHED = (
+    "vae_tiling",
     "gradient_checkpointing",
     "sharding",
     "weights_dtype",
@@ -45,15 +49,18 @@ def naive(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]
     return resolve(job, asked_for(strategy, fixed), machine)
 
 
-def strategies(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> tuple[Strategy, ...]:
+def strategies(
+    job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str], tiled: bool = False
+) -> tuple[Strategy, ...]:
     """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
 
-    Raises the VplanError of the first contradiction when what the user fixed leaves nothing.
+    ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises the VplanError of the first contradiction
+    when what the user fixed leaves nothing.
     """
     base = asked_for(strategy, fixed)
     found: dict[Strategy, None] = {}
     refusal: VplanError | None = None
-    for choice in _choices(job, base, machine, fixed):
+    for choice in _choices(job, base, machine, fixed, tiled):
         candidate = resolve(job, base.replace(**choice), machine)
         try:
             check(job, candidate, machine)
@@ -87,10 +94,13 @@ def effort(before: Strategy, after: Strategy) -> int:
     return len(fields) + sum(getattr(after, field) in ("offload", "cpu") or field == "swap_blocks" for field in fields)
 
 
-def _choices(job: Job, base: Strategy, machine: Machine, fixed: Collection[str]) -> Iterator[dict[str, object]]:
+def _choices(
+    job: Job, base: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
+) -> Iterator[dict[str, object]]:
     """Combinations of the searched fields that make sense together, as fields to replace."""
     axes: dict[str, tuple[object, ...]] = {
-        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method),),
+        "vae_tiling": (tiled,),
+        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method), *BASES),
         "autocast": ("bf16", "none"),
         "adapter_dtype": ("fp32", "bf16") if job.method == "lora" else (base.adapter_dtype,),
         "master_weights": ("none", "fp32"),
@@ -111,7 +121,7 @@ def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
     """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3)."""
     if machine.world == 1:
         return ("none", "zero-3") if job.method == "full" else ("none",)
-    return ("ddp", "zero-3") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3")
+    return ("ddp", "zero-3", "fsdp") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3", "fsdp")
 
 
 def _offloads(job: Job) -> dict[str, tuple[object, ...]]:
@@ -136,12 +146,28 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
         return False
     if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
         return False
-    if free("autocast") and (choice["autocast"] == "none") != half:
+    quantised = choice["weights_dtype"] in QUANTISED and free("weights_dtype")
+    if quantised and not _worth_quantising(choice, sharding in SPLIT, fixed):
+        return False
+    fsdp = sharding == "fsdp"
+    if fsdp and free("sharding") and ((choice["offload_params"] != "none") != offloaded):
+        return False  # its offload moves everything
+    if free("autocast") and (choice["autocast"] == "none") != (half or fsdp):
         return False  # autocast does nothing for a model that is half precision throughout
-    if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed):
-        return False  # DeepSpeed does the step itself, and nobody has an 8-bit step for the CPU
+    if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed or fsdp):
+        return False  # over a flat share it loses more, over FSDP2's it does not run, and nobody has it for the CPU
     if machine.world == 1 and sharding == "zero-3" and free("sharding") and choice["offload_params"] == "none":
         return False  # one GPU has nothing to split with: only the offload of weights is new
-    if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1"):
-        return False  # their gradients are whole until all GPUs have summed them
+    if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1", "fsdp"):
+        return False  # whole until all GPUs have summed them; FSDP2's offload moves them anyway
     return not (choice["offload_params"] != "none" and free("offload_params") and whole and not offloaded)
+
+
+def _worth_quantising(choice: dict[str, object], deepspeed: bool, fixed: Collection[str]) -> bool:
+    """Whether a quantised base is worth asking about with the rest of a choice.
+
+    DeepSpeed's is in 16 bits; and where billions of weights were rounded, rounding the adapter or its states as well
+    saves megabytes.
+    """
+    plain = {"adapter_dtype": "fp32", "optimizer": "adamw", "optimizer_step": "foreach"}
+    return not deepspeed and all(choice[field] == value for field, value in plain.items() if field not in fixed)

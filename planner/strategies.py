@@ -5,30 +5,29 @@ Each one function, one named buffer or lifetime, one source.
 
 from __future__ import annotations
 
+import itertools
+
 from planner.errors import VplanError
+from planner.facts import GpuProfile
 from planner.run import Run
 from planner.tape import Stage
 from planner.units import KIB, MIB
+from planner.variants import UNPAGED, Precision
 
 
 def cublas_workspace(run: Run) -> None:
     """cuBLAS takes a workspace per handle from the caching allocator: one for the thread that runs forward, one for
     autograd's. 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-    nbytes = 32 * MIB if run.facts.gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
-    run.add(run.load, nbytes, "workspace", "cublas")
-    run.add(run.load, nbytes, "workspace", "cublas")
+    for _ in range(CUBLAS_HANDLES):
+        run.add(run.load, cublas_bytes(run.facts.gpu), "workspace", "cublas")
 
 
-def residents(run: Run) -> None:
-    """Text encoders and VAE that stay on the GPU instead of being cached: their weights, loaded before the model."""
-    strategy, model = run.strategy, run.facts.model
-    size = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "nf4": 0.5, "int4": 0.5}
-    if strategy.vae == "resident":
-        run.add(run.load, int(model.vae.parameters * size[strategy.vae_dtype]), "residents", "vae", at=0)
-    if strategy.text_encoder == "resident":
-        for encoder in model.text_encoders:
-            nbytes = int(encoder.parameters * size[strategy.text_encoder_dtype])
-            run.add(run.load, nbytes, "residents", encoder.name, at=0)
+CUBLAS_HANDLES = 2
+
+
+def cublas_bytes(gpu: GpuProfile) -> int:
+    """The workspace of one cuBLAS handle."""
+    return 32 * MIB if gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
 
 
 def checkpoint_offload(run: Run) -> None:
@@ -62,9 +61,63 @@ def block_swap(run: Run) -> None:
         raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
     swapped = list(blocks)[len(blocks) - count :]
     largest = max(sum(run.sizes[buffer] for buffer in blocks[block]) for block in swapped)
-    run.drop(run.load, [buffer for block in swapped for buffer in blocks[block]])
+    for stage in (run.load, run.step):  # layerwise casting makes weights anew in a step; here the ring holds them
+        run.drop(stage, [buffer for block in swapped for buffer in blocks[block]])
     for _ in range(min(2, count)):
         run.add(run.load, largest, "buckets", "swap ring")
+
+
+def step_in_backward(run: Run) -> None:
+    """The optimizer steps inside backward: what it does to one parameter follows where that parameter's gradient is
+    made, and frees it (torch ``register_post_accumulate_grad_hook``). States are made in the first step's backward."""
+    if run.strategy.optimizer_step != "backward":
+        return
+    first, later = _by_gradient(run, run.optimizer_first), _by_gradient(run, run.optimizer)
+    run.first = _stepped(run.step, first)
+    run.step = _stepped(run.step, later)
+
+
+def _by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
+    """Takes an optimizer's stage apart: the gradient freed at its end -> the events of one parameter's step.
+
+    Neighbouring frees are on a tape in the order of allocation, so those behind the gradient's belong to it too.
+    """
+    gradients = set(run.named("gradient").values())
+    found: dict[int, list[int]] = {}
+    events: list[int] = []
+    freed: int | None = None
+    for event in itertools.chain.from_iterable(events for _, events in stage.stretches[:-1]):
+        ends = event < 0 and ~event in gradients
+        if freed is not None and (event >= 0 or ends):
+            found[freed], events, freed = events, [], None
+        events.append(event)
+        freed = ~event if ends else freed
+    if freed is not None:
+        found[freed] = events
+    stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.end_of_step`
+    return found
+
+
+def _stepped(step: Stage, steps: dict[int, list[int]]) -> Stage:
+    """A step in which events follow the making of each gradient."""
+    stretches = []
+    for moment, events in step.stretches:
+        more = [[event, *steps.get(event, ())] for event in events]
+        stretches.append((moment, list(itertools.chain.from_iterable(more))))
+    return Stage(step.name, stretches)
+
+
+def paged_states(run: Run) -> None:
+    """A paged optimizer's 8-bit states are in CUDA's managed memory, outside torch's allocator: the driver keeps them
+    on the GPU where there is room and moves them to host RAM where there is not, so they count there
+    (bitsandbytes ``get_paged``, cudaMallocManaged; its docs, "Paged optimizers")."""
+    if run.strategy.optimizer not in UNPAGED:
+        return
+    paged = set(run.paged_states)
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, paged)
+    if run.first is not None:
+        run.drop(run.first, paged)
 
 
 def accumulation(run: Run) -> None:
@@ -110,7 +163,32 @@ def ddp(run: Run) -> None:
     gradients themselves, which then never go away (torch.nn.parallel.DistributedDataParallel)."""
     if run.strategy.sharding != "ddp":
         return
-    nbytes = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    nbytes = run.trained_experts * sum(run.sizes[buffer] for buffer in run.named("gradient").values())
     run.add(run.load, nbytes, "buckets", "ddp buckets")
     if run.strategy.grad_buckets == "view":
         gradients_leave(run)
+
+
+def ema(run: Run) -> None:
+    """A moving average of what is trained, loaded with the weights. It is updated one parameter at a time: the
+    difference and its product with the decay (diffusers training_utils.EMAModel.step). On the CPU it is updated there.
+    """
+    if run.strategy.ema != "gpu":
+        return
+    run.add(run.load, ema_bytes(run), "ema", "ema")
+    largest = max(run.sizes[buffer] for buffer in run.named("gradient").values())
+    elements = largest // (4 if Precision.of(run.job, run.strategy).trained == "fp32" else 2)
+    for stage in (run.optimizer_first, run.optimizer):
+        made = [run.add(stage, EMA_BYTES * elements, "temporary", "ema update") for _ in range(2)]
+        run.free(stage, made)
+
+
+EMA_BYTES = 4
+"""Per parameter. EMAModel clones what it is given; ours is fp32 whatever trains, because a decay of 0.9999 changes a
+16-bit number by less than its last digit."""
+
+
+def ema_bytes(run: Run) -> int:
+    """The moving average on one rank: its share where FSDP2 splits the weights, else the whole."""
+    share = run.machine.world if run.strategy.sharding == "fsdp" else 1
+    return EMA_BYTES * -(-run.trained_parameters // share)

@@ -17,7 +17,7 @@ from planner import margin
 from planner.errors import NotRecordedError
 from planner.estimate import estimate
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import SPLIT, Job, Machine, Strategy
 from planner.plan import Estimate, Plan
 from planner.screen import Look, Screen
 from planner.space import effort, most_swapped, naive, strategies, switched
@@ -31,6 +31,8 @@ RUNNERS_UP = 3
 
 NEVER = 1e6
 """Times what a look says: where a strategy cannot be replayed."""
+
+FOUR_BITS = ("nf4", "int4")
 
 WORTH_LOSS = 1.05
 """The tightest plan of all is a lossy one only when every lossless one needs this much more."""
@@ -90,6 +92,11 @@ class Suggestion:
         return Plan.of(self.plan, tuple(sorted(lower, key=lambda found: found.step_seconds)))
 
 
+def loss(job: Job, strategy: Strategy) -> int:
+    """How much a strategy gives up: its lossy fields, 4 bits of a weight counting twice."""
+    return len(strategy.lossy_fields(job)) + (strategy.weights(job.method) in FOUR_BITS)
+
+
 class Search:
     """One search: what was looked at and replayed is kept for the next question about the same job."""
 
@@ -101,6 +108,7 @@ class Search:
         self._considered: set[tuple[Job, Strategy]] = set()
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._most: dict[tuple[Job, Strategy], Strategy] = {}
+        self._tiled: dict[Job, bool] = {}
         self._lost: dict[Strategy, float] = {}
         """Strategy without swap -> device bytes over those of its look, where a replay told."""
 
@@ -132,7 +140,8 @@ class Search:
     def candidates(self, job: Job, lossy: bool | None = None) -> list[Strategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
         question, found = self.question, []
-        for strategy in strategies(job, question.strategy, question.machine, question.fixed):
+        tiled = self.needs_tiles(job)
+        for strategy in strategies(job, question.strategy, question.machine, question.fixed, tiled):
             if lossy is not None and bool(strategy.lossy_fields(job)) != lossy:
                 continue
             try:
@@ -143,6 +152,18 @@ class Search:
             found.append(strategy)
         self._considered.update((job, strategy) for strategy in found)
         return found
+
+    def needs_tiles(self, job: Job) -> bool:
+        """Whether the clip, cached whole by the VAE, would need more than the card gives."""
+        question = self.question
+        if job not in self._tiled:
+            plain = naive(job, question.strategy, question.machine, question.fixed)
+            try:
+                needed = self.screen.encoding_bytes(job, plain, question.machine)
+            except NotRecordedError:  # of another precision, say: candidates tell
+                needed = 0
+            self._tiled[job] = margin.interval(needed)[1] > question.budget_bytes
+        return self._tiled[job]
 
     def by_speed(
         self, job: Job, lossy: bool | None, verdict: str = "fits", wanted: Callable[[Look], bool] = lambda look: True
@@ -156,9 +177,10 @@ class Search:
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
             # Before a look everything in here is a lower bound, so what comes first after one is the best.
-            marks = float(len(strategy.lossy_fields(job))) if lossy else 0.0
-            # ZeRO trains in other number formats than the rest, so its speed is no reason to change engines: memory is.
-            engine = float(strategy.sharding.startswith("zero"))
+            marks = float(loss(job, strategy)) if lossy else 0.0
+            # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
+            # memory is.
+            engine = float(strategy.sharding in SPLIT)
             speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
             memory = look.device_bytes if look else 0
             heapq.heappush(queue, ((marks, engine, speed, effort(start, strategy), memory), next(tie), strategy, look))

@@ -20,8 +20,8 @@ from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 1
 ATOMS = ("B", "F", "H", "W", "T", "R", "E")
-"""Batch, latent frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images,
-audio. A tape lists those its model has."""
+"""Batch, frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images, audio.
+A tape lists those its model has."""
 
 CATEGORIES = ("weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace")
 KINDS = ("matmul", "attention", "convolution", "pointwise", "kernels")
@@ -45,6 +45,17 @@ class Monomial(NamedTuple):
             dimension = self.inner * _product(atoms, self.inner_exponents)
             product *= -(-dimension // self.multiple) * self.multiple
         return product
+
+
+class Growing(NamedTuple):
+    """A size that grows from block to block: ``base + slope * index``. Chunks of a VAE that are joined one by one."""
+
+    base: Monomial
+    slope: Monomial
+
+    def value(self, atoms: Sequence[int], index: int) -> int:
+        """The size in bytes in the index-th block."""
+        return self.base.value(atoms) + index * self.slope.value(atoms)
 
 
 def _product(atoms: Sequence[int], exponents: Sequence[int]) -> int:
@@ -74,26 +85,24 @@ class Tape:
 
     atoms: tuple[str, ...]
     sums: Mapping[str, tuple[int, tuple[str, ...]]]
-    sizes: tuple[Monomial, ...]
+    sizes: tuple[Monomial | Growing, ...]
     runs: tuple[Run, ...]
     names: tuple[str, ...]
     ops: tuple[str, ...]
     pieces: Mapping[str, list[dict[str, Any]]]
+    tile: tuple[int, ...] = ()
+    """of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
+    rounded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
         for name, fixed in self.regime.items():
             if grid[name] != fixed:
                 fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
-                raise NotRecordedError(fault, "record another")
-        values = []
-        for name in self.atoms:
-            if name in self.sums:
-                constant, products = self.sums[name]
-                values.append(constant + sum(math.prod(grid[atom] for atom in product) for product in products))
-            else:
-                values.append(grid[name])
-        return values
+                batch = f"use --batch-size 1 or {fixed}, with --gradient-accumulation"
+                raise NotRecordedError(fault, batch if name == "B" else "record another")
+        known = {**grid, **derived(grid, self.rounded, self.sums)}
+        return [known[name] for name in self.atoms]
 
     def recorded_share(self, name: str) -> float:
         """Recorded blocks per block of the full model, for the run a parameter's block is in; 1 outside the blocks."""
@@ -111,6 +120,19 @@ class Tape:
             if name.startswith(f"{run.module_list}."):
                 return run.module_list, int(name[len(run.module_list) + 1 :].split(".", 1)[0])
         return None
+
+
+def derived(
+    grid: Mapping[str, int],
+    rounded: Mapping[str, tuple[str, int]],
+    sums: Mapping[str, tuple[int, tuple[str, ...]]],
+) -> dict[str, int]:
+    """Lengths that follow from a shape: products counted in several, rounded up, then sums of products of all those."""
+    found = {name: -(-math.prod(grid[atom] for atom in product) // unit) for name, (product, unit) in rounded.items()}
+    known = {**grid, **found}
+    for name, (constant, products) in sums.items():
+        found[name] = constant + sum(math.prod(known[atom] for atom in product) for product in products)
+    return found
 
 
 def read_tape(path: Path) -> Tape:
@@ -137,14 +159,20 @@ def parse_tape(data: Mapping[str, Any]) -> Tape:
         regime=data["regime"],
         atoms=tuple(body["atoms"]),
         sums={name: (constant, tuple(products)) for name, (constant, products) in data["sums"].items()},
-        sizes=tuple(
-            Monomial(size[0], tuple(size[1]), *(size[2:4]), *map(tuple, size[4:])) for size in body["sizes"]
-        ),
+        sizes=tuple(map(_size, body["sizes"])),
         runs=tuple(Run(run["list"], run["start"], run["count"], run["recorded"]) for run in body["runs"]),
         names=tuple(body["names"]),
         ops=tuple(body["ops"]),
         pieces=body["pieces"],
+        tile=tuple(data.get("tile", ())),
+        rounded={name: (product, unit) for name, (product, unit) in data.get("rounded", {}).items()},
     )
+
+
+def _size(size: list[Any]) -> Monomial | Growing:
+    if size[0] == "grow":
+        return Growing(*(Monomial(coefficient, tuple(exponents)) for coefficient, exponents in size[1:]))
+    return Monomial(size[0], tuple(size[1]), *(size[2:4]), *map(tuple, size[4:]))
 
 
 class Moment(NamedTuple):
@@ -227,27 +255,61 @@ class Program:
         self.kernel.append("any")
         return len(self.buffers) - 1
 
-    def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None) -> Stage:
-        """Lays a piece (load, step, optimizer_first or optimizer) out.
+    def resize(self, buffer: int, nbytes: int) -> None:
+        """Gives a buffer another size, the same at every shape."""
+        self.sizes.append(nbytes)
+        self.buffers[buffer] = len(self.sizes) - 1
 
-        ``counts``: blocks per run, else the full model's.
+    def unfold(
+        self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None
+    ) -> Stage:
+        """Lays a piece (load, step, optimizer_first, optimizer, denoise, encode or decode) out.
+
+        ``counts``: blocks per run, else the full model's. ``part``: of something beside the model, at its own shape.
         """
         first_size = len(self.sizes)
-        self.sizes += [(tape, size) for size in tape.sizes]
-        return _Piece(self, tape, first_size, list(counts or [run.count for run in tape.runs])).play(piece)
+        values = tape.values(part.grid) if part else []
+        for size in tape.sizes:
+            if isinstance(size, Growing):
+                self.sizes.append(0)  # one for each block, see _Piece._size
+            else:
+                self.sizes.append(size.value(values) * part.batch if part else (tape, size))
+        counted = list(counts or [run.count for run in tape.runs])
+        return _Piece(self, tape, first_size, counted, part).play(piece)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something beside the model (a VAE, a text encoder) whose tape is unfolded at a shape of its own."""
+
+    name: str
+    """keeps its tensors apart from the model's in ``Program.named``"""
+
+    grid: Mapping[str, int]
+    batch: int = 1
+    """how many of what was recorded run side by side: every size is multiplied"""
+
+    def __hash__(self) -> int:
+        return hash((self.name, *self.grid.items(), self.batch))
 
 
 class _Piece:
     """One piece being laid out."""
 
-    def __init__(self, program: Program, tape: Tape, first_size: int, counts: list[int]) -> None:
+    def __init__(
+        self, program: Program, tape: Tape, first_size: int, counts: list[int], part: Part | None
+    ) -> None:
         self.program = program
         self.tape = tape
         self.first_size = first_size
         self.counts = counts
+        self.part = part
         self.items: list[dict[str, Any]] = []
         self.made: list[dict[int, int]] = []
         """Per item: block -> number of its first buffer."""
+
+        self.again: dict[int, int] = {}
+        """Buffer -> the one of its name that an earlier piece made: a weight that was cast away and stored anew."""
 
     def play(self, piece: str) -> Stage:
         stage = Stage(piece, [])
@@ -270,7 +332,7 @@ class _Piece:
         if not item.get("step"):
             return [(item["block"] % count, templates[0])]
         order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
-        return [(block, templates[template_of(block, count, len(templates))]) for block in order]
+        return [(block, templates[kept_template(item, block, count)]) for block in order]
 
     def _events(self, events: list[list[int]], block: int) -> list[int]:
         """Events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position] for a
@@ -280,20 +342,39 @@ class _Piece:
         for event in events:
             if len(event) == 4:
                 item, mode, target, position = event
-                base = self.made[item][self._target(mode, target, self.items[item]["run"], block)]
-                found.append(~(base + position))
+                buffer = self.made[item][self._target(mode, target, self.items[item]["run"], block)] + position
+                found.append(~self.again.get(buffer, buffer))
             elif len(event) == 6:
-                found.append(~program.named[CATEGORIES[event[1]], self._name(event[2:], block)])
+                found.append(~program.named[self._kind(event[1]), self._name(event[2:], block)])
             else:
                 buffer = len(program.buffers)
-                found.append(buffer)
-                program.buffers.append(self.first_size + event[0])
-                program.category.append(CATEGORIES[event[1]])
+                program.buffers.append(self._size(event[0], block))
+                program.category.append(self._category(event[1]))
                 program.op.append(ops[event[2]])
                 program.kernel.append(KERNELS[event[3]])
                 if event[4]:
-                    program.named[CATEGORIES[event[1]], self._name(event[5:], block)] = buffer
+                    key = self._kind(event[1]), self._name(event[5:], block)
+                    if key[0] == "weight" and key in program.named:
+                        self.again[buffer] = program.named[key]
+                    else:
+                        program.named[key] = buffer
+                found.append(self.again.get(buffer, buffer))
         return found
+
+    def _category(self, index: int) -> str:
+        category = CATEGORIES[index]
+        return "residents" if self.part and category == "weight" else category
+
+    def _kind(self, index: int) -> str:
+        return f"{CATEGORIES[index]} of {self.part.name}" if self.part else CATEGORIES[index]
+
+    def _size(self, index: int, block: int) -> int:
+        size = self.tape.sizes[index]
+        if not isinstance(size, Growing):
+            return self.first_size + index
+        assert self.part, "only the chunks of a VAE grow"
+        self.program.sizes.append(size.value(self.tape.values(self.part.grid), block) * self.part.batch)
+        return len(self.program.sizes) - 1
 
     def _name(self, owner: list[int], block: int) -> str:
         mode, number, target, name = owner
@@ -309,11 +390,23 @@ class _Piece:
         return block + target if mode == 1 else target % self.counts[run]
 
 
+def kept_template(item: Mapping[str, Any], block: int, count: int) -> int:
+    """Which template of a sweep a block of a run of ``count`` uses.
+
+    A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
+    """
+    if "order" in item:
+        assert len(item["order"]) == count, "a sweep over unlike blocks has one depth"
+        return int(item["order"][block])
+    return template_of(block, count, len(item["templates"]))
+
+
 def template_of(block: int, count: int, kept: int) -> int:
-    """Which kept template a block of a sweep uses: the first two, a middle, or the last two."""
+    """Which kept template a block of a sweep uses: one of the first, a middle, or one of the last two."""
     if count == kept:
         return block
-    assert kept == HEAD + 1 + TAIL and count >= HEAD + TAIL, (kept, count)
-    if block < HEAD:
+    head = kept - 1 - TAIL
+    assert head >= HEAD and count >= head + TAIL, (kept, count)
+    if block < head:
         return block
-    return block - count + kept if block >= count - TAIL else HEAD
+    return block - count + kept if block >= count - TAIL else head

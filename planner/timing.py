@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
-from planner.tape import KINDS, Tape, template_of
+from planner.tape import KINDS, Tape, kept_template
 
 KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
 
@@ -139,7 +139,7 @@ def symbolic_work(tape: Tape, piece: str, counts: Sequence[int] | None = None) -
         uses = [0 if item.get("step") else 1] * len(templates)
         depth = counts[item["run"]] if item.get("step") else 0
         for block in range(depth):
-            uses[template_of(block, depth, len(templates))] += 1
+            uses[kept_template(item, block, depth)] += 1
         for template, times in zip(templates, uses, strict=True):
             for kind, half, flops, nbytes, *exponents in template["work"]:
                 cell = sums.setdefault((KINDS[kind], half, tuple(exponents)), [0, 0])

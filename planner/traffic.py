@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from planner.job import SPLIT
 from planner.run import Run
 from planner.timing import Traffic
+from planner.zero import FULL, HALF
 
 
 def traffic(run: Run) -> Traffic:
@@ -20,16 +22,38 @@ def traffic(run: Run) -> Traffic:
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
         host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
+        host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
+    split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
-        host += 2 * gradients
-        parameters = run.trained_parameters // (world if strategy.sharding.startswith("zero") else 1)
-    share = (world - 1) / world
-    weights = sum(run.sizes[buffer] for buffer in run.named("weight").values())
-    if world > 1:  # all-reduce, or reduce-scatter of gradients and all-gather of the new weights
-        gpu += int(2 * gradients * share)
-    if strategy.sharding == "zero-3":  # gathered for forward and again for backward
-        gpu += int(2 * accumulation * weights * share)
+        host += 2 * gradients // split
+        parameters = run.trained_parameters // split
+    if strategy.sharding in SPLIT:
+        gpu = _split_bytes(run) * (world - 1) // world
+    elif world > 1:  # all-reduce, in the last micro-batch only
+        gpu = 2 * gradients * (world - 1) // world
     if strategy.offload_params != "none":
-        host += 2 * accumulation * weights // world
+        host += 2 * accumulation * HALF * sum(run.elements.values()) // world
     overlapped = strategy.offload_optimizer == "none"
     return Traffic(host_bytes=host, gpu_bytes=gpu, overlapped=overlapped, host_parameters=parameters)
+
+
+def _split_bytes(run: Run) -> int:
+    """What engines that split send in a step, as if to all GPUs.
+
+    DeepSpeed: stages 1 and 2 all-reduce gradients (``use_multi_rank_bucket_allreduce``), stage 1 behind the last
+    micro-batch, and gather the new weights; stage 3 reduce-scatters, and gathers weights for forward and again for
+    backward. FSDP2 the same, with gradients in fp32, and weights outside the blocks gathered once.
+    """
+    accumulation = run.strategy.gradient_accumulation
+    gradients = run.named("gradient")
+    trained = sum(elements for name, elements in run.elements.items() if name in gradients)
+    match run.strategy.sharding:
+        case "zero-1":
+            return 3 * HALF * trained
+        case "zero-2":
+            return (2 * accumulation + 1) * HALF * trained
+        case "zero-3":
+            return accumulation * HALF * (trained + 2 * sum(run.elements.values()))
+    block_of = run.facts.step.block_of
+    gathered = sum(elements * (1 if block_of(name) is None else 2) for name, elements in run.elements.items())
+    return accumulation * (HALF * gathered + FULL * trained)

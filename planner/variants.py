@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Strategy
+from planner.job import SPLIT, Job, Strategy
 
 HALF = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16."""
+    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16.
+
+    Weights are ``fp32``, ``half``, or a quantised format by its own name.
+    """
 
     weights: str
     adapter: str
@@ -24,10 +27,11 @@ class Precision:
     @classmethod
     def of(cls, job: Job, strategy: Strategy) -> Precision:
         weights = strategy.weights(job.method)
-        if strategy.sharding.startswith("zero"):  # DeepSpeed keeps the module in 16 bits and casts nothing
+        # DeepSpeed keeps the module in 16 bits; FSDP2 gathers its weights in 16 bits. Neither casts as it computes.
+        if strategy.sharding in SPLIT:
             return cls("half", "half" if job.method == "lora" else "", autocast=False)
         return cls(
-            "fp32" if weights == "fp32" else "half",
+            "half" if weights in HALF else weights,
             "" if job.method != "lora" else "fp32" if strategy.adapter_dtype == "fp32" else "half",
             strategy.autocast != "none",
         )
@@ -42,15 +46,44 @@ class Precision:
         return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
 
 
+def trained_storage(job: Job, strategy: Strategy) -> str:
+    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own."""
+    if strategy.sharding != "fsdp":
+        return Precision.of(job, strategy).trained
+    dtype = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
+    return "fp32" if dtype == "fp32" else "half"
+
+
 PRECISIONS = {
     "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
     "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
 }
+QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
+"""Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see trainers.quantise)."""
+
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""
 
+MANY_LAYERS = 20
+"""Choices of more are not spelled out: FLUX.2's names every single-stream block."""
+
 CHECKPOINTING = ("none", "full")
-OPTIMIZERS = (("adamw", "foreach"), ("adamw", "fused"), ("adamw", "loop"), ("adamw-8bit", "foreach"))
+OPTIMIZERS = (
+    ("adamw", "foreach"),
+    ("adamw", "fused"),
+    ("adamw", "loop"),
+    ("adamw-8bit", "foreach"),
+    ("adafactor", "foreach"),
+    ("lion", "foreach"),
+    ("prodigy", "foreach"),
+)
+"""(optimizer, how it steps). Only torch has ways to choose from; the others step one parameter after another."""
+
+IN_BACKWARD = tuple((optimizer, "backward") for optimizer in ("adamw", "adamw-8bit", "adafactor"))
+"""Steps inside backward, recorded of full training: an adapter's gradients are not worth freeing early."""
+
+UNPAGED = {"adamw-8bit-paged": "adamw-8bit"}
+"""Optimizers that do the same with their states in other memory."""
 
 
 def methods(profile: ModelProfile) -> tuple[str, ...]:
@@ -65,9 +98,18 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
         return job.method
     if targets == frozenset(profile.lora.wide):
         return WIDE
-    known = " or ".join(",".join(layers) for layers in (profile.lora.targets, profile.lora.wide) if layers)
+    choices = (profile.lora.targets, profile.lora.wide)
+    known = " or ".join(",".join(layers) for layers in choices if 0 < len(layers) <= MANY_LAYERS)
     fault = f"no tape of {profile.name} for a LoRA on {', '.join(sorted(targets))}"
-    raise NotRecordedError(fault, f"leave --lora-targets out, or use {known}")
+    raise NotRecordedError(fault, "leave --lora-targets out" + (f", or use {known}" if known else ""))
+
+
+def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
+    """In which precisions a recorded method of a model is recorded. A UNet's convolutions cannot be cast layerwise."""
+    if method != "lora":
+        return PRECISIONS[method.removesuffix("-wide")]
+    bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.family != "unet")
+    return PRECISIONS[method] + tuple(bases)
 
 
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
@@ -83,7 +125,7 @@ def _records(profile: ModelProfile, method: str, precision: Precision, **strateg
         }
     )
     fields = {
-        "weights_dtype": "fp32" if precision.weights == "fp32" else "bf16",
+        "weights_dtype": "bf16" if precision.weights == "half" else precision.weights,
         "adapter_dtype": "bf16" if precision.adapter == "half" else "fp32",
         "autocast": "bf16" if precision.autocast else "none",
     }
@@ -110,10 +152,14 @@ class StepVariant:
         mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
-        if precision not in PRECISIONS.get(job.method, ()):
+        method = recorded_method(profile, job)
+        if strategy.weights(job.method) == "int4":
+            fault = "weights_dtype int4 is not recorded: its kernels run on some cards only and train on none"
+            raise NotRecordedError(fault, "use nf4, which takes the same 4 bits and its scales")
+        if precision not in precisions(profile, method):
             raise NotRecordedError(
-                f"no tape for {job.method} with {precision.name or 'this precision'}",
-                "use one of " + ", ".join(known.name for known in PRECISIONS.get(job.method, ())),
+                f"no tape of {profile.name} for {method} with {precision.name or 'this precision'}",
+                "use one of " + ", ".join(known.name for known in precisions(profile, method)),
             )
         if strategy.gradient_checkpointing == "offload" and profile.family == "unet":
             fault = f"{profile.title} checkpoints parts of its blocks, whose offload is not estimated yet"
@@ -127,14 +173,13 @@ class StepVariant:
             batches = " or ".join(map(str, known))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if known and batch > 1 else None
-        return cls(recorded_method(profile, job), precision, mode, batch == 1, samples)
+        return cls(method, precision, mode, batch == 1, samples)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
-            precisions = PRECISIONS[method.removesuffix("-wide")]
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
-            for precision, mode in itertools.product(precisions, CHECKPOINTING):
+            for precision, mode in itertools.product(precisions(profile, method), CHECKPOINTING):
                 yield cls(method, precision, mode, one_sample=True)
                 yield from (cls(method, precision, mode, False, samples) for samples in batches)
 
@@ -146,6 +191,40 @@ class StepVariant:
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The Job and Strategy to record it with."""
         return _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+
+
+@dataclass(frozen=True)
+class SampleVariant:
+    """A recording of one forward without gradients, as validation and sampling do at every noise level."""
+
+    method: str
+    precision: Precision
+    one_sample: bool
+
+    @classmethod
+    def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> SampleVariant:
+        """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
+        method = "full" if job.method == "sample" else recorded_method(profile, job)
+        precision = Precision.of(job.replace(method=method.removesuffix("-wide")), strategy)
+        known = PRECISIONS[method.removesuffix("-wide")]
+        if precision not in known:
+            fault = f"no tape for sampling with {precision.name or 'this precision'}"
+            raise NotRecordedError(fault, "use one of " + ", ".join(entry.name for entry in known))
+        return cls(method, precision, batch == 1)
+
+    @classmethod
+    def all(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
+        for method in methods(profile):
+            for precision, one in itertools.product(PRECISIONS[method.removesuffix("-wide")], (True, False)):
+                yield cls(method, precision, one)
+
+    @property
+    def name(self) -> str:
+        return f"sample-{self.method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
+
+    def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
+        """The Job and Strategy to record it with."""
+        return _records(profile, self.method, self.precision)
 
 
 @dataclass(frozen=True)
@@ -161,17 +240,27 @@ class OptimizerVariant:
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
-        how = strategy.optimizer_step
-        if (strategy.optimizer, how) not in OPTIMIZERS:
-            known = ", ".join(sorted({optimizer for optimizer, _ in OPTIMIZERS}))
-            fault = f"no tape for optimizer {strategy.optimizer} ({strategy.optimizer_step})"
-            raise NotRecordedError(fault, f"use {known}")
-        return cls(recorded_method(profile, job), Precision.of(job, strategy).trained, strategy.optimizer, how)
+        method = recorded_method(profile, job)
+        optimizer, how = UNPAGED.get(strategy.optimizer, strategy.optimizer), strategy.optimizer_step
+        if optimizer != "adamw" and how == "loop":
+            how = "foreach"
+        if (optimizer, how) not in cls.ways(method):
+            known = ", ".join(sorted({known for known, way in cls.ways(method) if way == how} | UNPAGED.keys()))
+            fault = f"no tape for {method} with optimizer {strategy.optimizer} ({strategy.optimizer_step})"
+            fix = "leave --optimizer-step out" if how == "backward" else f"use {known}"
+            raise NotRecordedError(fault, fix)
+        return cls(method, trained_storage(job, strategy), optimizer, how)
+
+    @staticmethod
+    def ways(method: str) -> tuple[tuple[str, str], ...]:
+        """(optimizer, how it steps) of every recording of a method."""
+        return OPTIMIZERS + IN_BACKWARD if method == "full" else OPTIMIZERS
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
-        for method, trained, (optimizer, how) in itertools.product(methods(profile), ("fp32", "half"), OPTIMIZERS):
-            yield cls(method, trained, optimizer, how)
+        for method, trained in itertools.product(methods(profile), ("fp32", "half")):
+            for optimizer, how in cls.ways(method):
+                yield cls(method, trained, optimizer, how)
 
     @property
     def name(self) -> str:

@@ -134,7 +134,8 @@ def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
     if question.machine.host_ram is None:
         return
     machine = question.machine.replace(host_ram=2**50)
-    plan = next(Search(replace(question, machine=machine), search.screen).by_speed(job, False), None)
+    richer = Search(replace(question, machine=machine), search.screen)
+    plan = next(richer.by_speed(job, _kind(richer, job)), None)
     if plan is not None:
         need = -(-plan.host_ram_bytes // GIB)
         plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
@@ -146,9 +147,14 @@ def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
     question = search.question
     for field in (field for field in SEARCHED if field in question.fixed):
         freer = Search(replace(question, fixed=question.fixed - {field}), search.screen)
-        plan = next(freer.by_speed(job, False), None)
+        plan = next(freer.by_speed(job, _kind(freer, job)), None)
         if plan is not None:
             yield Relaxed(field, getattr(question.strategy, field), getattr(plan.strategy, field), plan)
+
+
+def _kind(search: Search, job: Job) -> bool | None:
+    """Lossless plans alone (False), unless tiles make every plan lossy."""
+    return None if search.needs_tiles(job) else False
 
 
 def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:

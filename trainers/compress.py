@@ -3,7 +3,8 @@
 A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up
 again. Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others
 repeat the middle one, which is checked against the trace, not assumed. An allocation's address is (item of the piece,
-position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
+position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks. Blocks of
+a run recorded at its full depth may differ: then each different one is kept, and which block is which.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.record import Place, Trace
+from trainers.places import Place
+from trainers.record import Trace
 from trainers.work import Work
 
 HEAD, TAIL = 2, 2
@@ -74,24 +76,35 @@ class Factoriser:
             key = (*self.factor(nbytes // up), multiple, *self.factor(exact))
         return self.sizes.setdefault(key, len(self.sizes))
 
+    def growing(self, base: int, slope: int) -> int:
+        """The index of a size that is ``base + slope * block``."""
+        return self.sizes.setdefault(("grow", self.factor(base), self.factor(slope)), len(self.sizes))
 
-def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int]) -> dict[str, Any]:
-    """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model."""
-    return _Compressor(trace, Factoriser(atoms)).tape(counts)
+def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int], head: int = HEAD) -> dict[str, Any]:
+    """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model.
+
+    ``head`` blocks at the start of a sweep are kept as they are.
+    """
+    return _Compressor(trace, Factoriser(atoms), counts, head).tape()
 
 
 class _Compressor:
-    def __init__(self, trace: Trace, factoriser: Factoriser) -> None:
+    def __init__(self, trace: Trace, factoriser: Factoriser, counts: list[int], head: int) -> None:
+        self.head = head
         self.trace = trace
         self.factoriser = factoriser
+        self.counts = counts
+        self.whole = [run.count == count for run, count in zip(trace.runs, counts, strict=True)]
         self.freed_at = {~event: index for index, event in enumerate(trace.events) if event < 0}
         self.made_at = {event: index for index, event in enumerate(trace.events) if event >= 0}
         self.names: dict[str, int] = {}
         self.ops: dict[str, int] = {}
         self.address: dict[int, tuple[int, int, int]] = {}
         """allocation -> (item, block or -1, position), within the piece at hand"""
+        self.growth: dict[int, tuple[int, int]] = {}
+        """allocation -> (base, slope), when its size grows from block to block"""
 
-    def tape(self, counts: list[int]) -> dict[str, Any]:
+    def tape(self) -> dict[str, Any]:
         bounds = self.trace.pieces
         pieces = {
             name: self._piece(start, stop)
@@ -100,7 +113,7 @@ class _Compressor:
         }
         runs = []
         ends: dict[str, int] = {}
-        for run, count in zip(self.trace.runs, counts, strict=True):
+        for run, count in zip(self.trace.runs, self.counts, strict=True):
             start = ends.get(run.module_list, 0)
             runs.append({"list": run.module_list, "start": start, "recorded": run.count, "count": count})
             ends[run.module_list] = start + count
@@ -200,21 +213,49 @@ class _Compressor:
     def _encode(self, item: Item) -> dict[str, Any]:
         """An item as JSON.
 
-        A sweep keeps its head, one middle and its tail after checking that all middles are equal.
+        A sweep keeps its head, one middle and its tail after checking that all middles are equal; where they are not,
+        in a run recorded whole, its different blocks and their order.
         """
+        self._find_growth(item)
         templates = [self._template(segment, item) for segment in item.segments]
         if not item.step:
             block = item.first
-            if item.run is not None and block >= HEAD:
+            if item.run is not None and block >= self.head:
                 block -= self.trace.runs[item.run].count
             return {"run": item.run, "block": block, "templates": templates, "pass": item.segments[0].passes}
         ordered = templates[:: item.step]
-        if len(ordered) > HEAD + TAIL:
-            middle = ordered[HEAD:-TAIL]
-            for position, other in enumerate(middle):
-                assert other == middle[0], f"block {HEAD + position} of run {item.run} differs from block {HEAD}"
-            ordered = [*ordered[:HEAD], middle[0], *ordered[-TAIL:]]
-        return {"run": item.run, "step": item.step, "templates": ordered, "pass": item.segments[0].passes}
+        sweep = {"run": item.run, "step": item.step, "pass": item.segments[0].passes}
+        if len(ordered) > self.head + TAIL:
+            middle = ordered[self.head : -TAIL]
+            if any(event in self.growth for segment in item.segments for event in segment.events):
+                middle = [{**other, "work": middle[len(middle) // 2]["work"]} for other in middle]  # on average
+            unlike = [self.head + position for position, other in enumerate(middle) if other != middle[0]]
+            if unlike:
+                assert item.run is not None and self.whole[item.run], f"blocks {unlike} of run {item.run} differ"
+                different = [template for index, template in enumerate(ordered) if template not in ordered[:index]]
+                return {**sweep, "templates": different, "order": [different.index(other) for other in ordered]}
+            ordered = [*ordered[: self.head], middle[0], *ordered[-TAIL:]]
+        return {**sweep, "templates": ordered}
+
+    def _find_growth(self, item: Item) -> None:
+        """Marks allocations whose size is a line through the middle blocks of a sweep, and what of both ends is on it.
+
+        Two points always are, so it takes three middles.
+        """
+        made = [[event for event in segment.events if event >= 0] for segment in item.segments[:: item.step or 1]]
+        middle = made[self.head : -TAIL]
+        if len(middle) < 3 or len(set(map(len, middle))) > 1:
+            return
+        for position in range(len(middle[0])):
+            sizes = [self.trace.allocs[numbers[position]].nbytes for numbers in middle]
+            slope = sizes[1] - sizes[0]
+            if not slope or any(after - before != slope for before, after in itertools.pairwise(sizes)):
+                continue
+            base = sizes[0] - self.head * slope
+            for block, numbers in enumerate(made):
+                same = len(numbers) == len(middle[0])
+                if same and self.trace.allocs[numbers[position]].nbytes == base + block * slope:
+                    self.growth[numbers[position]] = (base, slope)
 
     def _template(self, segment: Segment, item: Item) -> dict[str, Any]:
         events = [
@@ -228,8 +269,9 @@ class _Compressor:
         alloc = self.trace.allocs[number]
         name = self._name(number)
         owner = [*self._owner(number, segment, item), name] if name >= 0 else []
+        growth = self.growth.get(number)
         return [
-            self.factoriser.size(alloc.nbytes, alloc.rounded),
+            self.factoriser.growing(*growth) if growth else self.factoriser.size(alloc.nbytes, alloc.rounded),
             CATEGORIES.index(alloc.category or self._use(number)),
             self.ops.setdefault(alloc.op.removeprefix("aten."), len(self.ops)),
             KERNELS.index(alloc.kernel),
@@ -288,8 +330,9 @@ class _Compressor:
         if item.run == run and item.step and segment.place is not None:
             return 1, block - segment.place[1]
         count = self.trace.runs[run].count
-        assert not HEAD <= block < count - TAIL or count <= HEAD + 1 + TAIL, f"run {run}: block {block} from outside"
-        return (2, block) if block < HEAD else (3, block - count)
+        inside = self.head <= block < count - TAIL and count > self.head + 1 + TAIL
+        assert not inside or self.whole[run], f"run {run}: block {block} from outside"
+        return (2, block) if block < self.head else (3, block - count)
 
     def _work(self, entries: list[Work]) -> list[list[int]]:
         """[kind, dtype is half, flops coefficient, bytes coefficient, *exponents], merged by exponents."""
@@ -308,4 +351,4 @@ class _Compressor:
 
 
 def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return list(map(_listed, value)) if isinstance(value, tuple) else value

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers import fakes
+
 Workspace = tuple[str, tuple[int, ...]]
 """(attention kernel or "any", dimensions whose product is the size in bytes)."""
 
@@ -192,7 +194,8 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
-        yield
+        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu():
+            yield
     finally:
         library._destroy()
 
@@ -231,6 +234,22 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     return found
 
 
+def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
+    """bitsandbytes' 4-bit matrix product: above 1536 rows it is a copy of the weight in the input's dtype and a plain
+    product, and before that, under double quantisation, the blocks' constants in fp32, without and with their mean.
+
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. With fewer rows a fused kernel may do without, which
+    concerns short prompts and time embeddings only.
+    """
+    rows, columns = args[2]
+    copy: Workspace = ("any", (args[0].element_size(), rows, columns))
+    constants: Workspace = ("any", (4, *args[3].shape))
+    if len(args) > 7 and args[7] is not None:
+        constants = ("any", (4, *args[7].shape))
+        return [constants, constants, copy]
+    return [copy]
+
+
 class Rounded(int):
     """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
 
@@ -246,6 +265,7 @@ class Rounded(int):
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "bitsandbytes.gemm_4bit": gemm_4bit,
 }
 
 
@@ -276,34 +296,36 @@ def _aten(names: str) -> frozenset[str]:
 
 
 VIEWS = _aten(
-    "alias _unsafe_view detach expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
-    "unbind unsqueeze view"
+    "alias _conj detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "unbind _unsafe_view unsqueeze view view_as_complex view_as_real"
 )
-"""Take no memory: the output shares its input's storage on every device."""
+"""Take no memory: the output shares its input's storage on every device. A conjugate is a bit that the operator behind
+it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
 
 CREATED = _aten(
-    "arange empty empty_like full linspace new_empty new_empty_strided new_zeros ones ones_like randint randn "
-    "randn_like zeros zeros_like"
+    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
+    "ones_like randint randn randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clone copy_ cos div div_ eq exp fill_ ge gelu "
-    "gelu_backward lerp_ logical_not masked_fill masked_fill_ mse_loss_backward mul mul_ neg normal_ pow reciprocal "
-    "rsqrt rsub sigmoid silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy"
+    "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
+    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
+    "masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
+    "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
 needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "cat constant_pad_nd cumprod embedding index repeat select_backward slice_backward stack upsample_nearest2d "
-    "upsample_nearest2d_backward"
+    "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding index repeat replication_pad1d "
+    "replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu upsample_nearest2d "
+    "upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
-few integers here, at most one per text token; padding fills its output and copies into it, and is a clone when nothing
-is added (PadNd.cpp, constant_pad_nd); the backwards of select and slice are zeros and a copy into them; cumprod runs
-over a schedule of 1000 numbers; embedding looks up one of three kinds per text token."""
+few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
+schedule of 1000 numbers; padding, pooling, upsampling and embedding compute each output from few inputs."""
 
 MATMULS = _aten("addmm bmm mm")
 """cuBLAS's workspace is one buffer per handle that stays, in ``planner.strategies.cublas_workspace``. cuBLASLt, which
@@ -318,10 +340,15 @@ OPTIMIZERS = _aten(
 its outputs are on the tape. CUDA falls back to one call per tensor where CPU does (ForeachUtils.h, can_use_fast_route:
 same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
 
+QUANTISERS = frozenset(
+    f"bitsandbytes.{way}_{kind}" for way in ("quantize", "dequantize") for kind in ("4bit", "blockwise")
+)
+"""Their outputs and no more (bitsandbytes/backends/cuda/ops.py)."""
+
 HOST = _aten("_local_scalar_dense") | {"profiler._record_function_enter_new", "profiler._record_function_exit"}
 """Nothing on the device."""
 
-SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | HOST
+SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | QUANTISERS | HOST
 """Operators whose CUDA kernel allocates what the tape says and no more, by their kind as each group says. What was read
 line by line in torch's source is what the two tables below say of reductions, norms, attention and convolution."""
 
@@ -333,6 +360,12 @@ KNOWN_SMALL = {
     "aten.all": _REDUCTION,
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
+    "aten.argmax": _REDUCTION,
+    "aten.any": _REDUCTION,
+    "aten.dot": "one number, reduced in the workspace of cuBLAS (native/cuda/Blas.cpp, dot)",
+    "aten.max": _REDUCTION,
+    "aten.amax": _REDUCTION,
+    "aten.amin": _REDUCTION,
     "aten.linalg_vector_norm": _REDUCTION,
     "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",
@@ -348,6 +381,8 @@ KNOWN_SMALL = {
     "at most 2**20 numbers each (layer_norm_kernel.cu, dgamma_blocks): 8 MiB; likewise the fused RMSNorm's weight",
     "aten.native_group_norm": "scale and shift in fp32 per sample and channel (group_norm_kernel.cu): 20 KiB a sample",
     "aten.native_group_norm_backward": "sums in fp32 per sample and channel (group_norm_kernel.cu): 40 KiB a sample",
+    "aten.linalg_qr": "cuSOLVER's scratch for a matrix of 512 x 20 (native/cuda/linalg/BatchLinearAlgebra.cpp): KiB",
+    "aten.linalg_solve_triangular": "a copy of a matrix of 20 x 20 (native/BatchLinearAlgebra.cpp): KiB",
     "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
     "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
     "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner import catalog
@@ -25,6 +24,7 @@ from trainers import step
 from trainers.families import family
 from trainers.families.base import Family
 from trainers.meter import Meter, Told
+from trainers.optimizers import make_optimizer
 
 SEED = 0
 SPREAD = 0.02
@@ -145,10 +145,9 @@ def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
     report.tell(losses=losses, step_seconds=seconds)
     with meter.phase("load"):
         model = step.build_model(wanted.profile, wanted.job, strategy)
-        step.materialise(model, meter.device)
-        randomise(model)
+        step.materialise(model, meter.device, randomise)
         trainee = step.Trainee(model, step.trainable_parameters(model))
-        trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
+        trainee.optimizer = make_optimizer(trainee.trainable, strategy)
     with meter.phase("first_step"):
         report.tell(first_step_seconds=one_step())
     with meter.phase("step"):
@@ -175,13 +174,14 @@ def _finite(loss: torch.Tensor) -> float | None:
 
 
 @torch.no_grad()
-def randomise(model: nn.Module) -> None:
-    """Fills every parameter in place: vectors like fresh norms and biases, the rest with small noise. Buffers stay."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, SPREAD)
-        else:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+def randomise(name: str, weight: torch.Tensor) -> None:
+    """Fills a weight in place: vectors like fresh norms and biases, the rest with small noise."""
+    if weight.ndim <= 1:
+        weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own
+        weight.copy_(torch.empty_like(weight, dtype=torch.bfloat16).normal_(0.0, SPREAD))
+    else:
+        weight.normal_(0.0, SPREAD)
 
 
 def out_of_memory(error: BaseException) -> str | None:

@@ -10,26 +10,31 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from bitsandbytes import functional
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from planner.estimate import without_garbage_collection
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
-from trainers import cuda_ops, step
+from trainers import cuda_ops, fakes, quantise, step
 from trainers.families import family
+from trainers.optimizers import SteppedInBackward, make_optimizer
+from trainers.places import Place, Run, find_runs, place_of_name
 from trainers.uniform import Uniform
+from trainers.watch import watch_blocks, watch_casts, watch_gradients
 from trainers.work import Work, work_of
-
-Place = tuple[int, int]
-"""(run, index): the index-th block of a run of like blocks."""
 
 
 @dataclass
@@ -45,15 +50,6 @@ class Alloc:
     kernel: str = "any"
     rounded: tuple[int, int, int] | None = None
     """For a workspace with a rounded dimension: (exact dimension, multiple, rounded dimension)."""
-
-
-@dataclass
-class Run:
-    """A maximal run of structurally equal blocks in one module list."""
-
-    module_list: str
-    start: int
-    count: int
 
 
 @dataclass
@@ -87,10 +83,18 @@ class Recorder(TorchDispatchMode):
         self._uniform = Uniform()
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._number: dict[int, int] = {}
+        self._event_of: list[int] = []
+        """Per allocation: the index of its event."""
+
+        self._from_nothing: set[int] = set()
+        """What the optimizer made without looking at a parameter, until it meets one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
             return args[0].fake_device
+        if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            self.trace.ops.add("aten._local_scalar_dense")
+            return fakes.read(args[0])
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         out = self._uniform.call(func, name, args, kwargs)
@@ -99,8 +103,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         self.trace.ops.add(name)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs = _plain(tree_leaves((args, kwargs)))
+        outputs = _plain(tree_leaves(out))
         each = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
@@ -110,6 +114,8 @@ class Recorder(TorchDispatchMode):
             if storage._cdata not in self._alive:
                 source = args[0][position] if each and len(outputs) == len(args[0]) else None
                 number = self._allocate(storage, name, self.place if source is None else self._common_place([source]))
+                if self.phase == "optimizer" and not inputs:
+                    self._from_nothing.add(number)
                 if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
                     self.trace.allocs[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
         self._note_workspaces(name, args)
@@ -118,16 +124,26 @@ class Recorder(TorchDispatchMode):
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:
         """The block that all tensors belong to; None when they are of several; where we are when they say nothing."""
-        numbers = [self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors]
-        places = {self.trace.allocs[number].place for number in numbers if number is not None}
+        found = (self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        numbers = {number for number in found if number is not None}
+        places = {self.trace.allocs[number].place for number in numbers - self._from_nothing}
         if not places:
             return self.place
-        return places.pop() if len(places) == 1 else None
+        if len(places) > 1:
+            return None
+        place = places.pop()
+        for number in numbers & self._from_nothing:  # a state, and all since, belongs to what it is first used with
+            self._from_nothing.remove(number)
+            self.trace.allocs[number].place = place
+            since = self._event_of[number]
+            self.trace.places[since:] = [place] * (len(self.trace.places) - since)
+        return place
 
     def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> int:
         number = len(self.trace.allocs)
         key = storage._cdata
         self.trace.allocs.append(Alloc(storage.nbytes(), op, place, self.phase))
+        self._event_of.append(len(self.trace.events))
         self._event(number, place)
         self._number[key] = number
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
@@ -157,9 +173,15 @@ class Recorder(TorchDispatchMode):
             self.trace.allocs.append(
                 Alloc(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
             )
+            self._event_of.append(len(self.trace.events))
             self._event(made[-1], self.place)
         for number in made:
             self._event(~number, self.place)
+
+    def weights(self) -> list[tuple[str, int]]:
+        """Name and size of every weight that is there."""
+        allocs = (self.trace.allocs[number] for number in self._number.values())
+        return sorted((alloc.name, alloc.nbytes) for alloc in allocs if alloc.category == "weight")
 
     def begin(self, phase: str) -> None:
         self.phase, self.place = phase, None
@@ -174,70 +196,19 @@ class Recorder(TorchDispatchMode):
             return
         alloc = self.trace.allocs[number]
         alloc.category, alloc.name = category, name
-        if category in ("weight", "optimizer", "gradient"):
+        if category in ("weight", "optimizer", "gradient", "batch"):
             alloc.place = place
 
 
-def find_runs(model: nn.Module, lists: list[str], checkpointed: int | None) -> tuple[list[Run], dict[str, Place]]:
-    """Groups the blocks of the named module lists into runs of equal structure; maps each block's name to its place.
-
-    ``checkpointed`` is the number of blocks, in execution order, that checkpoint when only some do: it splits runs too.
-    """
-    runs: list[Run] = []
-    places: dict[str, Place] = {}
-    seen = 0
-    for module_list in lists:
-        last: Any = None
-        for index, block in enumerate(model.get_submodule(module_list).children()):
-            shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-            signature = (type(block), shapes, checkpointed is not None and seen < checkpointed)
-            if signature != last:
-                runs.append(Run(module_list, index, 0))
-            last = signature
-            places[f"{module_list}.{index}"] = (len(runs) - 1, runs[-1].count)
-            runs[-1].count += 1
-            seen += 1
-    return runs, places
-
-
-def place_of_name(name: str, places: dict[str, Place]) -> Place | None:
-    """The place of the block a parameter belongs to, from its dotted name."""
-    parts = name.split(".")
-    for end in range(len(parts), 1, -1):
-        found = places.get(".".join(parts[:end]))
-        if found is not None:
-            return found
-    return None
-
-
-def _watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
-    """Hooks that keep ``recorder.place`` at the block that runs, forward and backward."""
-
-    def entering(place: Place | None) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if recorder.phase == "forward":
-                recorder.place = place
-
-        return hook
-
-    def left(place: Place) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if recorder.phase != "forward":
-                return
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: setattr(recorder, "place", place))
-
-        return hook
-
-    lists = {name.rpartition(".")[0] for name in places}
-    for name, place in places.items():
-        block = model.get_submodule(name)
-        block.register_forward_pre_hook(entering(place))
-        block.register_forward_hook(left(place))
-    for name, child in model.named_children():
-        if name not in lists and not any(listed.startswith(f"{name}.") for listed in lists):
-            child.register_forward_pre_hook(entering(None))
+def _plain(leaves: list[Any]) -> list[Tensor]:
+    """The tensors among the leaves; one that wraps others (as torchao's) as those."""
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+            found += [tensor for _, tensor in quantise.stored_tensors("", leaf)]
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def record_step(
@@ -248,8 +219,10 @@ def record_step(
     ``config`` replaces the published architecture, e.g. by one of fewer blocks.
     """
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
-        _watch_blocks(trainee.model, recorder, places)
-        _watch_gradients(trainee, recorder, places)
+        watch_blocks(trainee.model, recorder, places)
+        watch_gradients(trainee.trainable, recorder, places)
+        watch_casts(trainee.model, recorder, places)
+        before = recorder.weights()
         kind = family(profile)
         recorder.piece("step")
         recorder.begin("forward")
@@ -260,8 +233,27 @@ def record_step(
         recorder.label(loss, "batch", "loss")
         recorder.begin("backward")
         loss.backward()
-        without = {name for name, parameter in trainee.trainable.items() if parameter.grad is None}
-        assert without == idle_parameters(profile, trainee), sorted(without)
+        assert recorder.weights() == before, "a step leaves the weights stored as it found them"
+        recorder.piece("end")
+        return recorder.trace
+
+
+def record_sample(
+    profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
+) -> Trace:
+    """Records loading and one forward without gradients (``denoise``), as sampling calls it at every noise level."""
+    with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
+        watch_blocks(trainee.model, recorder, places)
+        kind = family(profile)
+        trainee.model.eval()
+        recorder.piece("denoise")
+        recorder.begin("forward")
+        batch = kind.batch(grid, "cpu", step.compute_dtype(strategy))
+        for name, tensor in batch.items():
+            recorder.label(tensor, "batch", name)
+        out = step.sample_forward(trainee, kind, batch, strategy)
+        recorder.place = None
+        recorder.label(out, "batch", "prediction")
         recorder.piece("end")
         return recorder.trace
 
@@ -271,33 +263,30 @@ def record_optimizer(
 ) -> Trace:
     """Records the first optimizer step (``optimizer_first``: it creates the states) and a later one (``optimizer``).
 
-    What the step does depends on the parameters and their gradients alone, so gradients are simply put there.
+    What the step does depends on the parameters and their gradients alone, so gradients are simply put there: on all
+    parameters but those that a backward never reaches, which the optimizer skips.
     """
+    kind = family(profile)
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
         with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real numbers
-            trainee.optimizer = step.make_optimizer(trainee.trainable, strategy)
-        idle = idle_parameters(profile, trainee)
+            trainee.optimizer = make_optimizer(trainee.trainable, strategy)
         recorder.begin("optimizer")
         for piece in ("optimizer_first", "optimizer"):
             recorder.piece("gradients")
             for name, parameter in trainee.trainable.items():
-                if name in idle:
+                if kind.without_gradient(name, len(places)):
                     continue
                 parameter.grad = torch.empty_like(parameter)
                 recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
             recorder.piece(piece)
-            step.optimizer_step(trainee)
+            if isinstance(trainee.optimizer, SteppedInBackward):
+                for parameter in reversed(trainee.trainable.values()):  # the order of backward
+                    trainee.optimizer.step_parameter(parameter)
+            else:
+                step.optimizer_step(trainee)
             _label_states(trainee, recorder, places, strategy)
         recorder.piece("end")
         return recorder.trace
-
-
-def idle_parameters(profile: ModelProfile, trainee: step.Trainee) -> set[str]:
-    """Trained parameters that get no gradient, nor an optimizer state: those of the family's idle modules."""
-    stack = profile.stacks[-1].list
-    last = len(trainee.model.get_submodule(stack)) - 1  # type: ignore[arg-type]
-    prefixes = tuple(f"{stack}.{last}.{module}" for module in family(profile).idle)
-    return {name for name in trainee.trainable if prefixes and name.startswith(prefixes)}
 
 
 @contextlib.contextmanager
@@ -307,7 +296,9 @@ def _recording(
     """A loaded model of fake tensors, with the recorder on."""
     recorder = Recorder()
     model = step.build_model(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers and noise schedules are real
+    if strategy.weights(job.method) == "nf4":  # a table of numbers that all layers share, computed at its first use
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
     gc.collect()
     # Frees must come from reference counts, not from a collection that runs at a random moment.
     with without_garbage_collection(), cuda_ops.cuda_semantics(), fake:
@@ -316,39 +307,44 @@ def _recording(
         recorder.trace.runs, places = find_runs(model, lists, partial)
         with recorder:
             recorder.piece("load")
-            _load(model, recorder, places)
+            load(model, recorder, places)
             yield recorder, step.Trainee(model, step.trainable_parameters(model)), places
 
 
-def _load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
-    step.materialise(model, "cpu")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        place = place_of_name(name, places)
-        recorder.label(tensor, "weight", name, place)
+def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+    """Loads the weights and the tables beside them, and labels them."""
+
+    def allocated(name: str, weight: Tensor) -> None:
+        recorder.place = place_of_name(name, places)
+        recorder.label(weight, "weight", "", recorder.place)  # its name goes to what is left of it
+
+    step.materialise(model, "cpu", allocated)
+    for name, tensor in named_tensors(model):
+        recorder.label(tensor, "weight", name, place_of_name(name, places))
     trace = recorder.trace
-    assert all(alloc.category == "weight" for alloc in trace.allocs), "loading allocates weights and nothing else"
-    trace.places[:] = [alloc.place for alloc in trace.allocs]
+    made = [event if event >= 0 else ~event for event in trace.events]
+    freed = {~event for event in trace.events if event < 0}
+    assert all(trace.allocs[number].name for number in made if number not in freed), "what stays loaded is a weight"
+    trace.places[:] = [trace.allocs[number].place for number in made]
 
 
-def _watch_gradients(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place]) -> None:
-    def watch(name: str, parameter: nn.Parameter) -> None:
-        def accumulated(_: Tensor) -> None:
-            assert parameter.grad is not None
-            recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
-
-        parameter.register_post_accumulate_grad_hook(accumulated)
-
-    for name, parameter in trainee.trainable.items():
-        watch(name, parameter)
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every plain tensor a model is kept in, by full name."""
+    for name, parameter in model.named_parameters():
+        yield from quantise.stored_tensors(name, parameter)
+    yield from model.named_buffers()
 
 
 def _label_states(
     trainee: step.Trainee, recorder: Recorder, places: dict[str, Place], strategy: Strategy
 ) -> None:
-    """Marks optimizer states; torch's step counters stay in host memory unless the step is fused."""
+    """Marks optimizer states; torch's step counters stay in host memory unless the step is fused.
+
+    So is what else is one number, made anew in every step (Adafactor's RMS): 512 bytes for a parameter.
+    """
     assert trainee.optimizer is not None
     for name, parameter in trainee.trainable.items():
         for key, value in trainee.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                host = key == "step" and strategy.optimizer_step != "fused"
+                host = value.ndim == 0 and strategy.optimizer_step != "fused"
                 recorder.label(value, "host" if host else "optimizer", f"{name}:{key}", place_of_name(name, places))

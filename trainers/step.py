@@ -7,7 +7,8 @@ cannot drift from what it trains. Nothing here knows that a recorder exists.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Strategy
-from trainers import families
+from planner.job import QUANTISED, Job, Strategy
+from trainers import families, quantise
 from trainers.families.base import Family
+from trainers.optimizers import SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_GRAD_NORM = 1.0
@@ -33,7 +34,7 @@ class Trainee:
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | SteppedInBackward | None = None
 
 
 def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None) -> nn.Module:
@@ -48,8 +49,11 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
     model_class = getattr(diffusers, profile.diffusers_class)
     with no_init_weights(), init_empty_weights():
         model: nn.Module = model_class.from_config(config or profile.config)
-    cast_weights(model, DTYPES[stored_dtype(strategy)])
+    weights = strategy.weights(job.method)
+    cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])
     model.requires_grad_(False)
+    if weights in QUANTISED:
+        quantise.prepare(model, weights, compute_dtype(strategy))
     if job.method == "lora":
         add_adapter(model, job, strategy)
     elif job.method == "full":
@@ -57,13 +61,6 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
     set_checkpointing(model, strategy)
     families.family(profile).prepare(model)
     return model.train()
-
-
-def stored_dtype(strategy: Strategy) -> str:
-    """The storage dtype of the weights; a VplanError for one that cannot be built."""
-    if strategy.weights_dtype not in DTYPES:
-        raise VplanError(f"weights_dtype {strategy.weights_dtype} cannot be built yet", "use fp32, bf16 or fp16")
-    return strategy.weights_dtype
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -101,7 +98,8 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
         target_modules=list(job.lora_targets),
         init_lora_weights="gaussian",
     )
-    with init_empty_weights():
+    with init_empty_weights(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # cannot merge, which nobody asks
         inject_adapter_in_model(adapter, model)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -137,14 +135,28 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there."""
+Fill = Callable[[str, torch.Tensor], None]
+"""Gives a weight, by its full name and just allocated, its values."""
 
-    for module in model.modules():
+
+def materialise(model: nn.Module, device: torch.device | str, fill: Fill | None = None) -> None:
+    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
+
+    A quantised base is quantised on the device, one half-precision weight after another. Parameters that are tied stay
+    so.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and parameter in made:
+                module._parameters[name] = made[parameter]
+            elif parameter is not None and parameter.is_meta:
                 weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                module._parameters[name] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                if fill is not None:
+                    fill(f"{prefix}.{name}" if prefix else name, weight)
+                quantise.store(module, name, weight)
+                made[parameter] = module._parameters[name]
+                del weight
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device, copy=True)
@@ -153,24 +165,6 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by full name, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def make_optimizer(
-    trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4
-) -> torch.optim.Optimizer:
-    """The optimizer a strategy names: torch AdamW (foreach, fused or loop) or bitsandbytes' 8-bit AdamW."""
-    parameters = list(trainable.values())
-    if strategy.optimizer == "adamw":
-        how = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
-        if strategy.optimizer_step not in how:
-            fault = f"optimizer_step {strategy.optimizer_step} is not applied yet"
-            raise VplanError(fault, "use foreach, fused or loop")
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=1e-2, **how[strategy.optimizer_step])
-    if strategy.optimizer == "adamw-8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(parameters, lr=learning_rate, weight_decay=1e-2)
-    raise VplanError(f"optimizer {strategy.optimizer} is not built yet", "use adamw or adamw-8bit")
 
 
 @contextlib.contextmanager
@@ -184,8 +178,10 @@ def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
 
 
 def compute_dtype(strategy: Strategy) -> torch.dtype:
-    """The dtype inputs have: autocast's, else the weights'."""
-    return DTYPES[strategy.autocast if strategy.autocast != "none" else stored_dtype(strategy)]
+    """The dtype inputs have: autocast's, else the weights', else what quantised weights are turned into."""
+    if strategy.autocast != "none":
+        return DTYPES[strategy.autocast]
+    return DTYPES.get(strategy.weights_dtype or "bf16", DTYPES[strategy.compute_dtype])
 
 
 def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
@@ -196,9 +192,21 @@ def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], st
     return family.loss(family.prediction(outputs), target, inputs)
 
 
+@torch.no_grad()
+def sample_forward(
+    trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy
+) -> torch.Tensor:
+    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling."""
+    inputs, _ = family.inputs_and_target(batch)
+    with autocast(strategy, next(iter(batch.values())).device):
+        return trainee.model(**inputs, return_dict=False)[0]  # type: ignore[no-any-return]
+
+
 def optimizer_step(trainee: Trainee) -> None:
-    """Clips the gradients, steps and frees them."""
+    """Clips the gradients, steps and frees them; nothing when backward has done that already."""
     assert trainee.optimizer is not None
+    if isinstance(trainee.optimizer, SteppedInBackward):
+        return
     torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM, foreach=True)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)

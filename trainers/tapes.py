@@ -18,14 +18,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from planner import catalog
 from planner.facts import ModelProfile
-from planner.tape import ATOMS, FORMAT
-from planner.variants import OptimizerVariant, StepVariant
+from planner.job import Job, Strategy
+from planner.tape import ATOMS, FORMAT, derived
+from planner.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers import step
 from trainers.compress import HEAD, TAIL, compress
 from trainers.families import family
-from trainers.record import Trace, find_runs, record_optimizer, record_step
+from trainers.places import find_runs
+from trainers.record import Trace, record_optimizer, record_sample, record_step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Per kind of block: both ends and two middles, which must be alike."""
@@ -35,32 +39,37 @@ PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 20
 CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
 Rows and columns stay below 384, where SD3's table of positions ends."""
 
-WIDTHS = (373, 379, 383)
-FRAMES = (359, 353, 349, 347, 337, 331)
-SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES = 71, (73, 79, 83, 89, 97), (67, 61, 59)
-"""For families that mask all tokens: an expanded mask of the sizes above has more elements than torch can count."""
+HEIGHTS, WIDTHS = (PRIMES["H"], 317, 313, 311, 307), (373, 379, 383)
+FRAMES = (359, 353, 349, 347, 337, 331, 691)
+SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89, 97), (67, 61, 59)
+"""For families that mask all tokens, as an expanded mask of the sizes above has more elements than torch can count; and
+for tables of positions that end before them."""
 
 
 def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any.
 
-    Width and text are primes at which every sum (as F*H*W + T) is a prime or twice one, so that sums show in sizes too.
+    The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
+    sizes too.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": batch} if batch else {})}
-    height, widths, lengths = PRIMES["H"], WIDTHS, FRAMES
-    if kind.masks_all_tokens:
-        height, widths, lengths = SHORT_HEIGHT, SHORT_WIDTHS, SHORT_FRAMES
-    texts = filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))
-    for text, frames, width in itertools.product([PRIMES["T"], *texts], lengths, widths):
-        grid = {**PRIMES, "T": text, "F": frames, "H": height, "W": width, **regime}
-        sums = {
-            name: constant + sum(math.prod(grid[atom] for atom in product) for product in products)
-            for name, (constant, products) in kind.sums.items()
-        }
-        if all(_is_prime(value // (2 - value % 2)) for value in sums.values()):
+    heights, widths, lengths = HEIGHTS, WIDTHS, FRAMES
+    if kind.masks_all_tokens or kind.short_sides or kind.longest_side:
+        heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
+    texts = [PRIMES["T"], *filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))]
+    extras = list(filter(_is_prime, range(PRIMES["E"], 2 * PRIMES["E"]))) if kind.extra_tokens else [PRIMES["E"]]
+    for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
+        grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
+        sums = derived(grid, kind.rounded, kind.sums)
+        if all(_shows(value) for value in sums.values()):
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")
+
+
+def _shows(value: int) -> bool:
+    """Whether a sum can be told from all else in a size: up to twelve times a prime above those of the models."""
+    return any(value % few == 0 and value // few > 128 and _is_prime(value // few) for few in range(1, 13))
 
 
 def _is_prime(number: int) -> bool:
@@ -78,7 +87,7 @@ def shallow_config(profile: ModelProfile) -> dict[str, Any]:
     if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
         return {**config, "mmdit_layers": RECORDED_BLOCKS, "num_layers": 2 * RECORDED_BLOCKS}
     for stack in profile.stacks:
-        if isinstance(config[stack.depth_key], int):
+        if stack.alike and isinstance(config[stack.depth_key], int):
             config[stack.depth_key] = min(RECORDED_BLOCKS, config[stack.depth_key])
     if profile.family == "mochi":  # its last block is without text output
         config["num_layers"] += 1
@@ -99,6 +108,15 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
     trace = record_step(profile, job, strategy, grid, shallow_config(profile))
+    return _tape(profile, variant.name, trace, grid, sums, regime)
+
+
+def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]:
+    """Records one sampling variant; returns the tape file's JSON."""
+    job, strategy = variant.records(profile)
+    known = profile.shape.batches
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if known else None)
+    trace = record_sample(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, regime)
 
 
@@ -127,22 +145,51 @@ def _tape(
         "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
         "regime": regime,
         "sums": {key: [constant, list(products)] for key, (constant, products) in family(profile).sums.items()},
+        **({"rounded": family(profile).rounded} if family(profile).rounded else {}),
         "operators": sorted(trace.ops),
         "tape": compress(trace, atoms, list(full_run_lengths(profile.name))),
     }
 
 
 def write_tape(tape: dict[str, Any], folder: Path) -> Path:
-    """Writes ``folder/<variant>.json.gz``, byte for byte the same for the same recording."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{tape['variant']}.json.gz"
-    text = json.dumps(tape, separators=(",", ":"), sort_keys=True)
+    """Writes ``folder/<variant>.json.gz``."""
+    return write(tape, folder / f"{tape['variant']}.json.gz")
+
+
+def write(recorded: dict[str, Any], path: Path) -> Path:
+    """Writes packed JSON, byte for byte the same for the same recording."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(recorded, separators=(",", ":"), sort_keys=True)
     partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     partial.replace(path)
     return path
 
 
-def all_variants(profile: ModelProfile) -> Iterator[StepVariant | OptimizerVariant]:
+def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
     """Every variant shipped for a model."""
-    return itertools.chain(StepVariant.all(profile), OptimizerVariant.all(profile))
+    return itertools.chain(StepVariant.all(profile), SampleVariant.all(profile), OptimizerVariant.all(profile))
+
+
+def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> dict[str, Any]:
+    """Records one variant of whatever kind; returns the tape file's JSON."""
+    if isinstance(variant, StepVariant):
+        return step_tape(profile, variant)
+    return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
+
+
+def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The parameters file's JSON (`planner.parameters`), read off the bare model on the meta device."""
+    job, strategy = _records_of_bare_model(profile)
+    parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
+    return {
+        "format": FORMAT,
+        "model": profile.name,
+        "rows": {name: parameter.shape[0] if parameter.ndim else 1 for name, parameter in parameters.items()},
+        "fp32": [name for name, parameter in parameters.items() if parameter.dtype == torch.float32],
+    }
+
+
+def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
+    """Full training in 16 bits: no adapters, and what is kept in fp32 stands out."""
+    return StepVariant("full", Precision("half", "", autocast=False), "none", one_sample=True).records(profile)

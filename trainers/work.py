@@ -22,6 +22,9 @@ IDLE = frozenset({"_unsafe_view", "empty", "empty_strided", "new_empty", "new_em
 """Not ``empty_like``: in FusedRmsNorm it stands for what the kernel writes."""
 
 
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work | None:
     """The work of one call, or None for views and for operators that only take memory."""
     if not outputs or func.is_view or func.overloadpacket.__name__ in IDLE:
@@ -32,12 +35,15 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], o
     elif "efficient_attention" in name:  # likewise the logsumexp, which is rounded up and small
         inputs, outputs = ([tensor for tensor in side if tensor.ndim == 4] for side in (inputs, outputs))
     nbytes = tuple(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
+    if name == "gemm_4bit":  # the weight is unpacked, written and read, then multiplied
+        rows, columns = args[2]
+        copy = 2 * rows * columns * args[0].element_size()
+        return Work("matmul", HALVES.get(args[0].dtype, "fp32"), 2 * args[0].numel() * rows, (*nbytes, copy))
     counter = flop_registry.get(func.overloadpacket)
     if counter is None:
         return Work("pointwise", "fp32", 0, nbytes)
     flops = int(counter(*args, **kwargs, out_val=out))
-    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(outputs[0].dtype, "fp32")
-    return Work(_kind(name), dtype, flops, nbytes)
+    return Work(_kind(name), HALVES.get(outputs[0].dtype, "fp32"), flops, nbytes)
 
 
 def _kind(name: str) -> str:

@@ -5,8 +5,11 @@ Commands raise VplanError for what the user got wrong and return their exit code
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +25,9 @@ VERBS = {
     "probe": "What a plan really takes, measured on this machine's GPU.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
-    "record": "Records the tapes again that all estimates are read from.",
+    "record": "Records a model of your own, or our tapes again.",
     "accuracy": "How near the estimates come to what was measured.",
+    "doctor": "What this machine has, and what it lacks for training.",
 }
 """Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""
 
@@ -32,6 +36,9 @@ USAGE = 2
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
+
+UNWRITTEN = 1
+"""The answer did not get out: the disk is full, its reader has gone (`| head -1`), or nobody gave us a stdout."""
 
 
 class Verbs(click.Group):
@@ -72,20 +79,32 @@ class Verbs(click.Group):
         """Run one command line; returns the exit code, or ends the process with it in click's standalone mode."""
         words = list(sys.argv[1:] if args is None else args)
         try:
-            result = super().main(words, prog_name or "vplan", complete_var, standalone_mode=False, **extra)
-            code = result if isinstance(result, int) else 0
-        except VplanError as error:
-            code = _report(error, words)
-        except click.Abort:
-            code = INTERRUPTED
-        except click.exceptions.NoArgsIsHelpError as error:
-            error.show()
-            code = error.exit_code
-        except click.ClickException as error:
-            code = _report(_as_ours(error), words)
+            if sys.stdout is None:  # `>&-`
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            code = self._run(words, prog_name or "vplan", complete_var, extra)
+            sys.stdout.flush()
+        except OSError as error:
+            if error.filename is not None:  # a file of ours that no command answers for: a bug
+                raise
+            code = _unwritten(error)
         if standalone_mode:
             sys.exit(code)
         return code
+
+    def _run(self, words: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
+        """The exit code of a command line whose errors, if any, have been said."""
+        try:
+            result = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+            return result if isinstance(result, int) else 0
+        except VplanError as error:
+            return _report(error, words)
+        except click.Abort:
+            return INTERRUPTED
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            return error.exit_code
+        except click.ClickException as error:
+            return _report(_as_ours(error), words)
 
 
 def _as_ours(error: click.ClickException) -> VplanError:
@@ -110,10 +129,22 @@ def _report(error: VplanError, words: list[str]) -> int:
     if "--json" in own_words and error.exit_code != USAGE:
         click.echo(json.dumps({"error": {"message": error.message, "fix": error.fix}}))
     else:
-        click.echo(f"error: {error.message}", err=True)
-        if error.fix:
-            click.echo(f"fix: {error.fix}", err=True)
+        with contextlib.suppress(OSError):  # the exit code says it too where stderr takes nothing
+            click.echo(f"error: {error.message}", err=True)
+            if error.fix:
+                click.echo(f"fix: {error.fix}", err=True)
     return error.exit_code
+
+
+def _unwritten(error: OSError) -> int:
+    """Ends a command whose answer did not get out: silently when its reader has gone, else with one line."""
+    if sys.stdout is not None:  # what is left in its buffer would fail once more at the exit
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):
+        with contextlib.suppress(OSError):
+            click.echo(f"error: the answer could not be written: {error.strerror}", err=True)
+    return UNWRITTEN
 
 
 def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +18,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DONE = 0
 DOES_NOT_FIT = 3
+
+PIPED_WIDTH = 1_000
+"""Columns of a table that goes to a file or another program: a line a row, whatever it holds."""
 
 
 class Verb(click.Command):
@@ -43,6 +48,12 @@ def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
 
 
+def markdown_option(page: str) -> Callable[[Function], Function]:
+    """Adds `--markdown`; the command gets `as_markdown: bool`. `page` is the page of the docs it prints."""
+    text = f"Print {page} of the docs: all we know of those that come with vplan, with sources."
+    return click.option("--markdown", "as_markdown", is_flag=True, help=text)
+
+
 def output_option(what: str) -> Callable[[Function], Function]:
     """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
     return click.option("-o", "--output", metavar="FILE", help=f"Write {what} to FILE.")
@@ -54,10 +65,22 @@ def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None
         # NaN and Infinity are not JSON; a command that has no number says null.
         click.echo(json.dumps(answer, indent=2, allow_nan=False))
     else:
-        # Imported here: a program that asks for JSON should not wait for colours.
-        from rich.console import Console
+        render(_console())
 
-        render(Console(highlight=False))
+
+def _console() -> Console:
+    """Where answers for people go: as wide as the terminal, or as COLUMNS says; without either nothing is wrapped."""
+    # Imported here: a program that asks for JSON should not wait for colours.
+    from rich.console import Console
+
+    class Answer(Console):
+        """Leaves the end of a pipe to `planner.commands`, which ends every command the same way."""
+
+        def on_broken_pipe(self) -> None:
+            raise
+
+    wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
+    return Answer(highlight=False, width=wide)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import catalog
-from planner.commands.common import Verb, examples, json_option, show, table
+from planner.commands.common import Verb, examples, json_option, markdown_option, show, table
 from planner.facts import GpuProfile
 from planner.units import MIB, gib
 
@@ -16,14 +16,20 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Verb, epilog=examples("vplan gpus", "vplan gpus --json"))
+@markdown_option("docs/gpus.md")
 @json_option
-def command(as_json: bool) -> None:
+def command(as_markdown: bool, as_json: bool) -> None:
     """List the cards we know.
 
     A plan may use what a card can give to a process ("gives"), which is less than what it is sold as and less than what
     nvidia-smi shows ("total"). Cards with a star stand for their class: --gpu 24GB is the one of them that gives least.
     For any other card name the memory itself, as --gpu 23.5GiB.
     """
+    if as_markdown:
+        from planner.pages import gpus_page
+
+        click.echo(gpus_page(), nl=False)
+        return
     cards = [catalog.gpu(name) for name in catalog.gpu_names()]
     cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
     classes = [{"name": group.name, **group.to_json()} for group in catalog.gpu_classes()]

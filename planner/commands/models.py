@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import catalog
-from planner.commands.common import Verb, examples, json_option, show, table
+from planner.commands.common import Verb, examples, json_option, markdown_option, show, table
 from planner.facts import ModelProfile
 
 if TYPE_CHECKING:
@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Verb, epilog=examples("vplan models", "vplan models --json"))
+@markdown_option("docs/models.md")
 @json_option
-def command(as_json: bool) -> None:
+def command(as_markdown: bool, as_json: bool) -> None:
     """List the models we know.
 
     "params" counts the part that is trained (the transformer or UNet), in billions. "frames" is the length trained by
-    default, and the rule for others: 4n+1 takes 1, 5, 9 and so on. Sizes are height x width.
+    default, and the rule for others: 4n+1 takes 1, 5, 9 and so on. Sizes are height x width. Models of your own
+    (`vplan record FOLDER`) come last.
     """
+    if as_markdown:
+        from planner.pages import models_page
+
+        click.echo(models_page(), nl=False)
+        return
     models = [catalog.model(name) for name in catalog.model_names()]
     show({"models": [model.to_json() for model in models]}, as_json, lambda console: _table(console, models))
 
@@ -34,7 +41,7 @@ def _table(console: Console, models: list[ModelProfile]) -> None:
 def _row(model: ModelProfile) -> list[Any]:
     shape = model.shape
     return [
-        model.name,
+        f"{model.name} (yours)" if model.is_own else model.name,
         model.kind,
         f"{model.parameters / 1e9:.2f} B",
         shape.default_frames,

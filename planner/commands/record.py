@@ -1,4 +1,4 @@
-"""`vplan record`: records the tapes of our models again, or says whether the ones there are still what is recorded.
+"""`vplan record`: records the tapes of a model of your own, or ours again, or says whether they are still the same.
 
 The one command that runs torch: `trainers` is imported inside it, in this process or in the workers of `--jobs`.
 """
@@ -9,7 +9,7 @@ import gzip
 import importlib.util
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,18 +18,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 import profiles
-from planner import catalog
+from planner import catalog, home
+from planner.commands import USAGE, own
 from planner.commands.common import Verb, examples, json_option, show
+from planner.components import COMPONENTS, Component, components
 from planner.errors import VplanError, quoted
+from planner.facts import ModelProfile
+from planner.parameters import FILE as PARAMETERS_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes")
+NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes", "transformers", "torchao", "prodigyopt")
 """What recording imports. A planning laptop has none of them."""
 
 NOT_COMPARED = ("versions",)
 """Keys of a tape that may differ: another torch may well record the same allocations."""
+
+
+PARAMETERS = "parameters"
+"""The table of a model's parameters, recorded beside its tapes."""
 
 
 class Task(NamedTuple):
@@ -37,6 +45,8 @@ class Task(NamedTuple):
 
     model: str
     variant: str
+    component: str
+    """the VAE or text encoder of that model it is a tape of; empty: the model itself"""
     path: Path
     check: bool
 
@@ -47,33 +57,85 @@ class Done(NamedTuple):
     task: Task
     nbytes: int
     difference: str
+    unclassified: tuple[str, ...] = ()
+    """operators nobody has compared with CUDA's"""
 
 
 @click.command(
     cls=Verb,
     epilog=examples(
+        "vplan record ~/models/my-wan --name my-wan",
+        "vplan record ~/models/my-wan/transformer/config.json --all",
         "vplan record wan2.1-t2v-1.3b -o tapes",
         "vplan record --check --jobs 4",
-        "vplan record flux.1-dev --variant step-lora --check",
     ),
 )
-@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.argument("models", nargs=-1, metavar="[FOLDER|CONFIG.json|MODEL]...")
+@click.option("--name", metavar="NAME", help="What to call the model in FOLDER.  [default: as its folder]")
 @click.option("--variant", "text", metavar="TEXT", default="", help="Only variants with TEXT in their name.")
+@click.option("--all", "everything", is_flag=True, help="All variants of an own model, not just the first needed.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 at the first tape that is not what is recorded now.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes at once.")
 @click.option("-o", "--output", metavar="FOLDER", help="Folder of the tapes.  [default: vplan's own]")
 @json_option
-def command(models: Sequence[str], text: str, check: bool, jobs: int, output: str | None, as_json: bool) -> None:
+def command(
+    models: Sequence[str],
+    name: str | None,
+    text: str,
+    everything: bool,
+    check: bool,
+    jobs: int,
+    output: str | None,
+    as_json: bool,
+) -> None:
     """Record the tapes that estimates are read from.
 
     A tape is every allocation of one real training step, recorded with fake tensors: no GPU, no weights, no download.
-    It needs what training needs: pip install 'vplan[train]'. A model has some forty tapes, of 2 to 30 seconds each.
-    Without MODEL, all models are recorded.
+    It needs what training needs: pip install 'vplan[train]'.
+
+    FOLDER is a model of your own in diffusers' layout, or its config.json. It is kept in your data folder (VPLAN_HOME
+    says which) and then known everywhere by its name and its folder. What is recorded already is not recorded again.
+    MODEL is one we know; without any, all that come with vplan are recorded: 70 to 100 tapes each, of 2 to 40 seconds.
     """
-    names = [catalog.model(name).name for name in models] or list(catalog.model_names())
-    folder = Path(output) if output else profiles.TAPES
+    folders = [model for model in models if own.is_folder(model)]
+    _check_use(models, folders, name, check, output)
+    sources = [own.read(model, name) for model in folders]
     _require_torch()
-    tasks = _tasks(dict.fromkeys(names), text, folder, check)
+    kept = [own.keep(source, chosen) for source, chosen in sources]
+    known = [catalog.model(model).name for model in models if model not in folders]
+    names = [entry.profile.name for entry in kept] + known or list(profiles.model_names())
+    folder = Path(output) if output else profiles.TAPES
+    tasks = _tasks(dict.fromkeys(names), _Wanted(text, everything, check), folder)
+    try:
+        done = _all_done(tasks, jobs)
+    except VplanError:
+        for entry in kept:
+            home.forget(entry.profile.name)
+        raise
+    answer = {
+        "folder": str(home.tapes() if kept else folder),
+        "checked": check,
+        "own": [entry.to_json() for entry in kept],
+        "tapes": [
+            {"model": entry.task.model, "variant": entry.task.variant, "bytes": entry.nbytes} for entry in done
+        ],
+        "unclassified": sorted({name for entry in done for name in entry.unclassified}),
+    }
+    show(answer, as_json, lambda console: _render(console, answer, kept))
+
+
+def _check_use(models: Sequence[str], folders: list[str], name: str | None, check: bool, output: str | None) -> None:
+    if name is not None and (len(models) != 1 or not folders):
+        raise VplanError("--name is for one folder or config.json", "name the folder of your model", USAGE)
+    if folders and check:
+        raise VplanError("--check is for what is recorded", "give the model's name instead of its folder", USAGE)
+    own_names = home.model_names()
+    if output and (folders or any(model.lower() in own_names for model in models)):
+        raise VplanError("-o is not for your own models", f"set {home.VARIABLE} to keep them elsewhere", USAGE)
+
+
+def _all_done(tasks: list[Task], jobs: int) -> list[Done]:
+    """Everything recorded, in the order asked for; a VplanError at the first tape that differs or cannot be made."""
     done = []
     for entry in _with_progress(_run(tasks, jobs), len(tasks)):
         if entry.difference:
@@ -83,19 +145,24 @@ def command(models: Sequence[str], text: str, check: bool, jobs: int, output: st
                 f"vplan record {task.model} --variant {task.variant}",
             )
         done.append(entry)
-    done.sort(key=lambda entry: tasks.index(entry.task))
-    answer = {
-        "folder": str(folder),
-        "checked": check,
-        "tapes": [{"model": task.model, "variant": task.variant, "bytes": nbytes} for task, nbytes, _ in done],
-    }
+    return sorted(done, key=lambda entry: tasks.index(entry.task))
 
-    def render(console: Console) -> None:
-        what = "as recorded now" if check else "written"
-        kilobytes = sum(entry.nbytes for entry in done) / 1000
-        console.print(f"tapes {what}: {len(done)}, {kilobytes:.0f} kB in {folder}", markup=False)
 
-    show(answer, as_json, render)
+def _render(console: Console, answer: dict[str, Any], kept: Sequence[own.Kept]) -> None:
+    for entry in kept:
+        profile = entry.profile
+        size = f"{profile.parameters:,} parameters"
+        console.print(f"{profile.name}: {profile.diffusers_class}, {size}, {profile.blocks} blocks", markup=False)
+        for note in entry.notes:
+            console.print(note, markup=False)
+    what = "as recorded now" if answer["checked"] else "written"
+    kilobytes = sum(tape["bytes"] for tape in answer["tapes"]) / 1000
+    console.print(f"tapes {what}: {len(answer['tapes'])}, {kilobytes:.0f} kB in {answer['folder']}", markup=False)
+    if answer["unclassified"]:
+        names = ", ".join(answer["unclassified"])
+        console.print(f"not compared with what CUDA does, so less sure: {names}", markup=False)
+    for entry in kept:
+        console.print(f"next: vplan suggest {entry.profile.name} --gpu 24GB", markup=False)
 
 
 def _require_torch() -> None:
@@ -104,24 +171,65 @@ def _require_torch() -> None:
         raise VplanError(f"recording needs {', '.join(missing)}, not installed here", "pip install 'vplan[train]'")
 
 
-def _tasks(models: dict[str, None], text: str, folder: Path, check: bool) -> list[Task]:
-    from planner.variants import OptimizerVariant, StepVariant
+class _Wanted(NamedTuple):
+    """Which variants of each model: those with a text in their name, all, or what is needed first (own models)."""
 
-    variants = [
-        (model, variant.name)
-        for model in models
-        for kind in (StepVariant, OptimizerVariant)
-        for variant in kind.all(catalog.model(model))
+    text: str
+    everything: bool
+    check: bool
+
+
+def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]:
+    tasks: list[Task] = []
+    around: dict[Component, None] = {}
+    for model in models:
+        profile = catalog.model(model)
+        if profile.is_own:
+            tasks += _own_tasks(profile, wanted)
+            continue
+        tasks += [Task(model, name, "", folder / model / f"{name}.json.gz", wanted.check) for name in _names(profile)]
+        tasks.append(Task(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
+        for part in components(profile):
+            if part not in around:
+                around[part] = None
+                path = folder / COMPONENTS / part.name / f"{part.variant}.json.gz"
+                tasks.append(Task(model, part.variant, part.name, path, wanted.check))
+    chosen = [task for task in tasks if wanted.text in task.variant or wanted.text in task.component]
+    if tasks and not chosen:
+        fault = f"no variant has {quoted(wanted.text)} in its name"
+        raise VplanError(fault, f"they are named like {tasks[0].variant}")
+    return chosen
+
+
+def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
+    """Of an own model what is not there yet; of a check what is. Its VAE and text encoders too, unless bundled."""
+    names = _names(profile)
+    if not wanted.text and not wanted.everything and not wanted.check:
+        names = list(own.first_variants(profile))
+    tasks = [
+        Task(profile.name, name, "", home.tapes() / profile.name / f"{name}.json.gz", wanted.check) for name in names
     ]
-    chosen = [(model, name) for model, name in variants if text in name]
-    if not chosen:
-        raise VplanError(f"no variant has {quoted(text)} in its name", f"they are named like {variants[0][1]}")
-    return [Task(model, name, folder / model / f"{name}.json.gz", check) for model, name in chosen]
+    tasks.append(Task(profile.name, PARAMETERS, "", home.tapes() / profile.name / PARAMETERS_FILE, wanted.check))
+    for part in components(profile):
+        place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
+        if not (profiles.TAPES / place).is_file():
+            tasks.append(Task(profile.name, part.variant, part.name, home.tapes() / place, wanted.check))
+    if wanted.check:
+        return [task for task in tasks if task.path.is_file()]
+    return [task for task in tasks if not own.is_current(task.path)]
+
+
+def _names(profile: ModelProfile) -> list[str]:
+    """The names of a model's variants."""
+    from planner.variants import OptimizerVariant, SampleVariant, StepVariant
+
+    kinds = (StepVariant, SampleVariant, OptimizerVariant)
+    return [variant.name for kind in kinds for variant in kind.all(profile)]
 
 
 def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:
     """The recordings as they end. Several processes are spawned, because torch's threads do not survive a fork."""
-    if jobs == 1:
+    if jobs == 1 or not tasks:
         yield from map(_record, tasks)
         return
     with ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn")) as pool:
@@ -148,14 +256,21 @@ def _with_progress(entries: Iterator[Done], total: int) -> Iterator[Done]:
 
 def _record(task: Task) -> Done:
     """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
-    from trainers import tapes
+    from trainers import cuda_ops, tapes
 
     profile = catalog.model(task.model)
-    variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
-    record = tapes.step_tape if variant.name.startswith("step-") else tapes.optimizer_tape
-    tape = record(profile, variant)
+    if task.component:
+        from trainers import components as around
+
+        tape = around.component_tape(profile, Component(task.component, task.variant))
+    elif task.variant == PARAMETERS:
+        tape = tapes.parameter_table(profile)
+    else:
+        variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
+        tape = _of_own(tapes.record, profile, variant) if profile.is_own else tapes.record(profile, variant)
     if not task.check:
-        return Done(task, tapes.write_tape(tape, task.path.parent).stat().st_size, "")
+        unclassified = tuple(name for name in tape.get("operators", ()) if name not in cuda_ops.CLASSIFIED)
+        return Done(task, tapes.write(tape, task.path).stat().st_size, "", unclassified)
     if not task.path.is_file():
         return Done(task, 0, f"there is no {task.path}")
     there = _read(task.path)
@@ -163,6 +278,22 @@ def _record(task: Task) -> Done:
         there.pop(key, None)
         tape.pop(key, None)
     return Done(task, task.path.stat().st_size, first_difference(there, tape))
+
+
+Recording = Callable[[ModelProfile, Any], dict[str, Any]]
+
+
+def _of_own(record: Recording, profile: ModelProfile, variant: Any) -> dict[str, Any]:
+    """Records a model whose config nobody vouches for: what its class makes of it may well fail."""
+    from trainers.own import REFUSALS, refusal
+
+    try:
+        return record(profile, variant)
+    except VplanError:
+        raise
+    except REFUSALS as error:
+        fault = f"a training step of {profile.name} cannot be run as {profile.diffusers_class} of {profile.lent_by}"
+        raise refusal(error, fault, "complete the config, and name the pipeline's folder if there is one") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

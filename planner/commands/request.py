@@ -18,6 +18,7 @@ from planner.commands import USAGE
 from planner.commands.common import Function
 from planner.commands.flags import MAX, job_options, machine_options, strategy_options
 from planner.errors import VplanError
+from planner.experts import assumption
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.plan import Plan, read_plan
@@ -107,6 +108,8 @@ class Asked:
             notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
         if "lora_rank" not in said and job.method == "lora":
             notes.append(f"LoRA rank {job.lora_rank}")
+        if note := assumption(model, job):
+            notes.append(note)
         longest = max(shape.frames for shape in job.shapes)
         if longest > model.shape.max_frames:
             notes.append(f"{longest} frames is longer than the model was trained on ({model.shape.max_frames})")

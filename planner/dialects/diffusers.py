@@ -38,4 +38,10 @@ def cache_emptied(run: Run) -> None:
     run.empty_cache_after_load = True
 
 
-TERMS: tuple[Term, ...] = (cast_on_the_gpu, cache_emptied)
+def encoders_together(run: Run) -> None:
+    """The scripts hold text encoders and VAE on the GPU together while they encode (CogVideo finetune/trainer.py
+    ``prepare_dataset``, diffusers examples/cogvideo)."""
+    run.encoders_together = True
+
+
+TERMS: tuple[Term, ...] = (cast_on_the_gpu, cache_emptied, encoders_together)

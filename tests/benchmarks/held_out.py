@@ -25,6 +25,7 @@ from planner.replay import CachingAllocator
 from planner.shapes import grid
 from planner.tape import Program, Stage
 from planner.variants import OptimizerVariant, StepVariant
+from trainers.families import family
 from trainers.record import Trace, record_optimizer, record_step
 
 LIMIT_PCT = 0.1
@@ -54,8 +55,7 @@ class Case:
 
 
 def case(name: str, method: str, checkpointing: str) -> Case:
-    """A batch of three (or two, where single batches are recorded) at half the model's usual length and its smallest
-    usual size; rank 20."""
+    """A batch of three (or of what the tapes hold) at half the model's usual length and its smallest size; rank 20."""
     profile = catalog.model(name)
     height, width = min(profile.shape.resolutions)
     frames = max(profile.shape.default_frames // 2 // profile.shape.frame_step, 1) * profile.shape.frame_step + 1
@@ -65,7 +65,7 @@ def case(name: str, method: str, checkpointing: str) -> Case:
         frames=1 if profile.kind == "image" else frames,
         height=height,
         width=width,
-        batch_size=2 if profile.shape.batches else 3,
+        batch_size=2 if profile.shape.batches else family(profile).fixed.get("B", 3),
         lora_rank=20,
         lora_targets=profile.lora.targets,
     )

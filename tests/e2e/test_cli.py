@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,58 @@ def test_a_piped_table_is_plain_text_in_80_columns(verb: str) -> None:
     assert max(map(len, page.splitlines())) <= 80
     names = [entry["name"] for entry in json.loads(run(verb, "--json").stdout)[verb]]
     assert [name for name in names if name not in page] == []
+
+
+@pytest.mark.parametrize("verb", ["models", "gpus"])
+def test_a_piped_table_has_a_line_a_row(verb: str) -> None:
+    """Without COLUMNS nothing is wrapped at the 80 of a terminal that is not there."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    page = subprocess.run(vplan.command(verb), env=environment, capture_output=True, text=True, check=True).stdout
+    answer = json.loads(run(verb, "--json").stdout)[verb]
+    for entry in answer:
+        (line,) = (line for line in page.splitlines() if f" {entry['name']} " in f" {line} ")
+        assert verb == "gpus" or line.rstrip().endswith("x".join(map(str, entry["shape"]["resolutions"][-1])))
+
+
+FULL = Path("/dev/full")
+"""A disk without room, as Linux has it."""
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize(
+    "words", [["models"], ["models", "--json"], ["gpus"], ["--help"], ["--version"], ["gpus", "--help"]]
+)
+def test_an_answer_to_a_full_disk_is_one_line_and_exit_1(words: list[str]) -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run(vplan.command(*words), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: the answer could not be written: No space left on device\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize(
+    ("words", "code"), [(["models", "--jsn"], 2), (["estimate", "wan-14b", "--gpu", "zz", "--json"], 1)]
+)
+def test_an_error_to_full_disks_is_its_exit_code(words: list[str], code: int) -> None:
+    with FULL.open("w") as full:
+        assert subprocess.run(vplan.command(*words), stdout=full, stderr=full, check=False).returncode == code
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shells there have no SIGPIPE")
+@pytest.mark.parametrize("words", [["models"], ["models", "--json"], ["--help"]])
+def test_a_closed_pipe_ends_silently(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(vplan.command(*words), stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+def test_no_stdout_at_all_is_one_line() -> None:
+    line = f"exec {shlex.join(vplan.command('models'))} >&-"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["gpus"], ["models", "--json"]])

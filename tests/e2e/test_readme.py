@@ -20,9 +20,8 @@ COLUMNS = "110"
 def printed(command: str) -> str:
     """What a command of the README prints on stdout, on a terminal of 110 columns without colour."""
     words = [sys.executable, str(ROOT / "vplan.py"), *shlex.split(command)[1:]]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": COLUMNS, "NO_COLOR": "1"}
-    )
+    environment = {**os.environ, "COLUMNS": COLUMNS, "NO_COLOR": "1", "VPLAN_HOME": str(ROOT / "nobody")}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode in (0, 3), done.stderr
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 

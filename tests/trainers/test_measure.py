@@ -61,15 +61,17 @@ def test_an_oom_in_a_step_is_told_with_its_phase(monkeypatch: pytest.MonkeyPatch
     assert told["phases"]["step"]["allocated_bytes"] is None
 
 
-def test_weights_are_filled_and_buffers_left() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.LayerNorm(64)).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_are_filled_and_buffers_left(dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.LayerNorm(64))
     buffers = [buffer.clone() for buffer in model.buffers()]
     for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    randomise(model)
+        parameter.data = torch.full(parameter.shape, float("nan")).to(dtype)
+    for name, parameter in model.named_parameters():
+        randomise(name, parameter.data)
     assert 0.01 < model[0].weight.float().std() < 0.03
-    assert model[0].bias.abs().max() == 0
-    assert model[2].weight.eq(1).all()
+    assert model[0].bias.float().abs().max() == 0
+    assert model[2].weight.float().eq(1).all()
     assert all(torch.equal(one, other) for one, other in zip(buffers, model.buffers(), strict=True))
 
 

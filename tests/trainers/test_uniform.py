@@ -1,4 +1,4 @@
-"""trainers/uniform.py: what depends on numbers is answered for constants, as real tensors answer it, and for no others."""
+"""trainers/uniform.py: what depends on numbers is answered for constants, as by real tensors, and for no others."""
 
 from __future__ import annotations
 

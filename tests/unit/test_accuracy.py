@@ -185,7 +185,7 @@ def test_crash_says_nothing_about_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"job": {**WAN, "model": "qwen-image"}}, "'qwen-image' is not known"),
+        ({"job": {**WAN, "model": "hidream-i1"}}, "'hidream-i1' is not known"),
         ({"job": {**WAN, "frames": 80}}, "frames 80 is not 4n+1"),
         ({"machine": {"gpu": "tpu-v5"}}, "'tpu-v5' is neither a card"),
         ({"strategy": {"swap_blocks": 40, "gradient_checkpointing": "full"}}, "swap_blocks 40 of the 30"),
@@ -376,7 +376,7 @@ def many(folder: Path) -> list[Compared]:
         line(id="high", measured={"low_gib": 15.0, "high_gib": 15.0}, implementation="musubi-tuner"),
         line(id="after", measured={"counter": "allocated_after_step", "low_gib": 2.0, "high_gib": 2.5}),
         line(id="oom", measured={"outcome": "oom", "low_gib": None, "high_gib": None}),
-        line(id="who", job={**WAN, "model": "qwen-image"}),
+        line(id="who", job={**WAN, "model": "hidream-i1"}),
     )
 
 
@@ -465,7 +465,7 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
     verb._render(Console(file=screen, width=80), entries, summary(entries))
     text = screen.getvalue()
     assert max(map(len, text.splitlines())) <= 80
-    for part in ("diffusers", "-10.0 %", "ran out", "missed", "17.00..19.00", "after step", "wan models", "qwen-image"):
+    for part in ("diffusers", "-10.0 %", "ran out", "missed", "17.00..19.00", "after step", "wan models", "hidream-i1"):
         assert part in text
-    assert "unsupported rows: 1\nwho: model 'qwen-image' is not known\n" in text
+    assert "unsupported rows: 1\nwho: model 'hidream-i1' is not known\n" in text
     assert "verdicts of 7 runs: 1 said fits and ran out, 0 said no and ran\n" in text

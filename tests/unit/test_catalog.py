@@ -44,8 +44,18 @@ def test_every_bundled_model_is_sound() -> None:
         "wan2.1-t2v-1.3b",
         "wan2.1-t2v-14b",
         "wan2.1-i2v-14b-480p",
+        "wan2.1-i2v-14b-720p",
+        "wan2.1-vace-1.3b",
+        "wan2.1-vace-14b",
+        "wan2.2-t2v-a14b",
+        "wan2.2-i2v-a14b",
+        "wan2.2-ti2v-5b",
+        "wan2.2-animate-14b",
         "cogvideox-2b",
         "cogvideox-5b",
+        "cogvideox-5b-i2v",
+        "cogvideox1.5-5b",
+        "cogvideox1.5-5b-i2v",
         "ltx-video-2b",
         "hunyuan-video",
         "flux.1-dev",
@@ -57,6 +67,15 @@ def test_every_bundled_model_is_sound() -> None:
         "easyanimate-v5.1-7b",
         "easyanimate-v5.1-12b",
         "hunyuan-video-1.5",
+        "qwen-image",
+        "qwen-image-edit",
+        "latentsync-1.6-stage1",
+        "sd3.5-large",
+        "flux.1-kontext-dev",
+        "flux.2-dev",
+        "z-image",
+        "krea-2",
+        "flux.2-klein-4b",
     }
     for name in names:
         profile = model(name)
@@ -75,12 +94,20 @@ def test_every_bundled_model_is_sound() -> None:
         (" wan2.1 t2v 1.3b ", "wan2.1-t2v-1.3b"),
         ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "wan2.1-t2v-1.3b"),
         ("Wan-AI/Wan2.1-T2V-1.3B", "wan2.1-t2v-1.3b"),
-        ("wan i2v", "wan2.1-i2v-14b-480p"),
+        ("wan i2v 480p", "wan2.1-i2v-14b-480p"),
+        ("wan2.2 i2v", "wan2.2-i2v-a14b"),
+        ("wan22-i2v", "wan2.2-i2v-a14b"),
+        ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.2-t2v-a14b"),
+        ("wan2.2-5b", "wan2.2-ti2v-5b"),
+        ("wan animate", "wan2.2-animate-14b"),
+        ("vace-1.3b", "wan2.1-vace-1.3b"),
+        ("THUDM/CogVideoX-5b-I2V", "cogvideox-5b-i2v"),
+        ("zai-org/CogVideoX1.5-5B", "cogvideox1.5-5b"),
+        ("cogvideox-1.5-i2v", "cogvideox1.5-5b-i2v"),
         ("cogvideox2b", "cogvideox-2b"),
         ("cogvideox-2", "cogvideox-2b"),
         ("THUDM/CogVideoX-5b", "cogvideox-5b"),
         ("black-forest-labs/FLUX.1-dev", "flux.1-dev"),
-        ("flux", "flux.1-dev"),
         ("hunyuan-video", "hunyuan-video"),
         ("HunyuanVideo-1.5", "hunyuan-video-1.5"),
         ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5"),
@@ -93,6 +120,18 @@ def test_every_bundled_model_is_sound() -> None:
         ("ltx2", "ltx-2"),
         ("alibaba-pai/EasyAnimateV5.1-12b-zh-InP", "easyanimate-v5.1-12b"),
         ("easyanimate 7b", "easyanimate-v5.1-7b"),
+        ("flux1", "flux.1-dev"),
+        ("flux2", "flux.2-dev"),
+        ("black-forest-labs/FLUX.2-dev", "flux.2-dev"),
+        ("klein-4b", "flux.2-klein-4b"),
+        ("krea", "krea-2"),
+        ("kontext", "flux.1-kontext-dev"),
+        ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
+        ("qwen", "qwen-image"),
+        ("Qwen/Qwen-Image-Edit-2509", "qwen-image-edit"),
+        ("stabilityai/stable-diffusion-3.5-large", "sd3.5-large"),
+        ("Tongyi-MAI/Z-Image-Turbo", "z-image"),
+        ("latentsync", "latentsync-1.6-stage1"),
         ("sd15", "sd1.5"),
     ],
 )
@@ -118,8 +157,29 @@ def test_parameters_are_the_published_ones(name: str, millions: int) -> None:
 def test_an_ambiguous_model_lists_its_variants() -> None:
     error = refused(model, "wan2.1")
     assert "can mean several" in error.message
-    assert "wan2.1-i2v-14b-480p, wan2.1-t2v-1.3b, wan2.1-t2v-14b" in error.fix
+    assert "wan2.1-i2v-14b-480p, wan2.1-i2v-14b-720p, wan2.1-t2v-1.3b, wan2.1-t2v-14b" in error.fix
     assert "hunyuan-video, hunyuan-video-1.5" in refused(model, "hunyuan").fix
+    assert "wan2.1-i2v-14b-480p, wan2.1-i2v-14b-720p" in refused(model, "wan2.1-i2v-14b").fix
+    assert "wan2.2-i2v-a14b, wan2.2-t2v-a14b, wan2.2-ti2v-5b" in refused(model, "wan2.2").fix
+    assert "wan2.1-vace-1.3b, wan2.1-vace-14b" in refused(model, "vace").fix
+    assert "sd3.5-large, sd3.5-medium" in refused(model, "sd3.5").fix
+    assert "flux.1-dev, flux.1-kontext-dev, flux.2-dev" in refused(model, "flux").fix
+
+
+def test_parameter_counts_are_those_of_the_published_architectures() -> None:
+    """Billions, counted independently of the profiles."""
+    known = {
+        "wan2.1-i2v-14b-720p": 16.395,
+        "wan2.1-vace-1.3b": 2.154,
+        "wan2.1-vace-14b": 17.338,
+        "wan2.2-t2v-a14b": 14.288,
+        "wan2.2-i2v-a14b": 14.289,
+        "wan2.2-ti2v-5b": 5.000,
+        "cogvideox1.5-5b": 5.571,
+    }
+    for name, billions in known.items():
+        assert model(name).parameters / 1e9 == pytest.approx(billions, rel=1e-3), name
+    assert model("wan2.2-t2v-a14b").experts == model("wan2.2-i2v-a14b").experts == 2
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_the_defaults_are_our_trainers() -> None:
         "vae_dtype": "bf16",
         "vae_tiling": False,
         "vae_slicing": False,
-        "inactive_expert": "gpu",
+        "inactive_expert": "absent",
         "validation_mode": "off",
         "group_offload": "none",
         "group_offload_stream": False,

@@ -43,7 +43,7 @@ def test_forms_equal_the_replay(model: str, method: str, strategy: Strategy, bat
     grids = [grid(profile, job) for job in jobs]
     for job, peak in zip(jobs, forms.at(grids), strict=True):
         _, own = laid_out(job, strategy)
-        assert peak == max(entry.replayed.allocated_peak_bytes for entry in play(own))
+        assert peak == max(entry.replayed.allocated_peak_bytes for entry in play(own) if entry.phase != "encode")
 
 
 def test_a_clip_of_more_frames_never_needs_less() -> None:

@@ -30,7 +30,11 @@ def refused(call: Callable[..., object], *arguments: object) -> VplanError:
         ("wan2.1-t2v-1.3b", 81, 480, 8, "width 8 is no multiple of 16", "--width 16"),
         ("ltx-video-2b", 49, 500, 700, "height 500 and width 700", "--height 480 or 512 and --width 672 or 704"),
         ("sd1.5", 1, 500, 512, "height 500 is no multiple of 64", "448 or 512"),
+        ("wan2.2-ti2v-5b", 121, 720, 1280, "height 720 is no multiple of 32", "--height 704 or 736"),
+        ("wan2.2-ti2v-5b", 1, 704, 1280, "frames 1 is too few", "--frames 5"),
+        ("cogvideox-5b-i2v", 49, 512, 768, "takes no clips of 512x768", "--height 480 --width 720"),
         ("flux.1-dev", 81, 1024, 1024, "makes images", "--frames 1"),
+        ("latentsync-1.6-stage1", 17, 256, 256, "more than LatentSync 1.6, stage 1 sees", "--frames 16"),
         ("wan2.1-t2v-1.3b", 0, 480, 832, "--frames 0 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", -3, 480, 832, "--frames -3 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", 10**12, 480, 832, "--frames 1000000000000 is too large", "from 1 to"),
@@ -120,7 +124,16 @@ def test_strategies_that_count_blocks_the_model_has_not() -> None:
         ("hunyuan-video", {"frames": 41, "height": 720, "width": 1280}, 39_600),
         ("ltx-video-2b", {"frames": 49, "height": 512, "width": 768}, 2_688),
         ("cogvideox-5b", {"frames": 49, "height": 480, "width": 720}, 17_550),
+        ("wan2.2-ti2v-5b", {"frames": 121, "height": 704, "width": 1280}, 31 * 22 * 40),
+        # Patches of two latent frames: 21 of 81 frames are padded to 22, 20 of 77 are not, nor 6 of 21.
+        ("cogvideox1.5-5b", {"frames": 81, "height": 768, "width": 1360}, 11 * 48 * 85),
+        ("cogvideox1.5-5b", {"frames": 77, "height": 768, "width": 1360}, 10 * 48 * 85),
+        ("cogvideox1.5-5b-i2v", {"frames": 21, "height": 768, "width": 1360}, 3 * 48 * 85),
+        ("cogvideox1.5-5b", {"frames": 1, "height": 768, "width": 1360}, 48 * 85),
         ("flux.1-dev", {"height": 1024, "width": 1024}, 4_096),
+        ("qwen-image", {"height": 1024, "width": 1024}, 4_096),
+        ("z-image", {"height": 720, "width": 1280}, 3_600),
+        ("latentsync-1.6-stage1", {"height": 512, "width": 512}, 16 * 64),  # coarsest cells, 16 frames of 8 x 8
     ],
 )
 def test_the_grid_counts_the_models_tokens(name: str, given: dict[str, int], tokens: int) -> None:
@@ -148,3 +161,16 @@ def test_sound_has_25_tokens_a_second(frames: int, tokens: int) -> None:
 def test_a_model_without_references_takes_none() -> None:
     with pytest.raises(VplanError, match="takes no reference images"):
         job_for(model("flux.1-dev"), {"references": 1})
+
+
+def test_reference_images_count_at_the_samples_own_size() -> None:
+    kontext, flux2 = model("flux.1-kontext-dev"), model("flux.2-dev")
+    shape = {"height": 512, "width": 768}
+    assert [grid(kontext, job_for(kontext, {**shape, **said}))["E"] for said in ({}, {"references": 2})] == [1536, 3072]
+    assert [grid(flux2, job_for(flux2, {**shape, **said}))["E"] for said in ({}, {"references": 2})] == [0, 3072]
+
+
+def test_a_model_that_is_trained_whole_says_so() -> None:
+    assert job_for(model("latentsync-1.6-stage1"), {}).method == "full"
+    assert job_for(model("latentsync-1.6-stage1"), {"method": "lora"}).method == "lora"
+    assert job_for(model("sd1.5"), {}).method == "lora"

@@ -72,6 +72,7 @@ def test_several_gpus_are_sharded_and_one_is_not() -> None:
         "zero-1",
         "zero-2",
         "zero-3",
+        "fsdp",
     }
     assert {strategy.sharding for strategy in strategies(LORA, Strategy(), ONE, ())} == {"none"}
 

@@ -150,7 +150,7 @@ def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
 
 
 def test_more_host_ram_is_named_when_it_would_do() -> None:
-    fixed = {"gradient_checkpointing": "full", "adapter_dtype": "fp32", "optimizer": "adamw"}
+    fixed = {"gradient_checkpointing": "full", "adapter_dtype": "fp32", "optimizer": "adamw", "weights_dtype": "bf16"}
     search = ask("8GB", fixed, frames=49, height=480, width=720)
     question = replace(search.question, machine=search.question.machine.replace(host_ram=3 * GIB))
     poor = Search(question, SCREEN)

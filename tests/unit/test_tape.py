@@ -96,6 +96,22 @@ def test_a_sum_is_an_atom_of_its_own() -> None:
     assert tape.values(GRID)[-1] == 4 + 3 * 5 * 7 + 11
 
 
+def test_a_length_counted_in_several_is_rounded_up_and_may_be_summed() -> None:
+    data = tiny()
+    data["rounded"] = {"C": ["T", 4], "P": ["HW", 4]}
+    data["sums"] = {"S": [0, ["C", "P"]]}
+    data["tape"]["atoms"] = ["B", "F", "H", "W", "T", "R", "C", "P", "S"]
+    assert parse_tape(data).values(GRID)[-3:] == [3, 9, 12]  # 11 / 4 and 35 / 4
+
+
+def test_another_batch_than_recorded_says_what_to_do() -> None:
+    data = tiny()
+    data["regime"] = {"B": 3}
+    with pytest.raises(VplanError, match="holds B = 3 only, not 2") as caught:
+        parse_tape(data).values(GRID)
+    assert "--gradient-accumulation" in caught.value.fix
+
+
 def test_a_shape_outside_the_regime_is_refused_by_name() -> None:
     with pytest.raises(VplanError, match="tiny holds T = 11 only, not 12"):
         parse_tape(tiny()).values({**GRID, "T": 12})
@@ -162,6 +178,29 @@ def test_kept_templates_are_both_ends_and_one_middle(count: int, data: st.DataOb
 def test_a_short_run_keeps_every_block(count: int, data: st.DataObject) -> None:
     block = data.draw(st.integers(0, count - 1))
     assert template_of(block, count, count) == block
+
+
+def test_a_run_of_unlike_blocks_says_which_template_each_uses() -> None:
+    """Of four blocks recorded whole, the second and the last also hold a tensor twice as large until backward."""
+    data = tiny()
+    data["tape"]["runs"][0] |= {"recorded": 4, "count": 4}
+    load, forward, backward = data["tape"]["pieces"]["load"], *data["tape"]["pieces"]["step"][1::2]
+    plain, more = ({"events": events, "work": []} for events in ([alloc(2, ACTIVATION)], [alloc(2, ACTIVATION)] * 2))
+    last, freed = ({"events": [[1, 1, 0, part] for part in range(parts)], "work": []} for parts in (1, 2))
+    order = [0, 1, 0, 1]
+    load[1] = item([[alloc(1, WEIGHT, 1, 0, 0, 1)]] * 4, "load", 0, step=1)
+    forward |= {"templates": [plain, more], "order": order}
+    backward |= {"templates": [last, freed], "order": order}
+    program = Program()
+    step = program.unfold(parse_tape(data), "step")
+    made = {moment.block: len(events) for moment, events in step.stretches if moment.passes == "forward"}
+    assert [made[block] for block in (3, 4, 5, 6)] == [1, 2, 1, 2]
+    inside = [(moment.passes, event) for moment, events in step.stretches for event in events if moment.block >= 0]
+    ups = [event for passes, event in inside if passes == "forward"]
+    downs = [~event for passes, event in inside if passes == "backward"]
+    assert sorted(downs) == sorted(ups)
+    with pytest.raises(AssertionError, match="one depth"):
+        Program().unfold(parse_tape(data), "step", [5])
 
 
 def test_block_of_a_parameter() -> None:

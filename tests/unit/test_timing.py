@@ -23,7 +23,7 @@ from planner.timing import (
     work_of,
 )
 
-GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16}
+GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16, "E": 0}
 JOB = Job(model="wan2.1-t2v-1.3b", frames=81, height=480, width=832)
 H100, RTX4090, T4 = (catalog.gpu(name) for name in ("h100-80gb", "rtx4090", "t4"))
 ONE = Machine(gpu="h100-80gb")

@@ -21,8 +21,15 @@ Grid = Mapping[str, int]
 class Family:
     """A model family. Batches hold what caching leaves on disk: latents and text embeddings."""
 
+    short_sides = False
+    """Whether its table of positions ends before the rows and columns tapes are usually recorded at."""
+
     sums: Mapping[str, tuple[int, tuple[str, ...]]] = {}
     """Lengths that are sums: name -> (constant, products), e.g. the joint sequence S = F*H*W + T."""
+
+    rounded: Mapping[str, tuple[str, int]] = {}
+    """Lengths counted in several: name -> (product, unit), as P = ceil(H*W / 32) where images are padded to 32 tokens.
+    Sums may add them."""
 
     fixed: Mapping[str, int] = {"F": 1}
     """Grid atoms this family cannot vary."""
@@ -35,6 +42,9 @@ class Family:
 
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
+
+    longest_side: int | None = None
+    """Cells per axis that its tables of positions hold; None for as many as anybody trains."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
@@ -59,11 +69,16 @@ class Family:
         """Mean squared error in fp32, as the published trainers compute it."""
         return functional.mse_loss(prediction.float(), target.float())
 
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """Whether backward never reaches a parameter of a model of so many blocks, by its full name."""
+        last = f"{self.profile.stacks[-1].list}.{blocks - 1}."
+        return name.startswith(last) and name.removeprefix(last).startswith(self.idle)
+
     def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """Latents (B, C, F, H * patch, W * patch)."""
-        _, patch_h, patch_w = self.profile.shape.patch
+        """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""
+        patch_f, patch_h, patch_w = self.profile.shape.patch
         channels = self.profile.vae.latent_channels
-        size = (grid["B"], channels, grid["F"], grid["H"] * patch_h, grid["W"] * patch_w)
+        size = (grid["B"], channels, grid["F"] * patch_f, grid["H"] * patch_h, grid["W"] * patch_w)
         return torch.randn(size, device=device, dtype=dtype)
 
 

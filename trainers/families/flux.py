@@ -1,4 +1,5 @@
-"""FLUX.1: flow matching on 2x2-packed latents (diffusers FluxTransformer2DModel, examples/dreambooth Flux LoRA)."""
+"""FLUX.1 and FLUX.1 Kontext: flow matching on 2x2-packed latents (diffusers FluxTransformer2DModel, examples/dreambooth
+train_dreambooth_lora_flux.py and train_dreambooth_lora_flux_kontext.py)."""
 
 from __future__ import annotations
 
@@ -7,19 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 
 
 class Flux(Family):
-    """FLUX.1: double-stream, then single-stream blocks over text and image tokens."""
+    """Double-stream, then single-stream blocks over text and image; Kontext's reference follows the noisy tokens."""
 
-    sums = {"S": (0, ("FHW", "T"))}
-    fixed = {"F": 1}
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        self.extra_tokens = profile.shape.references > 0
+        extra = ("E",) if self.extra_tokens else ()
+        self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        tokens = grid["H"] * grid["W"]
-        return {
-            "latents": torch.randn(grid["B"], tokens, self.config["in_channels"], device=device, dtype=dtype),
+        channels, tokens = self.config["in_channels"], grid["H"] * grid["W"]
+        extra = {}
+        if self.extra_tokens:
+            extra["reference"] = torch.randn(grid["B"], grid["E"], channels, device=device, dtype=dtype)
+            extra["reference_ids"] = torch.zeros(grid["E"], 3, device=device, dtype=dtype)
+        return extra | {
+            "latents": torch.randn(grid["B"], tokens, channels, device=device, dtype=dtype),
             "prompt": torch.randn(grid["B"], grid["T"], self.config["joint_attention_dim"], device=device, dtype=dtype),
             "pooled": torch.randn(grid["B"], self.config["pooled_projection_dim"], device=device, dtype=dtype),
             "image_ids": torch.zeros(tokens, 3, device=device, dtype=dtype),
@@ -28,17 +37,25 @@ class Flux(Family):
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         noisy, sigmas, target = flow_matching(batch["latents"])
+        image_ids = batch["image_ids"]
+        if self.extra_tokens:
+            noisy = torch.cat([noisy, batch["reference"]], dim=1)
+            image_ids = torch.cat([image_ids, batch["reference_ids"]])
         inputs = {
             "hidden_states": noisy,
             "timestep": sigmas,
             "encoder_hidden_states": batch["prompt"],
             "pooled_projections": batch["pooled"],
-            "img_ids": batch["image_ids"],
+            "img_ids": image_ids,
             "txt_ids": batch["text_ids"],
         }
         if self.config.get("guidance_embeds"):
             inputs["guidance"] = torch.full((noisy.shape[0],), 1.0, device=noisy.device, dtype=noisy.dtype)
         return inputs, target
+
+    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Of the noisy tokens alone; what comes out for the reference is dropped."""
+        return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
 
 FAMILY = Flux

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 
 
@@ -15,6 +16,10 @@ class Sd3(Family):
 
     sums = {"S": (0, ("FHW", "T"))}
     fixed = {"F": 1}
+
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        self.short_sides = profile.config["pos_embed_max_size"] < 384
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         return {

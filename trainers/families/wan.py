@@ -1,4 +1,4 @@
-"""Wan 2.1, text-to-video and image-to-video: flow matching (arXiv 2503.20314; diffusers WanTransformer3DModel)."""
+"""Wan 2.1 and 2.2, text-to-video and image-to-video: flow matching (arXiv 2503.20314; WanTransformer3DModel)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 
 
 class Wan(Family):
-    """Wan 2.1: self-attention over video tokens, cross-attention to text and, for I2V, image tokens."""
+    """Wan: self-attention over video tokens, cross-attention to text and, for Wan 2.1 I2V, image tokens."""
 
     fixed = {"T": 512}
     """diffusers' Wan attention splits image from text tokens at 512; the pipelines pad every prompt to 512."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        self.first_frame_given = bool(profile.inputs.get("first_frame_given"))
+        """Wan 2.2 TI2V: the first latent frame is the image's own, at timestep 0, so each token has its timestep."""
+
+        if self.first_frame_given:
+            self.sums = {"G": (-1, ("F",))}
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         batch = {
@@ -25,6 +34,8 @@ class Wan(Family):
         if self.image_to_video:
             extra = self.config["in_channels"] - self.profile.vae.latent_channels
             batch["condition"] = batch["latents"].new_empty((grid["B"], extra, *batch["latents"].shape[2:])).normal_()
+        if self.first_frame_given:
+            batch["first_frame"] = self.video_latents({**grid, "F": 1}, device, dtype)
         if image_dim:
             tokens = self.profile.inputs["image_tokens"]
             batch["image"] = torch.randn(grid["B"], tokens, image_dim, device=device, dtype=dtype)
@@ -40,9 +51,26 @@ class Wan(Family):
         inputs = {"hidden_states": noisy, "timestep": sigmas * 1000, "encoder_hidden_states": batch["prompt"]}
         if "condition" in batch:
             inputs["hidden_states"] = torch.cat([noisy, batch["condition"]], dim=1)
+        if "first_frame" in batch:
+            noisy[:, :, :1] = batch["first_frame"]
+            inputs["timestep"] = self.timestep_per_token(noisy, sigmas * 1000)
+            target = target[:, :, 1:]
         if "image" in batch:
             inputs["encoder_hidden_states_image"] = batch["image"]
         return inputs, target
+
+    def timestep_per_token(self, latents: Tensor, timesteps: Tensor) -> Tensor:
+        """Timesteps (B, F*H*W): 0 for the tokens of the first frame (diffusers WanPipeline, ``expand_timesteps``)."""
+        _, patch_h, patch_w = self.profile.shape.patch
+        batch, _, frames, height, width = latents.shape
+        frame = (height // patch_h) * (width // patch_w)
+        steps = timesteps.new_zeros((batch, frames * frame))
+        steps[:, frame:] = timesteps[:, None]
+        return steps
+
+    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Without the given frame (DiffSynth-Studio diffsynth/diffusion/loss.py FlowMatchSFTLoss)."""
+        return super().loss(prediction[:, :, 1:] if self.first_frame_given else prediction, target, inputs)
 
 
 FAMILY = Wan

@@ -1,0 +1,98 @@
+"""`vplan doctor`: what this machine has, what is wrong or missing for training here, and what mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner.commands.common import Verb, examples, json_option, show
+from planner.doctor import examine
+from planner.findings import ERROR, NOTE, WARNING, Finding, findings
+from planner.units import format_gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Facts = dict[str, Any]
+DISKS = {"working": "the folder you are in", "data": "your own models' folder", "shared": "/dev/shm"}
+STYLES = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "dim"}
+
+
+@click.command(cls=Verb, epilog=examples("vplan doctor", "vplan doctor --json > machine.json"))
+@json_option
+def command(as_json: bool) -> None:
+    """Say what this machine has, and what is wrong or missing for training here.
+
+    The text is made to be pasted into a bug report: it holds no host or user name, no path and no secret. Nothing is
+    changed, and no GPU is used. It exits 0 whatever it finds.
+    """
+    facts = examine()
+    found = findings(facts)
+    answer = {**facts, "findings": [finding._asdict() for finding in found]}
+    show(answer, as_json, lambda console: _render(console, facts, found))
+
+
+def _render(console: Console, facts: Facts, found: list[Finding]) -> None:
+    for name, value in _lines(facts):
+        console.print(f"{name:<9} {value}", markup=False)
+    console.print("")
+    for finding in found:
+        console.print(f"{finding.level}:", finding.what, style=STYLES[finding.level], markup=False)
+        console.print(f"  fix: {finding.fix}", markup=False)
+    if not found:
+        console.print("nothing is wrong or missing for training here", style="bold green")
+
+
+def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
+    system, memory = facts["system"], facts["host_ram"]
+    where = [word for word, so in (("WSL", system["wsl"]), ("in a container", system["container"])) if so]
+    yield "vplan", facts["vplan"]
+    yield "system", ", ".join([system["os"], system["kernel"], system["machine"], *where])
+    cores = f"{system['cores'] or '?'} cores, {system['threads_allowed']} of {system['threads']} threads allowed"
+    yield "python", f"{system['python']}, {cores}"
+    ram = f"{format_gib(memory['available_bytes'])} available of {format_gib(memory['total_bytes'])}"
+    limit = f", limited to {format_gib(memory['limit_bytes'])}" if memory["limit_bytes"] else ""
+    swap = f"swap {format_gib(memory['swap_free_bytes'])} free of {format_gib(memory['swap_total_bytes'])}"
+    yield "RAM", f"{ram}{limit}; {swap if memory['swap_total_bytes'] else 'no swap'}"
+    for name, disk in facts["disks"].items():
+        yield "disk", f"{DISKS[name]}: {disk['free_bytes'] / 1e9:.1f} GB free of {disk['total_bytes'] / 1e9:.1f}"
+    driver = facts["driver"]
+    yield "driver", f"{driver['version']}, CUDA {driver['cuda']}" if driver["version"] else f"none: {driver['error']}"
+    for card in facts["gpus"]:
+        yield from _card_lines(card)
+    versions = [f"{name} {version}" for name, version in facts["packages"].items() if version]
+    yield "packages", ", ".join(versions) or "none of what training needs"
+    build = facts["torch_build"]
+    if build:
+        yield "torch", f"built for {build['for']} {build['cuda'] or ''}".rstrip()
+    segments = "there on this system" if facts["expandable_segments"] else "not there on this system"
+    yield "allocator", f"expandable segments: {segments}"
+    for name, value in facts["environment"].items():
+        yield "variable", f"{name}={value if value.isprintable() else repr(value)}"
+    recorded = facts["tapes"]["recorded_with"]
+    said = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in recorded.items())
+    own = f"; {facts['tapes']['own_models']} models of your own" if facts["tapes"]["own_models"] else ""
+    yield "tapes", f"recorded with {said}{own}"
+
+
+def _card_lines(card: Facts) -> Iterator[tuple[str, str]]:
+    if card["name"] is None:
+        yield f"GPU {card['index']}", "tells nothing"
+        return
+    words = [card["name"], f"known as {card['known_as']}" if card["known_as"] else "not among the cards we know"]
+    if card["compute_capability"]:
+        words.append(f"capability {card['compute_capability']}")
+    if card["total_bytes"] is not None:
+        words.append(f"{format_gib(card['free_bytes'])} free of {format_gib(card['total_bytes'])}")
+    if card["reserved_bytes"]:
+        words.append(f"{format_gib(card['reserved_bytes'])} of it the driver's")
+    switches = [("ECC", card["ecc"]), ("MIG", card["mig"])]
+    words += [f"{label} {'on' if is_on else 'off'}" for label, is_on in switches if is_on is not None]
+    if card["power_limit_watts"]:
+        words.append(f"{card['power_limit_watts']:.0f} W at most")
+    yield f"GPU {card['index']}", ", ".join(words)
+    for process in card["processes"]:
+        size = "?" if process["used_bytes"] is None else format_gib(process["used_bytes"])
+        yield "", f"  {size} held by {process['name'] or 'a process out of sight'} (pid {process['pid']})"

@@ -1,0 +1,107 @@
+"""The part of `vplan record` about the user's own models: from a folder to a profile kept, and what to record first."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import profiles
+from planner import catalog, folder, home
+from planner.errors import VplanError, quoted
+from planner.facts import ModelProfile
+from planner.job import Strategy
+from planner.rules import resolve
+from planner.shapes import job_for
+from planner.tape import FORMAT
+from planner.variants import OptimizerVariant, StepVariant
+
+FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
+
+
+class Kept(NamedTuple):
+    """A profile of the user's own, where it lies, and in words where its facts come from."""
+
+    profile: ModelProfile
+    path: Path
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "name": self.profile.name,
+            "class": self.profile.diffusers_class,
+            "parameters": self.profile.parameters,
+            "profile": str(self.path),
+            "lent_by": self.profile.lent_by,
+            "notes": list(self.notes),
+        }
+
+
+def is_folder(text: str) -> bool:
+    """Whether an argument of `vplan record` is a folder or config.json; what is a name as well is a name."""
+    if not folder.is_path(text):
+        known = text.lower() in catalog.model_names() or catalog.bundled_name(text.lower())
+        return not known and len(text) < 4096 and os.path.isdir(text)
+    return text.startswith((".", "/", "~")) or text.endswith(".json") or folder.locate(text) is not None
+
+
+def read(text: str, name: str | None) -> tuple[folder.Source, str]:
+    """What a folder or config.json says, and the name its model gets; nothing is built or written.
+
+    Raises a VplanError for a config that is none, for a class we cannot record, and for a name that is taken.
+    """
+    source = folder.read_source(text, catalog.diffusers_classes())
+    if name is None:
+        chosen = home.check_name(home.name_for(source.folder), "the folder's name")
+        _check_untaken(chosen, source)
+    else:
+        chosen = home.check_name(name)
+    if chosen in profiles.model_names() or catalog.bundled_name(chosen):
+        fault = f"{quoted(chosen)} is the name of a model that comes with vplan"
+        raise VplanError(fault, "choose another: --name NAME")
+    return source, chosen
+
+
+def keep(source: folder.Source, name: str) -> Kept:
+    """Builds the model on the meta device and keeps its profile, before anything of it is recorded.
+
+    Raises a VplanError for an architecture that cannot be built.
+    """
+    from trainers import own, tapes
+
+    derived = own.derive(source, name)
+    path = home.write_profile(name, derived.profile.to_json())
+    tapes.full_run_lengths.cache_clear()  # counted by name, and the name may mean another architecture now
+    return Kept(derived.profile, path, derived.notes)
+
+
+def _check_untaken(name: str, source: folder.Source) -> None:
+    """A name that nobody typed must not replace the model of another folder."""
+    there = home.read_profile(name)
+    if there is not None and there.get("origin") != source.origin:
+        raise VplanError(f"you have a model {quoted(name)} of another folder", "choose another name: --name NAME")
+
+
+def first_variants(profile: ModelProfile) -> Iterator[str]:
+    """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many."""
+    for method in ("lora", "full"):
+        job = job_for(profile, {"method": method})
+        for mode in ("none", "full"):
+            strategy = resolve(job, Strategy.read({"gradient_checkpointing": mode}))
+            for batch in (1, 2):
+                yield StepVariant.of(profile, job, strategy, batch).name
+        for optimizer in FIRST_OPTIMIZERS:
+            yield OptimizerVariant.of(profile, job, resolve(job, Strategy.read({"optimizer": optimizer}))).name
+
+
+def is_current(path: Path) -> bool:
+    """Whether a tape is there, whole, and of the format that is written now."""
+    try:
+        return bool(json.loads(gzip.decompress(path.read_bytes()))["format"] == FORMAT)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+        return False

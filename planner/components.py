@@ -1,0 +1,76 @@
+"""What stands around the model: VAEs and text encoders, by name, with what they take while they encode and decode."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from planner.facts import ModelProfile, Vae
+
+COMPONENTS = "components"
+"""Folder of their tapes, beside the models'."""
+
+DTYPES = ("half", "fp32")
+
+CHUNKS = {
+    "AutoencoderKLWan": (1, 1),
+    "AutoencoderKLCogVideoX": (3, 2),
+}
+"""VAEs that take a clip in chunks of frames: (latent frames of the first chunk, of each further one). diffusers
+models/autoencoders: Wan one by one with a cache, CogVideoX 8 frames (2 latent) and what is left in the first."""
+
+FRAMEWISE = {"AutoencoderKLHunyuanVideo": (5, 3)}
+"""VAEs that take a long clip in overlapping tiles of frames: (latent frames of a tile, of the stride). HunyuanVideo:
+16+1 frames, 12 apart (diffusers, ``use_framewise_encoding``)."""
+
+SHORTEST = 5
+"""Chunks a tape has at least: three from the start and two from the end. A shorter clip is priced like this one."""
+
+CFG_IN_ONE_BATCH = ("cogvideox", "ltx", "sd3", "unet", "mochi", "easyanimate")
+"""Families whose pipelines run the prompt and the empty prompt as one batch of two (diffusers pipelines). The others
+call the model twice, or were distilled to need it once."""
+
+VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast")
+"""Config keys that change numbers, not memory."""
+
+
+def component_name(class_name: str, config: dict[str, Any]) -> str:
+    """The folder of a component's tapes: its class and a hash of its config, so that models share what they share."""
+    kept = {key: value for key, value in config.items() if key not in VALUES}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return f"{class_name}-{digest[:8]}"
+
+
+def chunks_of(vae: Vae, frames: int) -> int:
+    """Chunks in which the VAE takes so many latent frames, rounded up; 0 when it takes them whole."""
+    if vae.class_name not in CHUNKS or frames == 1:
+        return 0
+    first, each = CHUNKS[vae.class_name]
+    return max(SHORTEST, -(-(frames - first) // each) + 1)
+
+
+def frames_of(vae: Vae, chunks: int) -> int:
+    """Latent frames of so many whole chunks."""
+    first, each = CHUNKS[vae.class_name]
+    return first + (chunks - 1) * each
+
+
+class Component(NamedTuple):
+    """A tape of something around the model: its folder and its file."""
+
+    name: str
+    variant: str
+
+
+def components(model: ModelProfile) -> Iterator[Component]:
+    """Every tape around a model: each text encoder's forward, the VAE's encode and decode, in both precisions."""
+    for encoder in model.text_encoders:
+        yield from (Component(component_name(encoder.class_name, encoder.config), f"encode-{d}") for d in DTYPES)
+    name = component_name(model.vae.class_name, model.vae.config)
+    for part, dtype in itertools.product(("encode", "decode"), DTYPES):
+        yield Component(name, f"{part}-{dtype}")
+        if model.vae.class_name in CHUNKS or model.vae.class_name in FRAMEWISE:
+            yield Component(name, f"{part}-{dtype}-image")

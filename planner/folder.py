@@ -1,0 +1,281 @@
+"""A diffusers model as it lies in a folder: its config files, read as data that nobody vouches for.
+
+Nothing here imports what a config names, follows a path that stands in one, or reads weights. A config is refused
+before it is built: too large a file, not JSON, a class we do not know, numbers no model has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from planner.errors import VplanError, quoted
+
+Config = dict[str, Any]
+
+DENOISERS = ("transformer", "unet")
+"""Folders of a pipeline that hold the part that is trained."""
+SECOND_EXPERT = "transformer_2"
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder")
+CONFIG = "config.json"
+
+MAX_FILE_BYTES = 2**20
+"""Published configs have 0.3 to 10 kB."""
+MAX_INTEGER = 1_000_000
+"""The largest number we know in a published config is a vocabulary of 256,384."""
+MAX_FLOAT = 1e12
+MAX_BLOCKS = 512
+"""Layers named by one key, and all of them together; published models have up to 60."""
+MAX_PER_LEVEL = 16
+"""Levels of a UNet, and layers inside each of its blocks (SDXL: 10): they multiply."""
+MAX_UNET_BLOCKS = 256
+"""SDXL has 60 by this count. A UNet's levels all differ, so none is left out when it is recorded."""
+LEVELS = ("block_types", "block_out_channels", "_per_block")
+"""How the lists are called that have an entry for every level of a UNet or VAE."""
+MAX_VALUES = 10_000
+MAX_DEPTH = 6
+NOT_ARCHITECTURE = ("quantization_config",)
+"""Known keys of a config.json that say how weights are stored, not what the model is."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a folder says of a model."""
+
+    origin: str
+    """absolute path of the transformer's or UNet's config.json"""
+    folder: str
+    """name of the model's folder, for a model that was given no other"""
+    class_name: str
+    config: Config
+    vae: Config | None = None
+    encoders: Mapping[str, Config] = field(default_factory=dict)
+    """by folder, those that are there"""
+    is_pipeline: bool = False
+    has_second_expert: bool = False
+
+
+def locate(text: str) -> tuple[Path, Path] | None:
+    """(the folder that nothing may lead out of, the config.json in it) of a path; None when it is no model's.
+
+    A pipeline's folder has `transformer/config.json` or `unet/config.json`, a component's its own config.json.
+    """
+    if not text or len(text) > 4096 or "\0" in text:
+        return None
+    path = Path(text).expanduser()
+    try:
+        if path.is_file():
+            return (path.resolve().parent, path.resolve()) if path.suffix == ".json" else None
+        if path.is_dir():
+            root = path.resolve()
+            places = (*(root / part / CONFIG for part in DENOISERS), root / CONFIG)
+            return next(((root, place) for place in places if os.path.lexists(place)), None)
+    except OSError as error:
+        raise VplanError(f"cannot read {quoted(text)}: {error.strerror}", "name a folder you may read") from None
+    return None
+
+
+def is_path(text: str) -> bool:
+    """Whether a text is rather a path than a name: it has a separator, a `~` in front or ends like a file."""
+    return "/" in text or os.sep in text or text.startswith(("~", ".")) or text.endswith(".json")
+
+
+def read_source(text: str, classes: Iterable[str]) -> Source:
+    """What the folder or config.json at a path says, checked; a VplanError for anything else.
+
+    `classes` are the diffusers classes we can record.
+    """
+    found = locate(text)
+    if found is None:
+        fix = "name a diffusers folder (with transformer/ or unet/, or a config.json), or the config.json itself"
+        raise VplanError(f"there is no config.json of a model at {quoted(text)}", fix)
+    root, place = found
+    config = read_config(place, root)
+    class_name = _class_of(config, place, sorted(classes))
+    check_values(config, _shown(place, root))
+    if place.parent == root:
+        named = root.parent if root.name in (*DENOISERS, SECOND_EXPERT) else root
+        return Source(str(place), _called(named), class_name, config)
+    parts = {part: read_config(root / part / CONFIG, root) for part in ("vae", *ENCODERS) if _has(root, part)}
+    for part, said in parts.items():
+        check_values(said, f"{part}/{CONFIG}", may_be_negative=part != "vae")
+    vae = parts.pop("vae", None)
+    return Source(str(place), _called(root), class_name, config, vae, parts, True, _has(root, SECOND_EXPERT))
+
+
+def _called(folder: Path) -> str:
+    """The name of a model's folder; a snapshot in a Hugging Face cache is called by a number, its repository is not."""
+    return folder.parent.parent.name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
+
+
+def _has(root: Path, part: str) -> bool:
+    return os.path.lexists(root / part / CONFIG)
+
+
+def _shown(place: Path, root: Path) -> str:
+    return place.relative_to(root).as_posix()
+
+
+def read_config(place: Path, root: Path) -> Config:
+    """The JSON object in a config file that really lies under `root`; a VplanError says what else it is."""
+    name = _shown(place, root)
+    try:
+        real = Path(os.path.realpath(place, strict=True))  # `resolve` ends a loop with an error of its own
+        if not any(real.is_relative_to(allowed) for allowed in _allowed(root)):
+            raise VplanError(f"{name} leads out of its folder", "copy the file it leads to in its place")
+        if not real.is_file():
+            raise VplanError(f"{name} is not a file", "name the config.json of a diffusers model")
+        with real.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise VplanError(f"cannot read {name}: {error.strerror}", "see that the file is there and readable") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise VplanError(f"{name} is larger than any config (over 1 MiB)", "name the config.json, not the weights")
+    try:
+        found = json.loads(raw.decode("utf-8-sig"), parse_constant=_not_finite)
+    except VplanError as error:
+        raise VplanError(f"{name}: {error.message}", error.fix) from None
+    except UnicodeDecodeError:
+        raise VplanError(f"{name} is not text", "name the config.json of a diffusers model") from None
+    except (ValueError, RecursionError) as error:
+        told = getattr(error, "lineno", None)
+        where = f" (line {told})" if told else ""
+        raise VplanError(f"{name} is not JSON, or not all of it is there{where}", "fetch the file again") from None
+    if not isinstance(found, dict):
+        raise VplanError(f"{name} holds no JSON object", "name the config.json of a diffusers model")
+    return found
+
+
+def _allowed(root: Path) -> Iterator[Path]:
+    """Folders a file of `root` may lie in: its own; in a Hugging Face cache the blobs its snapshots are links to."""
+    yield root
+    for parent in (root, *root.parents):
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            yield parent.parent / "blobs"
+
+
+def _not_finite(text: str) -> NoReturn:
+    raise VplanError(f"{text} is not a number", "write a finite number")
+
+
+def _class_of(config: Config, place: Path, classes: list[str]) -> str:
+    """The config's class, which must be one of our own table: a name from a file is never looked up anywhere else."""
+    name = config.get("_class_name")
+    if "auto_map" in config:
+        fix = "if the model is diffusers' own class, take auto_map out of a copy of the file"
+        raise VplanError(f"{place.name} names code of its own (auto_map), which is never run", fix)
+    if not isinstance(name, str):
+        fix = f"it must name one of {', '.join(classes)}"
+        raise VplanError(f"{place.name} does not say its _class_name: not a diffusers model's config", fix)
+    if name not in classes:
+        fix = f"supported are {', '.join(classes)}; README, \"Adding a model family\", says how to add one"
+        raise VplanError(f"class {quoted(name)} cannot be recorded", fix)
+    return name
+
+
+def architecture(config: Config) -> Config:
+    """The keys that say what a model is: without diffusers' private ones, which also hold paths and versions."""
+    return {key: value for key, value in config.items() if not key.startswith("_") and key not in NOT_ARCHITECTURE}
+
+
+def check_values(config: Config, where: str, *, may_be_negative: bool = False) -> None:
+    """Raises a VplanError for a value that no model has, before anything is built from it.
+
+    Time and memory of a build grow with what stands here, so numbers, layers and nesting have limits.
+    """
+    blocks = 0
+    counts: Counter[str] = Counter()
+    for key, value, depth in _leaves(architecture(config)):
+        counts[key] += 1
+        if counts.total() > MAX_VALUES or depth > MAX_DEPTH:
+            raise VplanError(f"{where} holds more than any config", "name the config.json of a diffusers model")
+        if counts[key] > MAX_PER_LEVEL and key.endswith(LEVELS):
+            raise VplanError(f"{where}: {key} has more levels than any model", "correct the file")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= MAX_FLOAT):
+            raise VplanError(f"{where}: {key} {quoted(value)} is not a number any model has", "correct the file")
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            fault = f"{where}: {key} {quoted(value)} is larger than any model's"
+            raise VplanError(fault, f"correct the file: {MAX_INTEGER} at most")
+        if isinstance(value, int) and value < 0 and not may_be_negative:
+            raise VplanError(f"{where}: {key} {value} is negative", "correct the file")
+        most = _most(key)
+        blocks += int(value) if most else 0
+        if most and max(value, blocks if most == MAX_BLOCKS else 0) > most:
+            fault = f"{where}: {key} {quoted(value)} is deeper than any model"
+            raise VplanError(fault, f"correct the file: {most} at most")
+    if _unet_blocks(config) > MAX_UNET_BLOCKS:
+        fault = f"{where}: its levels, layers and transformer blocks multiply to more than {MAX_UNET_BLOCKS}"
+        raise VplanError(fault, "correct the file")
+
+
+def _most(key: str) -> int | None:
+    """The most layers that a key may ask for; None for a key that counts no layers."""
+    name = key.lower()
+    if name.endswith("_per_block"):
+        return MAX_PER_LEVEL
+    counts = name.startswith(("num_", "n_", "depth")) or name in ("num_layers", "layers")
+    return MAX_BLOCKS if counts and any(word in name for word in ("layer", "depth", "block")) else None
+
+
+def _unet_blocks(config: Config) -> int:
+    """How many blocks a UNet or VAE has at most: levels, times layers, times what each of them holds."""
+
+    def numbers(key: str) -> list[int]:
+        return [leaf for _, leaf, _ in _leaves(config.get(key)) if type(leaf) is int]
+
+    lists = [value for key, value in config.items() if key.endswith(LEVELS) and isinstance(value, list)]
+    levels = max(map(len, lists), default=1)
+    return math.prod([levels, *(max(numbers(key), default=1) for key in config if key.endswith("_per_block"))])
+
+
+def _leaves(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """(key, value, nesting) of every plain value."""
+    if depth > MAX_DEPTH:
+        yield key, None, depth
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, str(name)[:60], depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, key, depth + 1)
+    else:
+        yield key, value, depth
+
+
+def check_kinds(config: Config, known: Iterable[Config], where: str) -> None:
+    """Raises a VplanError for text where all `known` configs of the class have numbers, and the like.
+
+    Null is allowed everywhere, and lists where there are single values: diffusers takes both. A key that no known
+    config has is not judged here.
+    """
+    kinds: dict[str, set[str]] = {}
+    for other in known:
+        for key, value in other.items():
+            kinds.setdefault(key, set()).update(_kinds(value))
+    for key, value in config.items():
+        allowed = kinds.get(key, set())
+        if len(allowed) == 1 and not _kinds(_whole(value)) <= allowed | _ALSO.get(min(allowed), set()):
+            raise VplanError(f"{where}: {key} {quoted(value)} is not {min(allowed)}", "correct the file")
+
+
+_ALSO = {"a number": {"a whole number"}, "a whole number": set(), "a text": set(), "true or false": {"a text"}}
+"""What else may stand where all known values are of one kind: a switch that later became a choice has a name."""
+
+
+def _kinds(value: Any) -> set[str]:
+    """What kinds of plain values there are in a value."""
+    names = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
+    return {names[type(leaf)] for _, leaf, _ in _leaves(value) if leaf is not None}
+
+
+def _whole(value: Any) -> Any:
+    """4.0 is as whole as 4: JSON written elsewhere has both."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

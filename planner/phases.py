@@ -1,0 +1,343 @@
+"""The phases around training: encoding prompts and clips, validation's denoising and decoding, saving.
+
+Each is laid out of recordings like the step itself. What is cached before training is encoded first, and nothing of it
+stays: so it is replayed apart, once for all strategies. What stays or comes back shares the step's allocator.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from planner.components import CFG_IN_ONE_BATCH, CHUNKS, FRAMEWISE, chunks_of, component_name, frames_of
+from planner.facts import ModelProfile, TextEncoder, Vae
+from planner.job import Bucket, Job, Strategy
+from planner.margin import RECORDED
+from planner.replay import BLOCK_ROUND_BYTES
+from planner.run import SERVICE, Facts, Run
+from planner.shapes import grid
+from planner.strategies import CUBLAS_HANDLES, cublas_bytes
+from planner.tape import Moment, Part, Program, Stage, Tape
+from planner.variants import trained_storage
+
+STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
+"""Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
+
+@dataclass(frozen=True)
+class Component:
+    """A text encoder or the VAE at one shape, ready to be laid out."""
+
+    name: str
+    tape: Tape | None
+    """None: not recorded, only its weights count"""
+
+    piece: str
+    part: Part
+    counts: tuple[int, ...] | None
+    parameters: int
+    dtype: str
+    tiles: int = 1
+    """how many times it runs, one tile or sample after the other, keeping what came out"""
+
+    offload: str = "none"
+    """none, block or leaf: weights that come to the GPU only for their turn"""
+
+    @property
+    def piece_of_layers(self) -> bool:
+        """Whether it is a stack of layers, which can come to the GPU one by one."""
+        return self.tape is not None and self.counts is None and bool(self.tape.runs)
+
+
+def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> Component:
+    """A text encoder, for a batch of prompts of its full length."""
+    name = component_name(encoder.class_name, encoder.config)
+    part = Part(name, {"B": batch, "T": encoder.max_tokens})
+    return Component(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
+
+
+def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> Component:
+    """The VAE for ``clip``: latent frames F, rows H, columns W, batch B."""
+    name = component_name(vae.class_name, vae.config)
+    frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
+    if not vae.takes_clips:
+        frames, batch = 1, batch * frames
+    times = 1
+    if strategy.vae_slicing:
+        times, batch = batch, 1
+    tile = tape.tile if tape else ()
+    if strategy.vae_tiling and tile and (rows * vae.spatial > tile[0] or columns * vae.spatial > tile[1]):
+        across = -(-rows * vae.spatial // tile[2]) * -(-columns * vae.spatial // tile[3])
+        rows, columns = min(rows, tile[0] // vae.spatial), min(columns, tile[1] // vae.spatial)
+        times *= across
+    if vae.class_name in FRAMEWISE and frames > 1:
+        length, stride = FRAMEWISE[vae.class_name]
+        frames, times = length, times * -(-frames // stride)
+    chunks = chunks_of(vae, frames)
+    grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
+    counts = (chunks,) if chunks else None
+    return Component(name, tape, piece, Part(name, grid, batch), counts, vae.parameters, strategy.vae_dtype, times)
+
+
+# ---- laying out
+
+
+def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
+    """Its weights; and apart, by block, those that group offload brings for their turn only."""
+    stage = Stage("load", [])
+    kept = STORED[component.dtype] / 2
+    blocks: dict[tuple[str, int], list[int]] = {}
+    if component.tape is None:
+        buffer = program.buffer(int(component.parameters * STORED[component.dtype]), "residents", component.name)
+        stage.stretches.append((SERVICE, [buffer]))
+        return stage, blocks
+    first = len(program.buffers)
+    grid = {"B": 1, "F": 1, "H": 1, "W": 1, "T": 1}
+    stage = program.unfold(component.tape, "load", None, replace(component.part, grid=grid, batch=1))
+    if component.dtype not in ("bf16", "fp16", "fp32"):  # recorded in 16 bits
+        for buffer in range(first, len(program.buffers)):
+            size = program.sizes[program.buffers[buffer]]
+            assert isinstance(size, int)
+            program.sizes.append(int(size * kept))
+            program.buffers[buffer] = len(program.sizes) - 1
+    if component.offload != "none":
+        blocks = _taken_out(program, component.tape, stage, component.part.name)
+    return stage, blocks
+
+
+def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tuple[str, int], list[int]]:
+    """Takes the weights of blocks out of a loading stage; returns them by block."""
+    blocks: dict[tuple[str, int], list[int]] = {}
+    for (kind, full_name), buffer in program.named.items():
+        block = tape.block_of(full_name) if kind == f"weight of {name}" else None
+        if block is not None:
+            blocks.setdefault(block, []).append(buffer)
+    gone = {buffer for buffers in blocks.values() for buffer in buffers}
+    stage.stretches = [
+        (moment, [event for event in events if event not in gone]) for moment, events in stage.stretches
+    ]
+    return blocks
+
+
+def work(program: Program, component: Component, blocks: dict[tuple[str, int], list[int]]) -> Stage:
+    """One encode or decode. What came out (latents, embeddings) is alive behind it."""
+    if component.tape is None:
+        return Stage(component.piece, [])
+    stage = program.unfold(component.tape, component.piece, component.counts, component.part)
+    if blocks:
+        _bring(program, stage, blocks, component)
+    if component.dtype not in ("bf16", "fp16", "fp32"):
+        largest = max(_bytes(program, buffer) for buffer in _weights(program, component))
+        whole = program.buffer(int(largest * 2 / STORED[component.dtype]), "temporary", "dequantised weight")
+        stage.stretches.insert(0, (SERVICE, [whole]))
+        stage.stretches.append((SERVICE, [~whole]))
+    if component.tiles > 1:
+        _repeat(program, component, stage)
+    return stage
+
+
+def _weights(program: Program, component: Component) -> list[int]:
+    kind = f"weight of {component.part.name}"
+    return [buffer for (category, _), buffer in program.named.items() if category == kind]
+
+
+def _bytes(program: Program, buffer: int) -> int:
+    size = program.sizes[program.buffers[buffer]]
+    assert isinstance(size, int)
+    return size
+
+
+def _bring(
+    program: Program, stage: Stage, blocks: dict[tuple[str, int], list[int]], component: Component
+) -> None:
+    """Group offload (diffusers ``apply_group_offloading``): a block's weights are there while it runs; by leaf, one
+    layer's weights at a time."""
+    for position, (moment, events) in enumerate(stage.stretches):
+        block = (moment.module_list, moment.block)
+        if block not in blocks:
+            continue
+        sizes = [_bytes(program, buffer) for buffer in blocks[block]]
+        nbytes = max(sizes) if component.offload == "leaf" else sum(sizes)
+        brought = program.buffer(nbytes, "residents", "group offload")
+        stage.stretches[position] = (moment, [brought, *events, ~brought])
+
+
+def _repeat(program: Program, component: Component, stage: Stage) -> None:
+    """Runs it tile by tile, or sample by sample: the last one while what all others gave is kept; then the parts are
+    joined, by rows and as a whole (diffusers ``tiled_encode``, ``tiled_decode``)."""
+    out = program.named[f"batch of {component.part.name}", "out"]
+    nbytes = _bytes(program, out)
+    kept = program.buffer(nbytes * (component.tiles - 1), "activation", "finished tiles")
+    rows = program.buffer(nbytes * component.tiles, "activation", "joined rows")
+    whole = program.buffer(nbytes * component.tiles, "batch", "out")
+    stage.stretches.insert(0, (SERVICE, [kept]))
+    stage.stretches.append((SERVICE, [rows, ~kept, ~out, whole, ~rows]))
+
+
+def alive(*stages: Stage) -> list[int]:
+    """What is alive behind these stages, run after each other on an empty allocator."""
+    found: dict[int, None] = {}
+    for stage in stages:
+        for event in stage.ops:
+            if event >= 0:
+                found[event] = None
+            else:
+                found.pop(~event, None)
+    return list(found)
+
+
+# ---- encoding before training
+
+
+def encoders(run: Run, residence: str, batch: int) -> list[Component]:
+    """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
+    strategy, model = run.strategy, run.facts.model
+    found = []
+    if strategy.text_encoder == residence:
+        for encoder in model.text_encoders:
+            tape = run.facts.around.get(f"{component_name(encoder.class_name, encoder.config)}/encode")
+            found.append(text_component(encoder, tape, strategy, batch))
+    if strategy.vae == residence:
+        clip = _clip(model, run.grid, batch)
+        found.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
+    return found
+
+
+def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
+    vae = facts.model.vae
+    image = "-image" if frames == 1 and (vae.class_name in CHUNKS or vae.class_name in FRAMEWISE) else ""
+    return facts.around.get(f"{component_name(vae.class_name, vae.config)}/{piece}{image}")
+
+
+def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str, int]:
+    """A shape in latents, as VAEs count it: B, F, H, W."""
+    frames, rows, columns = model.shape.patch
+    return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
+
+
+def caching(run: Run) -> list[Run]:
+    """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
+
+    One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
+    together, where a trainer holds them so (``run.encoders_together``).
+    """
+    components = encoders(run, "cached", 1)
+    gpu = run.facts.gpu
+    room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
+    groups = [tuple(components)] if run.encoders_together else [(component,) for component in components]
+    found = []
+    for group in filter(None, groups):
+        program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
+        by_layer = ""
+        if peak * (1 + RECORDED[1]) > room and not run.encoders_together and group[0].piece_of_layers:
+            program, stage, sizes, peak = _encoding((replace(group[0], offload="block"),), cublas_bytes(gpu))
+            by_layer = group[0].name.partition("-")[0]
+        encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
+        encoding.encode, encoding.encode_peak_bytes = stage, peak
+        found.append(encoding)
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def _encoding(components: tuple[Component, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
+    """(program, stage, sizes, allocated peak) of loading, encoding with and freeing some components."""
+    program = Program()
+    workspaces = [program.buffer(workspace, "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
+    stage = Stage("encode", [(SERVICE, workspaces)])
+    loaded = [load(program, component) for component in components]
+    for loading, _ in loaded:
+        stage.stretches += loading.stretches
+    for component, (_, blocks) in zip(components, loaded, strict=True):
+        done = work(program, component, blocks)
+        stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+    stage.stretches.append((SERVICE, [~buffer for buffer in alive(stage)]))
+    sizes = program.bytes_of({})
+    rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in sizes]
+    held = itertools.accumulate(rounded[event] if event >= 0 else -rounded[~event] for event in stage.ops)
+    return program, stage, sizes, max(held)
+
+
+# ---- on the step's allocator
+
+
+def residents(run: Run) -> None:
+    """Text encoders and VAE that stay on the GPU, or come for each batch, encode it before every step.
+
+    Resident ones are loaded before the model.
+    """
+    batch, first = run.grid["B"], len(run.program.buffers)
+    loads: list[tuple[Moment, list[int]]] = []
+    stage = Stage("encode", [])
+    for component in encoders(run, "resident", batch):
+        loading, blocks = load(run.program, component)
+        done = work(run.program, component, blocks)
+        loads += loading.stretches
+        stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+    for component in encoders(run, "swapped", batch):
+        loading, blocks = load(run.program, component)
+        done = work(run.program, component, blocks)
+        gone = [*alive(done), *alive(loading)]
+        stage.stretches += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])]
+    run.load.stretches[:0] = loads
+    _take_sizes(run, first)
+    run.encode = stage if stage.ops else None
+
+
+def validation(run: Run) -> None:
+    """Validation after an optimizer step: gradients are gone, states are not. A VAE that was cached comes for its turn.
+
+    With ``offload`` the model leaves while the VAE decodes.
+    """
+    mode, facts = run.strategy.validation_mode, run.facts
+    if mode == "off":
+        return
+    assert facts.sample is not None
+    shape, first = validation_grid(run.job, facts.model), len(run.program.buffers)
+    guided = run.job.validation is None or run.job.validation.cfg
+    batch = 2 if guided and facts.model.family in CFG_IN_ONE_BATCH else 1
+    denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
+    if run.gathered_bytes:
+        denoise.stretches.insert(0, (SERVICE, [run.program.buffer(run.gathered_bytes, "buckets", "gathered weights")]))
+    denoise.stretches.append((SERVICE, [~buffer for buffer in alive(denoise)]))
+    clip = _clip(facts.model, shape, 1)
+    component = vae_component(facts.model.vae, _vae_tape(facts, "decode", clip["F"]), "decode", run.strategy, clip)
+    decode = Stage("decode", [])
+    moved = list(run.named("weight").values()) if mode == "offload" else []
+    loading, blocks = load(run.program, component)
+    if run.strategy.vae == "resident":  # it is there already
+        loading = Stage("load", [])
+    done = work(run.program, component, blocks)
+    gone = [*alive(done), *alive(loading)]
+    decode.stretches = [
+        (SERVICE, [~buffer for buffer in moved]),
+        *loading.stretches,
+        *done.stretches,
+        (SERVICE, [*(~buffer for buffer in gone), *moved]),
+    ]
+    _take_sizes(run, first)
+    run.validation = [("denoise", denoise), ("decode", decode)]
+
+
+def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:
+    """The shape of the validation sample: what the job says, else its own shape."""
+    asked = job.validation
+    shape = Bucket(frames=asked.frames, height=asked.height, width=asked.width) if asked else job.shapes[0]
+    return {**grid(model, job, shape), "B": 1}
+
+
+def saving(run: Run) -> None:
+    """A checkpoint: under zero-3 and fsdp the weights are gathered one by one on their way to host RAM (DeepSpeed
+    ``_zero3_consolidated_16bit_state_dict``, torch ``get_model_state_dict(full_state_dict=True)``); else they are read
+    where they are."""
+    run.save = Stage("save", [(SERVICE, [])])
+    if run.strategy.sharding in ("zero-3", "fsdp"):
+        largest = 2 * max(run.elements.values())
+        if run.strategy.sharding == "fsdp" and trained_storage(run.job, run.strategy) == "fp32":
+            largest *= 2
+        run.free(run.save, [run.add(run.save, largest, "buckets", "gathered weight")])
+
+
+def _take_sizes(run: Run, first: int) -> None:
+    """Takes the sizes of the buffers from ``first`` on into the run."""
+    run.sizes += [_bytes(run.program, buffer) for buffer in range(first, len(run.program.buffers))]

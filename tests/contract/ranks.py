@@ -1,0 +1,333 @@
+"""Two ranks on the CPU: a tiny model, built as our step does, is given to the real engine, trained, and its bytes read.
+
+What runs in a rank is at module level: a fork server starts it. Nothing of the engines is replaced; where they free a
+buffer before a step is over, a method of theirs is wrapped to look first.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+WORLD = 2
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "DEEPSPEED_LOG_LEVEL": "error",
+    "MASTER_ADDR": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "WORLD_SIZE": str(WORLD),
+}
+PRELOADED = [
+    "deepspeed",
+    "diffusers.models.transformers.cogvideox_transformer_3d",
+    "diffusers.models.transformers.transformer_wan",
+    "planner.catalog",
+    "tests.contract.ranks",
+    "torch.distributed.fsdp",
+    "trainers.engines",
+    "trainers.families.cogvideox",
+    "trainers.families.wan",
+]
+"""What every rank would import again: seconds each."""
+
+SECONDS = 300
+"""A rank that waits for a dead one would wait for ever."""
+
+Bytes = dict[str, int]
+
+
+class Case(NamedTuple):
+    """What both ranks build: fields of the records, and DeepSpeed's sizes."""
+
+    model: str
+    config: dict[str, Any]
+    job: dict[str, Any]
+    strategy: dict[str, Any]
+    settings: dict[str, int]
+    grid: dict[str, int]
+
+
+@functools.cache
+def _fork_server() -> Any:
+    os.environ.update(ENVIRONMENT)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def measure(case: Case) -> list[Bytes]:
+    """Runs both ranks of a case; what each measured, by rank."""
+    context = _fork_server()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, port, case, queue)) for rank in range(WORLD)]
+    for rank in ranks:
+        rank.start()
+    answers = dict(queue.get(timeout=SECONDS) for _ in ranks)
+    for rank in ranks:
+        rank.join(SECONDS)
+    assert [rank.exitcode for rank in ranks] == [0] * WORLD
+    failed = [answer for answer in answers.values() if isinstance(answer, str)]
+    assert not failed, failed[0]
+    return [answers[rank] for rank in range(WORLD)]
+
+
+def _rank(rank: int, port: int, case: Case, queue: Any) -> None:
+    os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
+    os.environ["LOCAL_WORLD_SIZE"] = str(WORLD)
+    import torch
+
+    torch.set_num_threads(1)
+    engine = _fsdp if case.strategy["sharding"] == "fsdp" else _deepspeed
+    try:
+        queue.put((rank, engine(case)))
+    except Exception as error:
+        import traceback
+
+        queue.put((rank, f"{error}\n{traceback.format_exc()[-3000:]}"))
+        raise
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class Watch:
+    """The highest bytes seen of each named thing."""
+
+    def __init__(self) -> None:
+        self.seen: Bytes = {}
+
+    def note(self, name: str, nbytes: int) -> None:
+        self.seen[name] = max(self.seen.get(name, 0), int(nbytes))
+
+
+def _model(case: Case) -> tuple[Any, ...]:
+    """Profile, records, and the model with our step's formats, its parameters filled."""
+    import torch
+
+    from planner import catalog
+    from planner.job import Job, Machine, Strategy
+    from planner.rules import resolve
+    from trainers import step
+
+    profile = catalog.model(case.model)
+    profile = profile.model_copy(update={"config": {**profile.config, **case.config}})
+    job = Job.read({"model": case.model, "lora_targets": profile.lora.targets, **case.job})
+    machine = Machine(gpu="h100-80gb", gpus=WORLD)
+    strategy = resolve(job, Strategy.read(case.strategy), machine)
+    model = step.build_model(profile, job, strategy)
+    step.materialise(model, "cpu")
+    with torch.no_grad():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    return profile, job, strategy, model
+
+
+def nbytes(*tensors: Any) -> int:
+    """Bytes of tensors, by their elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _states(optimizer: Any) -> int:
+    """Bytes of an optimizer's states, without single numbers."""
+    import torch
+
+    found = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                found += nbytes(value.to_local() if hasattr(value, "to_local") else value)
+    return found
+
+
+# ---- DeepSpeed
+
+
+def _deepspeed(case: Case) -> Bytes:
+    import deepspeed
+    import torch
+
+    from planner.zero import Settings
+    from trainers import step
+    from trainers.engines import deepspeed_config
+    from trainers.families import family
+    from trainers.optimizers import make_optimizer
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else every start compiles it
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    profile, job, strategy, model = _model(case)
+    trainable = step.trainable_parameters(model)
+    optimizer = make_optimizer(trainable, strategy)
+    config = deepspeed_config(job, strategy, Settings(**case.settings))
+    watch = Watch()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    watched = _watch_stage_3 if strategy.sharding == "zero-3" else _watch_stages_1_and_2
+    finish = watched(engine, watch)
+    kind = family(profile)
+    batch = kind.batch(case.grid, "cpu", torch.bfloat16)
+    for _ in range(3):  # stage 3 fetches ahead once it has seen a whole step
+        loss = step.forward(step.Trainee(engine, trainable), kind, batch, strategy)
+        engine.backward(loss)
+        engine.step()
+    assert torch.isfinite(loss)
+    finish()
+    return watch.seen
+
+
+def _watch_stages_1_and_2(engine: Any, watch: Watch) -> Callable[[], None]:
+    inner = engine.optimizer
+    release, reduce, own_step = inner._release_ipg_buffers, inner.reduce_gradients, inner._optimizer_step
+    allreduce = inner.allreduce_bucket
+
+    def released() -> None:
+        for bucket in inner.ipg_buckets.values():
+            watch.note("reduce bucket", nbytes(*bucket.buffer))
+        if inner.grads_in_partition is not None:
+            watch.note("gradient partition", nbytes(inner.grads_in_partition))
+        release()
+
+    def reducing(*args: Any, **kwargs: Any) -> None:
+        gradients = [p.grad for group in inner.bit16_groups for p in group if p.grad is not None]
+        storages = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients}
+        watch.note("whole gradients", sum(storages.values()))
+        reduce(*args, **kwargs)
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        found = allreduce(*args, **kwargs)
+        watch.note("reduced copy", nbytes(found))
+        return found
+
+    def stepping(group: int) -> None:
+        watch.note("fp32 gradients", nbytes(inner.single_partition_of_fp32_groups[group].grad))
+        own_step(group)
+
+    inner._release_ipg_buffers, inner.allreduce_bucket, inner._optimizer_step = released, reduced, stepping
+    if not inner.partition_gradients:
+        inner.reduce_gradients = reducing
+
+    def finish() -> None:
+        frozen = [p for p in engine.module.parameters() if not p.requires_grad]
+        watch.note("frozen weights", nbytes(*frozen))
+        watch.note("flat weights", nbytes(*inner.bit16_groups_flat))
+        watch.note("fp32 master", nbytes(*inner.single_partition_of_fp32_groups))
+        watch.note("states", _states(inner.optimizer))
+        watch.note("tables", nbytes(*engine.module.buffers()))
+        if inner.cpu_offload:
+            watch.note("gradient staging", nbytes(inner.temp_grad_buffer_for_gpu_offload))
+            watch.note("new weights on the host", nbytes(*inner.param_buffer_of_bit16_for_cpu_offload_groups))
+
+    return finish
+
+
+def _watch_stage_3(engine: Any, watch: Watch) -> Callable[[], None]:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    inner = engine.optimizer
+    parameters = list(engine.module.parameters())
+    coordinator = inner.parameter_offload.get_param_coordinator()
+    fetch, own_step = coordinator.fetch_sub_module, inner._optimizer_step
+
+    def fetching(*args: Any, **kwargs: Any) -> Any:
+        found = fetch(*args, **kwargs)
+        live = [p for p in parameters if p.ds_status != ZeroParamStatus.NOT_AVAILABLE and not p.ds_persist]
+        watch.note("gathered at once", sum(2 * p.ds_numel for p in live))
+        return found
+
+    def stepping(group: int) -> None:
+        watch.note("fp32 gradients", nbytes(inner.fp32_partitioned_groups_flat[group].grad))
+        own_step(group)
+
+    coordinator.fetch_sub_module, inner._optimizer_step = fetching, stepping
+
+    def finish() -> None:
+        on_gpu = [p.ds_tensor for p in parameters if not p.requires_grad and (not inner.offload_param or p.ds_persist)]
+        watch.note("frozen shares", nbytes(*on_gpu))
+        trained = [p.ds_tensor for p in parameters if p.requires_grad]
+        watch.note("trained shares", nbytes(*trained))
+        watch.note("small weights", nbytes(*(p.data for p in parameters if p.ds_persist)))
+        watch.note("gradient partition", nbytes(inner.grad_partitions_flat_buffer))
+        watch.note("reduce bucket", nbytes(*(bucket.buffer for bucket in inner.ipg_buckets.values())))
+        watch.note("fp32 master", nbytes(*inner.fp32_partitioned_groups_flat))
+        watch.note("states", _states(inner.optimizer))
+        watch.note("tables", nbytes(*engine.module.buffers()))
+
+    return finish
+
+
+# ---- FSDP2
+
+
+def _fsdp(case: Case) -> Bytes:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from trainers import step
+    from trainers.engines import shard
+    from trainers.families import family
+    from trainers.optimizers import make_optimizer
+
+    torch.distributed.init_process_group("gloo")
+    profile, job, strategy, model = _model(case)
+    shard(model, profile, job, strategy, init_device_mesh("cpu", (WORLD,)))
+    watch = Watch()
+    groups = _watch_groups(model, watch)
+    trainable = step.trainable_parameters(model)
+    trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy))
+    kind = family(profile)
+    batch = kind.batch(case.grid, "cpu", torch.bfloat16)
+    for _ in range(2):
+        loss = step.forward(trainee, kind, batch, strategy)
+        loss.backward()
+        gradients = [p.grad.to_local().untyped_storage() for p in trainable.values() if p.grad is not None]
+        watch.note("reduced gradients", sum({s.data_ptr(): s.nbytes() for s in gradients}.values()))
+        step.optimizer_step(trainee)
+    assert torch.isfinite(loss)
+    params = [param for group in groups for param in group.fsdp_params]
+    watch.note("shares", sum(param._sharded_param_data.untyped_storage().nbytes() for param in params))
+    watch.note("states", _states(trainee.optimizer))
+    watch.note("tables", nbytes(*model.buffers()))
+    return watch.seen
+
+
+def _watch_groups(model: Any, watch: Watch) -> list[Any]:
+    """Looks at what every group gathers and reduces."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fully_shard
+
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if _is_sharded(module)]
+    wait, reduce = fully_shard.FSDPParamGroup.wait_for_unshard, fully_shard.foreach_reduce
+
+    def waiting(group: Any) -> None:
+        result = group._all_gather_result
+        wait(group)
+        if result is None:
+            return
+        name = "outside" if "." not in group._module_fqn else "block"
+        watch.note(f"all-gather {name}", nbytes(result.all_gather_output))
+        whole = [out for param in group.fsdp_params for out in param.all_gather_outputs]
+        watch.note(f"gathered {name}", sum(out.untyped_storage().nbytes() for out in whole))
+        live = [out for other in groups for param in other.fsdp_params for out in param.all_gather_outputs]
+        watch.note("gathered at once", sum(out.untyped_storage().nbytes() for out in live))
+
+    def reducing(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        watch.note("unreduced gradients", nbytes(*gradients))
+        found = reduce(params, gradients, *args, **kwargs)
+        watch.note("reduce-scatter", nbytes(found[0]))
+        return found
+
+    fully_shard.FSDPParamGroup.wait_for_unshard = waiting
+    fully_shard.foreach_reduce = reducing
+    return groups
+
+
+def _is_sharded(module: Any) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)

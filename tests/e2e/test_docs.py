@@ -1,0 +1,34 @@
+"""The docs' pages of models and cards are what the profiles say. `python tests/e2e/test_docs.py` writes them anew."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("models", "gpus")
+
+
+def printed(verb: str) -> str:
+    """What `vplan VERB --markdown` prints."""
+    words = [sys.executable, str(ROOT / "vplan.py"), verb, "--markdown"]
+    return subprocess.run(words, capture_output=True, check=True).stdout.decode()
+
+
+@pytest.mark.parametrize("verb", PAGES)
+def test_the_page_is_what_the_profiles_say(verb: str) -> None:
+    page = (ROOT / "docs" / f"{verb}.md").read_text(encoding="utf-8")
+    assert page == printed(verb)
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    columns = [line.replace("\\|", "").count("|") for line in rows]
+    starts = [index for index, line in enumerate(rows) if line.startswith("|---")]
+    for start, end in zip(starts, [*starts[1:], len(rows) + 1], strict=True):
+        assert len(set(columns[start - 1 : end - 1])) == 1  # every row of a table has its columns
+
+
+if __name__ == "__main__":
+    for verb in PAGES:
+        (ROOT / "docs" / f"{verb}.md").write_text(printed(verb), encoding="utf-8")

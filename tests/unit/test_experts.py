@@ -1,0 +1,95 @@
+"""Two-expert models: what is there of the expert that a step does not run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner import catalog
+from planner.errors import VplanError
+from planner.estimate import estimate
+from planner.experts import assumption
+from planner.job import Job, Machine, Strategy
+from planner.library import facts
+from planner.plan import Estimate
+from planner.rules import check
+from planner.shapes import job_for
+from planner.units import GIB, MIB
+
+MODEL = catalog.model("wan2.2-t2v-a14b")
+BASE = 2 * MODEL.parameters
+"""One expert in bf16, but for a few modules kept in fp32."""
+
+
+def job(**fields: Any) -> Job:
+    return job_for(MODEL, {"frames": 17, **fields})
+
+
+def priced(asked: Job, gpus: int = 1, **strategy: Any) -> Estimate:
+    known = Strategy.read({"gradient_checkpointing": "full", "autocast": "none", "adapter_dtype": "bf16", **strategy})
+    where = Machine.read({"gpu": "h200-141gb", "gpus": gpus, "host_ram": 2048 * GIB})
+    return estimate(asked, known, where, facts(asked, known, where))
+
+
+def test_the_expert_that_is_not_trained_is_absent_unless_asked_for() -> None:
+    alone = priced(job())
+    assert alone.strategy.inactive_expert == "absent"
+    for expert in ("high", "low"):
+        found = priced(job(experts=expert))
+        assert (found.peak, found.breakdown) == (alone.peak, alone.breakdown)
+    note = assumption(MODEL, job())
+    assert note and "one of the two experts" in note
+    assert assumption(MODEL, job(experts="high")) is None
+    assert assumption(catalog.model("wan2.1-t2v-14b"), job()) is None
+
+
+def test_an_expert_kept_on_the_gpu_is_a_resident_and_in_host_ram_it_is_host_ram() -> None:
+    alone, gpu, cpu = (priced(job(experts="high"), inactive_expert=place) for place in ("absent", "gpu", "cpu"))
+    assert alone.breakdown.residents == cpu.breakdown.residents == 0
+    assert gpu.breakdown.residents == pytest.approx(BASE, rel=0.01)
+    assert gpu.peak.allocated_bytes - alone.peak.allocated_bytes == gpu.breakdown.residents
+    assert cpu.peak == alone.peak
+    assert cpu.host_ram_bytes - alone.host_ram_bytes == pytest.approx(BASE, rel=0.01)
+    assert gpu.host_ram_bytes == alone.host_ram_bytes
+
+
+def test_both_experts_have_weights_and_states_and_one_has_gradients() -> None:
+    one, both = priced(job(experts="high")), priced(job(experts="both"))
+    assert both.strategy.inactive_expert == "gpu"
+    assert both.breakdown.weights == pytest.approx(2 * one.breakdown.weights, rel=1e-6)
+    assert both.breakdown.optimizer == pytest.approx(2 * one.breakdown.optimizer, abs=MIB)
+    assert both.breakdown.gradients == one.breakdown.gradients
+    assert both.disk_bytes == 2 * one.disk_bytes
+    in_turn = priced(job(experts="both"), inactive_expert="cpu")
+    adapter = one.disk_bytes // 3  # a checkpoint is the adapter and its two states
+    assert in_turn.breakdown.weights - one.breakdown.weights == pytest.approx(adapter, abs=MIB)
+    assert in_turn.host_ram_bytes - one.host_ram_bytes == pytest.approx(BASE, rel=0.01)
+
+
+def test_both_experts_in_full_under_zero_double_masters_states_and_shares() -> None:
+    fields = {"weights_dtype": "bf16", "sharding": "zero-3"}
+    one, both = (priced(job(method="full", experts=which), gpus=8, **fields) for which in ("high", "both"))
+    assert both.breakdown.optimizer == pytest.approx(2 * one.breakdown.optimizer, rel=1e-6)
+    share = both.breakdown.weights - one.breakdown.weights
+    assert share == pytest.approx(BASE / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("buckets", ["copy", "view"])
+def test_ddp_has_buckets_for_both(buckets: str) -> None:
+    one, both = (
+        priced(job(experts=which), gpus=2, sharding="ddp", grad_buckets=buckets) for which in ("low", "both")
+    )
+    assert both.breakdown.buckets == 2 * one.breakdown.buckets > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [({"inactive_expert": "absent"}, "must be somewhere"), ({"gradient_accumulation": 2}, "over both experts")],
+)
+def test_what_both_experts_cannot_do(fields: dict[str, Any], fault: str) -> None:
+    asked = job(experts="both")
+    with pytest.raises(VplanError) as caught:
+        check(asked, Strategy.read({**fields}), Machine.read({"gpu": "h200-141gb"}))
+        priced(asked, **fields)
+    assert fault in caught.value.message and caught.value.fix

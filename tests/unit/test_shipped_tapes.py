@@ -1,0 +1,26 @@
+"""Tapes of one model that are played one after the other: what a step leaves is what the optimizer's step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner import catalog
+from planner.library import tape
+from planner.tape import Program
+from planner.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, StepVariant, methods
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_every_gradient_of_a_step_is_freed_by_the_optimizer(name: str) -> None:
+    """An optimizer skips parameters that no gradient reaches, and a tape of it must skip the same."""
+    for method in methods(catalog.model(name)):
+        precision = PRECISIONS[method.removesuffix("-wide")][0]
+        optimizer = OptimizerVariant(method, precision.trained, *OPTIMIZERS[0])
+        program = Program()
+        step = tape(name, StepVariant(method, precision, "full", one_sample=False).name)
+        program.unfold(step, "load")
+        program.unfold(step, "step")
+        made = {buffer for (category, _), buffer in program.named.items() if category == "gradient"}
+        assert made
+        freed = {~event for event in program.unfold(tape(name, optimizer.name), "optimizer").ops if event < 0}
+        assert made <= freed, f"{method}: {len(made - freed)} gradients stay"

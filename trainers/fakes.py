@@ -1,0 +1,58 @@
+"""What Python code does to fake CPU tensors is made what it does to real CUDA ones, while a recording runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+READS = frozenset(getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "_local_scalar_dense"))
+"""Operators that tell the host a number, which no fake tensor has. Prodigy asks for two a parameter, and whether it is
+all zero: then it keeps one zero in place of the weights it began at. An adapter's second matrix is, and is recorded as
+if it were not: at most 2 of 16 bytes a parameter too much."""
+
+
+def read(tensor: Tensor) -> float:
+    """The number that a fake tensor is said to hold: nobody knows, and what is allocated hardly asks."""
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def converted_in_place() -> contextlib.AbstractContextManager[None]:
+    """``Module.to`` gives a parameter new data, and lets go of the old unless autograd kept it.
+
+    Fake parameters it would swap instead, which layerwise casting cannot do in the middle of a forward.
+    """
+    return _patched(nn.Module, "_apply", _apply)
+
+
+def _apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    for child in module.children() if recurse else ():
+        _apply(child, convert)
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = convert(parameter.data)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else convert(buffer)
+    return module
+
+
+def autocast_asked_of_cpu() -> contextlib.AbstractContextManager[None]:
+    """``torch.is_autocast_enabled()`` asks about CUDA when it is not told a device.
+
+    peft's 4-bit layers decide by it whether to cast their input to the adapter's dtype.
+    """
+    is_enabled = torch.is_autocast_enabled
+    return _patched(torch, "is_autocast_enabled", lambda device="cpu": is_enabled(device))
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

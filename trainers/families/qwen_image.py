@@ -1,0 +1,66 @@
+"""Qwen-Image and Qwen-Image-Edit: flow matching on 2x2-packed latents (arXiv 2508.02324; QwenImageTransformer2DModel).
+
+diffusers examples/dreambooth/train_dreambooth_lora_qwen_image.py: prompts are as long as the longest of the batch, and
+a mask is passed only where they differ, so one sample has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.facts import ModelProfile
+from trainers.families.base import Family, Grid, flow_matching
+
+
+class QwenImage(Family):
+    """Double-stream blocks over text and image; the edit models append the reference's tokens to the noisy ones."""
+
+    masks_all_tokens = True
+
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        self.extra_tokens = profile.shape.references > 0
+        extra = ("E",) if self.extra_tokens else ()
+        self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Packed latents keep their rows and columns, of which the model makes its table of positions."""
+        size, channels = grid["B"], self.config["in_channels"]
+        made = {
+            "latents": torch.randn(size, grid["H"], grid["W"], channels, device=device, dtype=dtype),
+            "prompt": torch.randn(size, grid["T"], self.config["joint_attention_dim"], device=device, dtype=dtype),
+        }
+        if self.extra_tokens:
+            made["reference"] = torch.randn(size, grid["E"], channels, device=device, dtype=dtype)
+        if size > 1:
+            made["prompt_mask"] = torch.ones(size, grid["T"], device=device, dtype=torch.bool)
+        return made
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        size, rows, columns, _ = batch["latents"].shape
+        images = [(1, rows, columns)]
+        if self.extra_tokens:
+            images.append((1, 1, batch["reference"].shape[1]))
+        noisy, sigmas, target = flow_matching(batch["latents"].flatten(1, 2))
+        return {
+            "hidden_states": torch.cat([noisy, batch["reference"]], dim=1) if self.extra_tokens else noisy,
+            "timestep": sigmas,
+            "encoder_hidden_states": batch["prompt"],
+            "encoder_hidden_states_mask": batch.get("prompt_mask"),
+            "img_shapes": [images] * size,
+        }, target
+
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """The last block's text stream ends in nothing."""
+        last = f"transformer_blocks.{blocks - 1}."
+        return name.startswith((f"{last}attn.to_add_out.", f"{last}txt_mlp."))
+
+    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Of the noisy tokens alone; what comes out for the reference is dropped."""
+        return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
+
+
+FAMILY = QwenImage

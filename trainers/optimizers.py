@@ -1,0 +1,76 @@
+"""The optimizers of a strategy, each from the library that trainers take it from, and the step inside backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from planner.errors import VplanError
+from planner.job import Strategy
+
+WEIGHT_DECAY = 1e-2
+LOOP = {"foreach": False}
+FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
+"""torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
+
+
+class SteppedInBackward:
+    """An optimizer per parameter, which steps as soon as the gradient is there and frees it.
+
+    torch ``register_post_accumulate_grad_hook`` (pytorch tutorial ``optimizer_step_in_backward``; sd-scripts
+    ``--fused_backward_pass``, diffusion-pipe ``gradient_release``). No gradient is left to clip.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+        self.optimizers = {parameter: make_one([parameter], strategy, learning_rate) for parameter in parameters}
+        for parameter in self.optimizers:
+            parameter.register_post_accumulate_grad_hook(self.step_parameter)
+
+    def step_parameter(self, parameter: torch.Tensor) -> None:
+        """Steps one parameter and frees its gradient."""
+        optimizer = self.optimizers[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states of all parameters, as one optimizer has them."""
+        return {parameter: optimizer.state[parameter] for parameter, optimizer in self.optimizers.items()}
+
+
+def make_optimizer(
+    trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4
+) -> torch.optim.Optimizer | SteppedInBackward:
+    """The optimizer a strategy names over the trained parameters; a VplanError for one that is not built."""
+    if strategy.optimizer_step == "backward":
+        return SteppedInBackward(trainable.values(), strategy, learning_rate)
+    return make_one(list(trainable.values()), strategy, learning_rate)
+
+
+def make_one(parameters: list[nn.Parameter], strategy: Strategy, learning_rate: float) -> torch.optim.Optimizer:
+    """One optimizer over some parameters.
+
+    AdamW is torch's; 8-bit AdamW, paged or not, and Lion are bitsandbytes'; Adafactor is transformers' with a fixed
+    learning rate, as sd-scripts recommends it; Prodigy is prodigyopt's, which finds its own rate and wants 1.
+    """
+    if strategy.optimizer == "adamw":
+        how = FOREACH[strategy.optimizer_step]
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **how)
+    if strategy.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        fixed = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+        return Adafactor(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **fixed)
+    if strategy.optimizer == "prodigy":
+        from prodigyopt import Prodigy
+
+        return Prodigy(parameters, lr=1.0)
+    from bitsandbytes import optim
+
+    classes = {"adamw-8bit": optim.AdamW8bit, "adamw-8bit-paged": optim.PagedAdamW8bit, "lion": optim.Lion}
+    if strategy.optimizer not in classes:
+        raise VplanError(f"optimizer {strategy.optimizer} is not built yet", "use adamw, adafactor, lion or prodigy")
+    found: torch.optim.Optimizer = classes[strategy.optimizer](parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+    return found

@@ -1,0 +1,114 @@
+"""Frozen bases in 8 and 4 bits, stored and computed by the libraries that trainers use.
+
+* ``fp8``: diffusers' layerwise casting. A layer's weights are cast to the compute dtype before its forward and back
+  behind it. Autograd keeps the copy a matrix product used, so without checkpointing all copies live until backward.
+* ``int8``: torchao's weight-only int8, one scale per row (diffusers ``TorchAoConfig``, peft ``TorchaoLoraLinear``,
+  SimpleTuner ``int8-torchao``). It multiplies with a copy in the compute dtype, which autograd keeps likewise.
+* ``nf4``: bitsandbytes' 4-bit layers, a constant per 64 weights, those in 8 bits again (SimpleTuner ``nf4-bnb`` and
+  DiffSynth-Studio ``bitsandbytes_nf4`` both turn double quantisation on). Backward makes its own copy of a weight.
+
+Which modules stay as they are is diffusers' rule: every linear layer is quantised but those of
+``_keep_in_fp32_modules``; layerwise casting also skips norms, embeddings and what each model names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import VplanError
+
+FORMATS = ("fp8", "int8", "nf4")
+
+
+def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype) -> None:
+    """Makes a model of half-precision weights on ``meta`` one that will be stored in a quantised format.
+
+    Before the adapter is added: layerwise casting would cast an adapter too, and peft chooses its layer by the base's.
+    """
+    if weights_dtype == "fp8":
+        if type(model).__name__ == "UNet2DConditionModel":
+            fault = "fp8 cannot train a UNet: backward of its convolutions would read weights that were cast back"
+            raise VplanError(fault, "use --weights-dtype int8 or nf4")
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=compute_dtype)  # type: ignore[operator]
+    elif weights_dtype == "int8":
+        _prepare_int8(model)
+    elif weights_dtype == "nf4":
+        _prepare_nf4(model, compute_dtype)
+    else:
+        fault = f"weights_dtype {weights_dtype} cannot be built: no 4-bit integer format that trains runs everywhere"
+        raise VplanError(fault, "use --weights-dtype nf4, which takes the same 4 bits")
+
+
+def _kept(model: nn.Module) -> list[str]:
+    """Modules that stay in fp32, which the quantisers leave alone."""
+    return list(getattr(model, "_keep_in_fp32_modules", None) or ())
+
+
+def _prepare_int8(model: nn.Module) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    kept = _kept(model)
+
+    def is_quantised(module: nn.Module, name: str) -> bool:
+        outside = not any(f"{key}." in f"{name}." for key in kept)
+        return isinstance(module, nn.Linear) and outside
+
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=is_quantised)
+
+
+def _prepare_nf4(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    from diffusers import BitsAndBytesConfig
+    from diffusers.quantizers.bitsandbytes import replace_with_bnb_linear
+
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+    replace_with_bnb_linear(model, modules_to_not_convert=_kept(model), quantization_config=config)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what peft asks before it looks at the layers
+
+
+def store(module: nn.Module, name: str, weight: Tensor) -> None:
+    """Puts a half-precision weight, filled on its device, into its module as the module stores it."""
+    place = module._parameters[name]
+    assert place is not None
+    if hasattr(place, "qdata"):
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        del weight
+        quantize_(module, Int8WeightOnlyConfig())
+    elif hasattr(place, "compress_statistics"):
+        from bitsandbytes.functional import quantize_4bit
+
+        packed, state = quantize_4bit(
+            weight, compress_statistics=place.compress_statistics, quant_type=place.quant_type
+        )
+        stored = nn.Parameter(packed, requires_grad=False)
+        stored.quant_state = module.quant_state = state  # type: ignore[attr-defined]  # all that Linear4bit reads
+        module._parameters[name] = stored
+    else:
+        module._parameters[name] = nn.Parameter(weight, requires_grad=place.requires_grad)
+
+
+def stored_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors a parameter is kept in, by name: itself, or its integers and their scales."""
+    if hasattr(parameter, "qdata"):
+        for part in parameter.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield f"{name}.{part}", getattr(parameter, part)
+        return
+    yield name, parameter
+    state, prefix = getattr(parameter, "quant_state", None), name
+    while state is not None:
+        for part in ("absmax", "code", "offset"):
+            if (tensor := getattr(state, part)) is not None:
+                yield f"{prefix}.{part}", tensor
+        state, prefix = state.state2, f"{prefix}.nested"
