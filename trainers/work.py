@@ -29,8 +29,13 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], o
     """The work of one call, or None for views and for operators that only take memory."""
     if not outputs or func.is_view or func.overloadpacket.__name__ in IDLE:
         return None
+    name = func.overloadpacket.__name__
+    if name == "constant_pad_nd":  # it moves what it copies; a row rounded up would hide the shape's atoms
+        outputs = inputs
+    elif "efficient_attention" in name:  # likewise the logsumexp, which is rounded up and small
+        inputs, outputs = ([tensor for tensor in side if tensor.ndim == 4] for side in (inputs, outputs))
     nbytes = tuple(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
-    if func.overloadpacket.__name__ == "gemm_4bit":  # the weight is unpacked, written and read, then multiplied
+    if name == "gemm_4bit":  # the weight is unpacked, written and read, then multiplied
         rows, columns = args[2]
         copy = 2 * rows * columns * args[0].element_size()
         return Work("matmul", HALVES.get(args[0].dtype, "fp32"), 2 * args[0].numel() * rows, (*nbytes, copy))
@@ -38,7 +43,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], o
     if counter is None:
         return Work("pointwise", "fp32", 0, nbytes)
     flops = int(counter(*args, **kwargs, out_val=out))
-    return Work(_kind(func.overloadpacket.__name__), HALVES.get(outputs[0].dtype, "fp32"), flops, nbytes)
+    return Work(_kind(name), HALVES.get(outputs[0].dtype, "fp32"), flops, nbytes)
 
 
 def _kind(name: str) -> str:

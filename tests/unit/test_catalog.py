@@ -61,6 +61,12 @@ def test_every_bundled_model_is_sound() -> None:
         "flux.1-dev",
         "sd3.5-medium",
         "sd1.5",
+        "mochi-1",
+        "ltx-video-13b",
+        "ltx-2",
+        "easyanimate-v5.1-7b",
+        "easyanimate-v5.1-12b",
+        "hunyuan-video-1.5",
         "qwen-image",
         "qwen-image-edit",
         "latentsync-1.6-stage1",
@@ -102,6 +108,18 @@ def test_every_bundled_model_is_sound() -> None:
         ("cogvideox-2", "cogvideox-2b"),
         ("THUDM/CogVideoX-5b", "cogvideox-5b"),
         ("black-forest-labs/FLUX.1-dev", "flux.1-dev"),
+        ("hunyuan-video", "hunyuan-video"),
+        ("HunyuanVideo-1.5", "hunyuan-video-1.5"),
+        ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5"),
+        ("genmo/mochi-1-preview", "mochi-1"),
+        ("mochi", "mochi-1"),
+        ("ltx-video", "ltx-video-2b"),
+        ("Lightricks/LTX-Video-0.9.7-dev", "ltx-video-13b"),
+        ("ltx 13b", "ltx-video-13b"),
+        ("Lightricks/LTX-2", "ltx-2"),
+        ("ltx2", "ltx-2"),
+        ("alibaba-pai/EasyAnimateV5.1-12b-zh-InP", "easyanimate-v5.1-12b"),
+        ("easyanimate 7b", "easyanimate-v5.1-7b"),
         ("flux1", "flux.1-dev"),
         ("flux2", "flux.2-dev"),
         ("black-forest-labs/FLUX.2-dev", "flux.2-dev"),
@@ -114,7 +132,6 @@ def test_every_bundled_model_is_sound() -> None:
         ("stabilityai/stable-diffusion-3.5-large", "sd3.5-large"),
         ("Tongyi-MAI/Z-Image-Turbo", "z-image"),
         ("latentsync", "latentsync-1.6-stage1"),
-        ("hunyuan", "hunyuan-video"),
         ("sd15", "sd1.5"),
     ],
 )
@@ -122,10 +139,26 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
     assert model(typed).name == name
 
 
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("mochi-1", 10_028),
+        ("ltx-video-13b", 13_043),
+        ("ltx-2", 18_876),
+        ("easyanimate-v5.1-7b", 6_815),
+        ("easyanimate-v5.1-12b", 11_799),
+        ("hunyuan-video-1.5", 8_327),
+    ],
+)
+def test_parameters_are_the_published_ones(name: str, millions: int) -> None:
+    assert model(name).parameters == pytest.approx(millions * 10**6, rel=0.001)
+
+
 def test_an_ambiguous_model_lists_its_variants() -> None:
     error = refused(model, "wan2.1")
     assert "can mean several" in error.message
     assert "wan2.1-i2v-14b-480p, wan2.1-i2v-14b-720p, wan2.1-t2v-1.3b, wan2.1-t2v-14b" in error.fix
+    assert "hunyuan-video, hunyuan-video-1.5" in refused(model, "hunyuan").fix
     assert "wan2.1-i2v-14b-480p, wan2.1-i2v-14b-720p" in refused(model, "wan2.1-i2v-14b").fix
     assert "wan2.2-i2v-a14b, wan2.2-t2v-a14b, wan2.2-ti2v-5b" in refused(model, "wan2.2").fix
     assert "wan2.1-vace-1.3b, wan2.1-vace-14b" in refused(model, "vace").fix
@@ -152,7 +185,7 @@ def test_parameter_counts_are_those_of_the_published_architectures() -> None:
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
-        ("hunyan-video", "did you mean hunyuan-video?"),
+        ("hunyan-video", "did you mean hunyuan-video"),
         ("wan2.1-t2v-13b", "wan2.1-t2v-1.3b"),
         ("somebody/Wan2.1-T2V-14b-finetune", "did you mean wan2.1-t2v-14b"),
         ("", "`vplan models` lists"),

@@ -25,6 +25,7 @@ def refused(call: Callable[..., object], *arguments: object) -> VplanError:
         ("wan2.1-t2v-1.3b", 80, 480, 832, "frames 80 is not 4n+1", "77 or 81"),
         ("wan2.1-t2v-1.3b", 2, 480, 832, "frames 2 is not 4n+1", "--frames 1 or 5"),
         ("ltx-video-2b", 50, 512, 768, "frames 50 is not 8n+1", "49 or 57"),
+        ("mochi-1", 50, 480, 848, "frames 50 is not 6n+1", "49 or 55"),
         ("wan2.1-t2v-1.3b", 81, 490, 832, "height 490 is no multiple of 16", "--height 480 or 496"),
         ("wan2.1-t2v-1.3b", 81, 480, 8, "width 8 is no multiple of 16", "--width 16"),
         ("ltx-video-2b", 49, 500, 700, "height 500 and width 700", "--height 480 or 512 and --width 672 or 704"),
@@ -148,6 +149,13 @@ def test_the_grid_of_a_bucket() -> None:
     assert wan.blocks == 30
     assert model("flux.1-dev").blocks == 19 + 38
     assert model("sd1.5").blocks == 8
+
+
+@pytest.mark.parametrize(("frames", "tokens"), [(1, 1), (49, 51), (121, 126)])
+def test_sound_has_25_tokens_a_second(frames: int, tokens: int) -> None:
+    """At 24 frames a second, as diffusers' LTX2Pipeline counts them."""
+    ltx = model("ltx-2")
+    assert grid(ltx, job_for(ltx, {"frames": frames}))["E"] == tokens
 
 
 def test_a_model_without_references_takes_none() -> None:

@@ -1,0 +1,44 @@
+"""Which recording answers for which batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner import catalog
+from planner.errors import NotRecordedError
+from planner.job import Strategy
+from planner.shapes import job_for
+from planner.variants import StepVariant
+
+
+def variant(name: str, batch: int) -> StepVariant:
+    profile = catalog.model(name)
+    strategy = Strategy(weights_dtype="bf16")
+    return StepVariant.of(profile, job_for(profile, {"batch_size": batch}), strategy, batch)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 64])
+def test_one_recording_holds_for_every_batch_above_one(batch: int) -> None:
+    assert variant("wan2.1-t2v-1.3b", 1).name.endswith("-one")
+    assert variant("wan2.1-t2v-1.3b", batch).name.endswith("-many")
+
+
+@pytest.mark.parametrize("name", ["mochi-1", "hunyuan-video-1.5"])
+def test_a_model_that_loops_over_its_samples_has_recordings_of_single_batches(name: str) -> None:
+    profile = catalog.model(name)
+    batches = profile.shape.batches
+    names = [variant(name, batch).name for batch in batches]
+    assert len(set(names)) == len(batches)
+    assert set(names) <= {known.name for known in StepVariant.all(profile)}
+    with pytest.raises(NotRecordedError) as caught:
+        variant(name, 3)
+    assert "sample by sample" in caught.value.message
+    assert "--batch-size 1 or 2" in caught.value.fix
+
+
+def test_a_recording_is_of_the_batch_its_name_says() -> None:
+    for name in catalog.model_names():
+        profile = catalog.model(name)
+        for known in StepVariant.all(profile):
+            assert known.samples is None or known.samples in profile.shape.batches
+            assert not (known.one_sample and known.samples)

@@ -1,0 +1,59 @@
+"""HunyuanVideo 1.5: flow matching (arXiv 2511.18870; diffusers HunyuanVideo15Transformer3DModel)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.facts import ModelProfile
+from trainers.families.base import Family, Grid, flow_matching
+
+
+class HunyuanVideo15(Family):
+    """HunyuanVideo 1.5: joint attention over video tokens, prompt, glyphs (ByT5) and image, under one full mask.
+
+    diffusers sorts each sample's text tokens by their masks, valid ones first, so the sizes of the parts depend on the
+    prompt, but not their sum. Recorded is text-to-video: the prompt fills its 1000 tokens, and glyphs and image are
+    absent, that is, zeros outside their masks.
+    """
+
+    idle = ("attn.to_add_out.", "ff_context.")
+
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        self.glyph_tokens, self.image_tokens = profile.inputs["glyph_tokens"], profile.inputs["image_tokens"]
+        text_tokens = profile.shape.text_tokens
+        self.fixed = {"T": text_tokens}
+        self.sums = {"S": (text_tokens + self.glyph_tokens + self.image_tokens, ("FHW",))}
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        latents = self.video_latents(grid, device, dtype)
+        extra = self.config["in_channels"] - self.profile.vae.latent_channels
+        size = grid["B"]
+        glyphs, image = (size, self.glyph_tokens), (size, self.image_tokens)
+        return {
+            "latents": latents,
+            "condition": latents.new_zeros((size, extra, *latents.shape[2:])),
+            "prompt": torch.randn(size, grid["T"], self.config["text_embed_dim"], device=device, dtype=dtype),
+            "prompt_mask": torch.ones(size, grid["T"], device=device, dtype=torch.long),
+            "glyphs": torch.zeros(*glyphs, self.config["text_embed_2_dim"], device=device, dtype=dtype),
+            "glyph_mask": torch.zeros(glyphs, device=device, dtype=torch.long),
+            "image": torch.zeros(*image, self.config["image_embed_dim"], device=device, dtype=dtype),
+        }
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        noisy, sigmas, target = flow_matching(batch["latents"])
+        return {
+            "hidden_states": torch.cat([noisy, batch["condition"]], dim=1),
+            "timestep": (sigmas * 1000).to(noisy.dtype),
+            "encoder_hidden_states": batch["prompt"],
+            "encoder_attention_mask": batch["prompt_mask"],
+            "encoder_hidden_states_2": batch["glyphs"],
+            "encoder_attention_mask_2": batch["glyph_mask"],
+            "image_embeds": batch["image"],
+        }, target
+
+
+FAMILY = HunyuanVideo15

@@ -1,0 +1,66 @@
+"""LTX-2: flow matching of video and sound together (arXiv 2601.03233; diffusers LTX2VideoTransformer3DModel)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainers.families.base import Family, Grid, flow_matching
+
+
+class Ltx2(Family):
+    """LTX-2: a wide stream of video tokens and a narrow one of audio tokens (E), each attending to the other."""
+
+    fixed: dict[str, int] = {}
+    extra_tokens = True
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Text embeddings are those that LTX-2's connectors make, one for each stream."""
+        text = (grid["B"], grid["T"])
+        width, channels = self.config["caption_channels"], self.config["audio_in_channels"]
+        return {
+            "latents": self.video_latents(grid, device, dtype),
+            "audio": torch.randn(grid["B"], grid["E"], channels, device=device, dtype=dtype),
+            "prompt": torch.randn(*text, width, device=device, dtype=dtype),
+            "audio_prompt": torch.randn(*text, width, device=device, dtype=dtype),
+            "prompt_mask": torch.ones(text, device=device, dtype=torch.long),
+        }
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+        """The target is a pair: of the video and of the sound, noised alike."""
+        frames, height, width = batch["latents"].shape[2:]
+        packed = batch["latents"].flatten(2).transpose(1, 2).contiguous()
+        noisy, sigmas, target = flow_matching(packed)
+        audio, noise = batch["audio"], torch.randn_like(batch["audio"])
+        spread = sigmas.view(-1, 1, 1).to(audio.dtype)
+        return {
+            "hidden_states": noisy,
+            "audio_hidden_states": (1.0 - spread) * audio + spread * noise,
+            "encoder_hidden_states": batch["prompt"],
+            "audio_encoder_hidden_states": batch["audio_prompt"],
+            "timestep": sigmas * 1000,
+            "encoder_attention_mask": batch["prompt_mask"],
+            "audio_encoder_attention_mask": batch["prompt_mask"],
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "fps": 24.0,
+            "audio_num_frames": audio.shape[1],
+        }, (target, noise - audio)
+
+    def prediction(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Both streams."""
+        return outputs[0], outputs[1]
+
+    def loss(
+        self, prediction: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], inputs: dict[str, Any]
+    ) -> Tensor:
+        """The sum of both mean squared errors (Lightricks/LTX-2, packages/ltx-trainer)."""
+        video = functional.mse_loss(prediction[0].float(), target[0].float())
+        return video + functional.mse_loss(prediction[1].float(), target[1].float())
+
+
+FAMILY = Ltx2
