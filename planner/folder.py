@@ -28,7 +28,7 @@ CONFIG = "config.json"
 MAX_FILE_BYTES = 2**20
 """Published configs have 0.3 to 10 kB."""
 MAX_INTEGER = 10_000_000
-"""The largest number we know in a published config is a vocabulary of 256,384."""
+"""The largest number we know in a published config is Krea 2's rope_theta of 5,000,000."""
 MAX_FLOAT = 1e12
 MAX_BLOCKS = 512
 """Layers named by one key, and all of them together; published models have up to 60."""

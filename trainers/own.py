@@ -249,18 +249,21 @@ def _encoders(source: Source, lender: ModelProfile, told: list[str]) -> tuple[li
 def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
     import transformers
 
-    model_class = getattr(transformers, same[0].class_name)
-    where = f"{part}/{CONFIG}"
-    named = inspect.signature(model_class.config_class).parameters
+    name, where = same[0].class_name, f"{part}/{CONFIG}"
+    of_diffusers = not hasattr(transformers, name)
+    model_class = getattr(diffusers.pipelines if of_diffusers else transformers, name)
+    named = inspect.signature(model_class if of_diffusers else model_class.config_class).parameters
     config = {key: value for key, value in _harmless(config).items() if key in named}
     check_kinds(config, [known.config for known in same], where)
 
     def build() -> nn.Module:
+        if of_diffusers:
+            return model_class.from_config(config)  # type: ignore[no-any-return]
         settings = model_class.config_class(**config)
         settings._attn_implementation = "eager"  # anything else may be fetched, and counts the same
         return model_class(settings)  # type: ignore[no-any-return]
 
-    parameters = count(build, where, same[0].class_name)
+    parameters = count(build, where, name)
     near = min(same, key=lambda known: distance({key: config.get(key) for key in known.config}, known.config))
     return near.replace(config=config, parameters=parameters)
 

@@ -198,11 +198,11 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
     if tasks and not chosen:
         fault = f"no variant has {quoted(wanted.text)} in its name"
         raise VplanError(fault, f"they are named like {tasks[0].variant}")
-    return chosen
+    return [task for task in chosen if not catalog.model(task.model).is_own or _is_due(task)]
 
 
 def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
-    """Of an own model what is not there yet; of a check what is. Its VAE and text encoders too, unless bundled."""
+    """What an own model may need: its VAE and text encoders too, unless they come with vplan."""
     names = _names(profile)
     if not wanted.text and not wanted.everything and not wanted.check:
         names = list(own.first_variants(profile))
@@ -214,9 +214,12 @@ def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not (profiles.TAPES / place).is_file():
             tasks.append(Task(profile.name, part.variant, part.name, home.tapes() / place, wanted.check))
-    if wanted.check:
-        return [task for task in tasks if task.path.is_file()]
-    return [task for task in tasks if not own.is_current(task.path)]
+    return tasks
+
+
+def _is_due(task: Task) -> bool:
+    """Whether a tape of an own model is to be recorded, or checked: what is there is not recorded again."""
+    return task.path.is_file() if task.check else not own.is_current(task.path)
 
 
 def _names(profile: ModelProfile) -> list[str]:

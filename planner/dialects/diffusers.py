@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from planner.run import Run, Term
 
+RGB = 3
+
 
 def cast_on_the_gpu(run: Run) -> None:
     """Full fine-tuning in fp32: the scripts load half-precision weights onto the GPU and cast them there, one by one.
@@ -44,4 +46,22 @@ def encoders_together(run: Run) -> None:
     run.encoders_together = True
 
 
-TERMS: tuple[Term, ...] = (cast_on_the_gpu, cache_emptied, encoders_together)
+def clip_as_loaded(run: Run) -> None:
+    """Where the VAE encodes every batch, its pixels lie on the GPU in fp32 beside the copy that is encoded.
+
+    They stay until the next batch comes (accelerate data_loader.py ``send_to_device``, then in every example script
+    ``batch["pixel_values"].to(dtype=...)``).
+    """
+    if run.encode is None or run.strategy.vae == "cached":
+        return
+    model, grid = run.facts.model, run.grid
+    patch, vae = model.shape.patch, model.vae
+    frames = (grid["F"] * patch[0] - 1) * vae.temporal + 1
+    pixels = grid["H"] * patch[1] * grid["W"] * patch[2] * vae.spatial**2
+    clip = run.add(run.encode, 4 * RGB * grid["B"] * frames * pixels, "batch", "pixels as loaded", at=0)
+    run.left.append(clip)
+    for step in (run.optimizer_first, run.optimizer):
+        run.free(step, [clip])
+
+
+TERMS: tuple[Term, ...] = (cast_on_the_gpu, cache_emptied, encoders_together, clip_as_loaded)
