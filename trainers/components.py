@@ -12,6 +12,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -169,13 +170,21 @@ def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: in
     return trace
 
 
+OF_PIPELINES = {"LTX2TextConnectors": "diffusers.pipelines.ltx2"}
+"""Text encoders that are diffusers' own, and the package of each."""
+
+
+def encoder_class(name: str) -> Any:
+    """The class of a bundled text encoder: transformers', else diffusers'."""
+    found = getattr(import_module(OF_PIPELINES.get(name, "transformers")), name, None)
+    if found is None:
+        raise VplanError(f"transformers has no {name}", "update it: pip install -U transformers")
+    return found
+
+
 def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
     """The encoder on the meta device, with as many layers as asked for."""
-    import transformers
-
-    model_class = getattr(transformers, encoder.class_name, None)
-    if model_class is None:
-        raise VplanError(f"transformers has no {encoder.class_name}", "update it: pip install -U transformers")
+    model_class = encoder_class(encoder.class_name)
     config = copy.deepcopy(encoder.config)
     language = config.get("text_config", config)
     depth_key = next(key for _, key in LAYERS if key in language)

@@ -247,11 +247,13 @@ def _encoders(source: Source, lender: ModelProfile, told: list[str]) -> tuple[li
 
 
 def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
-    import transformers
+    from diffusers import ConfigMixin
+
+    from trainers.components import encoder_class
 
     name, where = same[0].class_name, f"{part}/{CONFIG}"
-    of_diffusers = not hasattr(transformers, name)
-    model_class = getattr(diffusers.pipelines if of_diffusers else transformers, name)
+    model_class = encoder_class(name)
+    of_diffusers = issubclass(model_class, ConfigMixin)
     named = inspect.signature(model_class if of_diffusers else model_class.config_class).parameters
     config = {key: value for key, value in _harmless(config).items() if key in named}
     check_kinds(config, [known.config for known in same], where)
