@@ -8,7 +8,7 @@ from planner.experts import experts
 from planner.fsdp import fsdp
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.phases import residents, saving, validation
-from planner.run import Facts, Run, Term
+from planner.run import Facts, Run, Term, recorded
 from planner.strategies import (
     accumulation,
     block_swap,
@@ -87,8 +87,7 @@ def lay_out(
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
     refuse_unpriced(job, strategy)
     run = Run(job, strategy, machine, facts, grid=grid)
-    run.load = run.program.unfold(facts.step, "load")
-    run.step = run.program.unfold(facts.step, "step")
+    run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
     run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
     run.sizes = run.program.bytes_of(grid)

@@ -147,9 +147,12 @@ class StepVariant:
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
-        """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``."""
+        """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``; partial ones are
+        put together from ``none``, which this gives, and ``full``."""
         precision = Precision.of(job, strategy)
-        mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
+        mode = {"offload": "full", "partial": "none"}.get(
+            strategy.gradient_checkpointing, strategy.gradient_checkpointing
+        )
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job)
@@ -161,12 +164,9 @@ class StepVariant:
                 f"no tape of {profile.name} for {method} with {precision.name or 'this precision'}",
                 "use one of " + ", ".join(known.name for known in precisions(profile, method)),
             )
-        if strategy.gradient_checkpointing == "offload" and profile.family == "unet":
-            fault = f"{profile.title} checkpoints parts of its blocks, whose offload is not estimated yet"
-            raise NotRecordedError(fault, "use --gradient-checkpointing full")
-        if mode not in CHECKPOINTING:
-            fix = f"use one of {', '.join(CHECKPOINTING)}"
-            raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
+        if strategy.gradient_checkpointing in ("offload", "partial") and profile.family == "unet":
+            fault = f"{profile.title} checkpoints parts of its blocks, of which {strategy.gradient_checkpointing}"
+            raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
         known = profile.shape.batches
         if known and batch not in known:
             fault = f"{profile.title} works through a batch sample by sample, and batch {batch} is not recorded"
