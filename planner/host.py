@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner import experts
 from planner.job import Machine
+from planner.master import master_bytes
 from planner.run import Run
 from planner.strategies import ema_bytes
 from planner.units import GIB
@@ -67,4 +68,5 @@ def disk_bytes(run: Run) -> int:
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    return run.trained_experts * (sum(run.sizes[buffer] for buffer in gradients.values()) + states)
+    trained = sum(run.sizes[buffer] for buffer in gradients.values())
+    return run.trained_experts * (trained + states) + master_bytes(run)

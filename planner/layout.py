@@ -7,6 +7,7 @@ from planner.errors import VplanError
 from planner.experts import experts
 from planner.fsdp import fsdp
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
+from planner.master import masters
 from planner.phases import residents, saving, validation
 from planner.run import Facts, Run, Term, recorded
 from planner.strategies import (
@@ -30,6 +31,7 @@ TRANSFORMS: tuple[Term, ...] = (
     block_swap,
     step_in_backward,
     accumulation,
+    masters,
     offloaded_optimizer,
     paged_states,
     ddp,
@@ -60,9 +62,6 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
         value = getattr(strategy, field)
         if value not in values:
             raise VplanError(f"{field} {value} is not estimated yet", fix)
-    if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
-        fix = "use --weights-dtype fp32, or --zero-stage 1"
-        raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
     if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
         fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")

@@ -34,7 +34,7 @@ class Facts:
     step: Tape
     optimizer: Tape
     parameters: Parameters = field(default_factory=Parameters)
-    """needed where something is split between GPUs"""
+    """needed where something is split between GPUs, or copied in another format"""
 
     around: Mapping[str, Tape] = field(default_factory=dict)
     """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """

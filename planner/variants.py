@@ -47,7 +47,10 @@ class Precision:
 
 
 def trained_storage(job: Job, strategy: Strategy) -> str:
-    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own."""
+    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own,
+    another over fp32 masters; DeepSpeed does its own step, see `planner.zero`."""
+    if strategy.master_weights == "fp32" and strategy.sharding in ("none", "ddp"):
+        return "fp32"
     if strategy.sharding != "fsdp":
         return Precision.of(job, strategy).trained
     dtype = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
