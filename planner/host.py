@@ -24,6 +24,11 @@ ZERO_OFFLOADED_BYTES = 18
 ``grad_partitions_flat_buffer``)."""
 
 
+LESS_THAN_ADAM = {"lion": 4, "adafactor": 8}
+"""Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py), Adafactor rows and columns of one,
+which are next to nothing."""
+
+
 def power_of_two(nbytes: int) -> int:
     """Pinned memory is handed out in powers of two (torch's CachingHostAllocator)."""
     return 1 << max(0, nbytes - 1).bit_length()
@@ -40,7 +45,7 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     if strategy.swap_blocks:
         found += sum(power_of_two(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
-        parameter = ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES
+        parameter = (ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES) - LESS_THAN_ADAM.get(strategy.optimizer, 0)
         found += parameter * run.trained_parameters // (machine.world if zero else 1)
     if strategy.optimizer in UNPAGED:
         found += sum(run.sizes[buffer] for buffer in run.paged_states)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.errors import VplanError
 from planner.estimate import NCCL_BYTES, estimate
-from planner.host import disk_bytes
+from planner.host import disk_bytes, ram_bytes
 from planner.job import Machine, Strategy
 from tests.unit.hand_made import (
     ADAPTER,
@@ -221,3 +222,26 @@ def test_masters_are_loaded_and_take_the_gradients_place_at_the_step() -> None:
     assert after(run) == after(plain) + masters
     assert disk_bytes(run) == disk_bytes(plain) + masters
 
+
+
+@pytest.mark.parametrize(("optimizer", "sharding", "less"), [("lion", "zero-2", 4), ("adafactor", "ddp", 8)])
+def test_other_optimizers_in_host_ram_keep_fewer_states_there(optimizer: str, sharding: str, less: int) -> None:
+    away = {"sharding": sharding, "offload_optimizer": "cpu"}
+    adam, other = (laid_out(EIGHT, **away, optimizer=name) for name in ("adamw", optimizer))
+    assert peaks(adam) == peaks(other)
+    ranks = 1 if sharding == "zero-2" else 8
+    assert ram_bytes(adam, EIGHT) - ram_bytes(other, EIGHT) == less * ranks * adam.trained_parameters
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sharding", "why"),
+    [
+        ("prodigy", "none", "one rate over all parameters"),
+        ("adamw-8bit", "none", "bitsandbytes' kernels"),
+        ("lion", "none", "bitsandbytes' kernels"),
+        ("adafactor", "zero-2", "no CPU kernel"),
+    ],
+)
+def test_optimizers_that_do_not_step_in_host_ram_say_why(optimizer: str, sharding: str, why: str) -> None:
+    with pytest.raises(VplanError, match=why):
+        laid_out(ONE if sharding == "none" else EIGHT, offload_optimizer="cpu", optimizer=optimizer, sharding=sharding)
