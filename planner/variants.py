@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
@@ -148,6 +148,9 @@ class StepVariant:
     samples: int | None = None
     """The very batch above 1 of a model that loops over its samples; None: any."""
 
+    dropout: bool = False
+    """Dropout in front of the adapters: its output and its mask. No bundled model's is recorded yet."""
+
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
         """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``; partial ones are
@@ -176,7 +179,7 @@ class StepVariant:
             batches = " or ".join(map(str, known))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if known and batch > 1 else None
-        return cls(method, precision, mode, batch == 1, samples)
+        return cls(method, precision, mode, batch == 1, samples, dropout=job.method == "lora" and job.lora_dropout > 0)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
@@ -186,14 +189,21 @@ class StepVariant:
                 yield cls(method, precision, mode, one_sample=True)
                 yield from (cls(method, precision, mode, False, samples) for samples in batches)
 
+    @classmethod
+    def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
+        """What is recorded when somebody asks for it by name, and ships with no model."""
+        yield from (replace(known, dropout=True) for known in cls.all(profile) if known.method != "full")
+
     @property
     def name(self) -> str:
         batch = "one" if self.one_sample else str(self.samples or "many")
-        return f"step-{self.method}-{self.precision.name}-{self.checkpointing}-{batch}"
+        method = f"{self.method}-dropout" if self.dropout else self.method
+        return f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}"
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The Job and Strategy to record it with."""
-        return _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        job, strategy = _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        return job.replace(lora_dropout=0.1 if self.dropout else 0.0), strategy
 
 
 @dataclass(frozen=True)
