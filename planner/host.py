@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner import experts
 from planner.job import Machine
+from planner.master import master_bytes
 from planner.run import Run
 from planner.strategies import ema_bytes
 from planner.units import GIB
@@ -23,6 +24,11 @@ ZERO_OFFLOADED_BYTES = 18
 ``grad_partitions_flat_buffer``)."""
 
 
+LESS_THAN_ADAM = {"lion": 4, "adafactor": 8}
+"""Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py), Adafactor rows and columns of one,
+which are next to nothing."""
+
+
 def power_of_two(nbytes: int) -> int:
     """Pinned memory is handed out in powers of two (torch's CachingHostAllocator)."""
     return 1 << max(0, nbytes - 1).bit_length()
@@ -37,11 +43,9 @@ def ram_bytes(run: Run, machine: Machine) -> int:
         found += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
         found += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
-        blocks_in_order = list(run.frozen_block_weights.values())
-        swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
-        found += sum(power_of_two(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
+        found += sum(power_of_two(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
-        parameter = ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES
+        parameter = (ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES) - LESS_THAN_ADAM.get(strategy.optimizer, 0)
         found += parameter * run.trained_parameters // (machine.world if zero else 1)
     if strategy.optimizer in UNPAGED:
         found += sum(run.sizes[buffer] for buffer in run.paged_states)
@@ -69,4 +73,5 @@ def disk_bytes(run: Run) -> int:
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    return run.trained_experts * (sum(run.sizes[buffer] for buffer in gradients.values()) + states)
+    trained = sum(run.sizes[buffer] for buffer in gradients.values())
+    return run.trained_experts * (trained + states) + master_bytes(run)
