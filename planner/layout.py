@@ -8,7 +8,8 @@ from planner.experts import experts
 from planner.fsdp import fsdp
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.phases import residents, saving, validation
-from planner.run import Facts, Run, Term
+from planner.run import Facts, Run, Term, main_piece
+from planner.sampling import sampling
 from planner.strategies import (
     accumulation,
     block_swap,
@@ -37,6 +38,7 @@ TRANSFORMS: tuple[Term, ...] = (
     fsdp,
     ema,
     validation,
+    sampling,
     saving,
 )
 
@@ -44,7 +46,6 @@ TRANSFORMS: tuple[Term, ...] = (
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
-    ("group_offload", frozenset({"none"}), "leave --group-offload out"),
     ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
@@ -63,6 +64,8 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
         fix = "use --weights-dtype fp32, or --zero-stage 1"
         raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
+    if job.method == "sample" and job.experts == "both":
+        raise VplanError("sampling with both experts is not estimated yet", "use --experts high, then low")
     if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
         fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
@@ -88,7 +91,7 @@ def lay_out(
     refuse_unpriced(job, strategy)
     run = Run(job, strategy, machine, facts, grid=grid)
     run.load = run.program.unfold(facts.step, "load")
-    run.step = run.program.unfold(facts.step, "step")
+    run.step = run.program.unfold(facts.step, main_piece(facts.step))
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
     run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
     run.sizes = run.program.bytes_of(grid)
@@ -118,5 +121,8 @@ def end_of_step(run: Run) -> None:
             alive.pop(~event, None)
     stay = {*run.named("gradient").values(), *run.named("weight").values()}
     run.left = [buffer for buffer in alive if buffer not in stay]
+    if run.samples:  # the next call makes its input anew, from what the scheduler made of this prediction
+        run.free(run.step, run.left)
+        return
     run.free(run.optimizer_first, run.left)
     run.free(run.optimizer, run.left)

@@ -12,12 +12,12 @@ from itertools import accumulate
 from typing import Any
 
 from planner import dialects, host
-from planner.estimate import NCCL_BYTES
+from planner.estimate import outside_bytes
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
 from planner.phases import caching
 from planner.replay import BLOCK_ROUND_BYTES
-from planner.run import Facts, Run
+from planner.run import Facts, Run, main_piece
 from planner.shapes import grid
 from planner.tape import Program, Stage
 from planner.timing import Kind, StepWork, Traffic, Work, optimizer_work_of, step_seconds, work_of
@@ -98,17 +98,17 @@ class Screen:
         encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
-        outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
+        outside = outside_bytes(run)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
         work = StepWork(self._passes(facts, where), optimizer)
-        seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total
+        seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
         return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer)
 
     def _passes(self, facts: Facts, where: dict[str, int]) -> Mapping[Kind, Work]:
         key = (id(facts.step), *where.values())
         if key not in self._work:
-            self._work[key] = work_of(facts.step, "step", where)
+            self._work[key] = work_of(facts.step, main_piece(facts.step), where)
         return self._work[key]
 
     def lay_out(
@@ -122,6 +122,7 @@ class Screen:
             program=_copy_of(base.program),
             load=_stage(base.load),
             step=_stage(base.step),
+            emptied_after=[],
             optimizer_first=_stage(base.optimizer_first),
             optimizer=_stage(base.optimizer),
             sizes=base.sizes.copy(),
@@ -148,7 +149,7 @@ class Screen:
         step, optimizer = run.facts.step, run.facts.optimizer
         if id(step) not in self._steps:
             program = Program()
-            self._steps[id(step)] = program, program.unfold(step, "load"), program.unfold(step, "step")
+            self._steps[id(step)] = program, program.unfold(step, "load"), program.unfold(step, main_piece(step))
         program, run.load, run.step = self._steps[id(step)]
         run.program = _copy_of(program)
         run.optimizer_first = run.program.unfold(optimizer, "optimizer_first")

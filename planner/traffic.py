@@ -15,10 +15,11 @@ def traffic(run: Run) -> Traffic:
     accumulation = strategy.gradient_accumulation
     gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
     host = gpu = parameters = 0
+    passes = 1 if run.samples else 2
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
         blocks = list(run.frozen_block_weights.values())
         swapped = blocks[len(blocks) - strategy.swap_blocks :]
-        host += 2 * accumulation * sum(run.sizes[buffer] for block in swapped for buffer in block)
+        host += passes * accumulation * sum(run.sizes[buffer] for block in swapped for buffer in block)
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
         host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
@@ -34,6 +35,10 @@ def traffic(run: Run) -> Traffic:
     if strategy.offload_params != "none":
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
     overlapped = strategy.offload_optimizer == "none"
+    if run.samples and strategy.group_offload != "none":
+        # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
+        overlapped = strategy.group_offload_stream
+        host += (1 if overlapped else 2) * sum(run.sizes[buffer] for buffer in run.named("weight").values())
     return Traffic(host_bytes=host, gpu_bytes=gpu, overlapped=overlapped, host_parameters=parameters)
 
 
