@@ -33,6 +33,19 @@ CFG_IN_ONE_BATCH = ("cogvideox", "ltx", "sd3", "unet", "mochi", "easyanimate")
 """Families whose pipelines run the prompt and the empty prompt as one batch of two (diffusers pipelines). The others
 call the model twice, or were distilled to need it once."""
 
+def together(model: ModelProfile, guided: bool) -> int:
+    """Samples in one call of the model per sample made: 2 where the prompt and the empty prompt are one batch."""
+    return 2 if guided and model.family in CFG_IN_ONE_BATCH else 1
+
+
+def calls(model: ModelProfile, guided: bool) -> int:
+    """Calls of the model at one noise level. A model that takes the guidance scale as an input needs one
+    (``guidance_embeds``: FLUX.1, HunyuanVideo, FLUX.2)."""
+    if not guided or together(model, guided) == 2 or model.config.get("guidance_embeds"):
+        return 1
+    return 2
+
+
 VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast")
 """Config keys that change numbers, not memory."""
 

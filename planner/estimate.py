@@ -57,6 +57,9 @@ NAMED = {
 }
 """Phases whose moment needs no other name."""
 
+SAMPLING = {"denoise": "denoising", "decode": "decoding the samples"}
+"""The same where sampling is all there is."""
+
 
 @dataclass(frozen=True)
 class Played:
@@ -101,7 +104,7 @@ def after_step_bytes(
 def _of_run(run: Run, played: list[Played]) -> Estimate:
     """The estimate of a replayed run."""
     job, strategy, machine, facts, shape = run.job, run.strategy, run.machine, run.facts, run.grid
-    outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
+    outside = outside_bytes(run)
     phases = {
         phase: _highest(_phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
@@ -124,8 +127,8 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         breakdown=_breakdown(played, top, peak, outside),
         host_ram_bytes=host_bytes,
         disk_bytes=host.disk_bytes(run),
-        step_seconds=seconds.total,
-        flops=total_flops(work, strategy),
+        step_seconds=seconds.total * run.calls,
+        flops=total_flops(work, strategy) * run.calls,
         budget_bytes=budget,
         verdict=verdict,
         limit=limit,
@@ -136,6 +139,11 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
         assumptions=_assumptions(run, played),
     )
+
+
+def outside_bytes(run: Run) -> int:
+    """Device bytes that are not torch's: CUDA's context and a communicator. To sample, every GPU works alone."""
+    return run.facts.gpu.context_bytes + (NCCL_BYTES if run.machine.world > 1 and not run.samples else 0)
 
 
 def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
@@ -190,6 +198,8 @@ def play(*runs: Run) -> list[Played]:
     allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
     stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
     later = [entry for entry in stages if entry[1] in ("train", "optimizer")]
+    if first.samples:
+        later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
     if len(runs) > 1:
         stages = [entry for entry in stages if entry[0] is first] + later + later
     played = []
@@ -202,9 +212,18 @@ def play(*runs: Run) -> list[Played]:
         for run, phase, stage in stages:
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
-            if (phase == "load" and run.empty_cache_after_load) or (stage is run.optimizer and run.validation):
+            emptied = any(stage is entry for entry in run.emptied_after)
+            if emptied or (phase == "load" and run.empty_cache_after_load) or (
+                stage is run.optimizer and run.validation
+            ):
                 allocator.empty_cache()
     return played
+
+
+def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:
+    """The stages of a run whose model was loaded before."""
+    stages = [entry for entry in run.stages if entry[1] is not run.load]
+    return [("load", run.returning), *stages] if run.returning else stages
 
 
 @contextmanager
@@ -246,6 +265,8 @@ def describe(played: Played, strategy: Strategy) -> str:
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"
+    if played.run.samples and played.phase in SAMPLING:
+        return SAMPLING[played.phase]
     if played.phase in NAMED:
         return NAMED[played.phase]
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
@@ -255,8 +276,8 @@ def _breakdown(played: list[Played], top: Played, peak: PhasePeak, outside: int)
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
     live: dict[int, None] = {}
     for entry in played:
-        if entry.run.program is not top.run.program:
-            continue
+        if entry.run is not top.run and (entry.run.encode_peak_bytes or top.run.encode_peak_bytes):
+            continue  # what is cached before the run is not there with it
         ops = entry.stage.ops
         for event in ops[: entry.replayed.allocated_peak_at + 1] if entry is top else ops:
             if event >= 0:

@@ -92,7 +92,12 @@ class Job(Record):
     experts: Literal["high", "low", "both"] | None = None
     """which experts of a two-expert model to train (high or low noise)"""
     validation: ValidationShape | None = None
-    """shape of the validation sample; the job's own shape when not given"""
+    """shape of the validation sample; the job's own shape when not given. With sample only its guidance counts"""
+
+    @property
+    def guided(self) -> bool:
+        """Whether samples are made with classifier-free guidance."""
+        return self.validation is None or self.validation.cfg
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:

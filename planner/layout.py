@@ -10,6 +10,7 @@ from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.master import masters
 from planner.phases import residents, saving, validation
 from planner.run import Facts, Run, Term, recorded
+from planner.sampling import sampling
 from planner.strategies import (
     accumulation,
     block_swap,
@@ -40,6 +41,7 @@ TRANSFORMS: tuple[Term, ...] = (
     fsdp,
     ema,
     validation,
+    sampling,
     saving,
 )
 
@@ -47,7 +49,6 @@ TRANSFORMS: tuple[Term, ...] = (
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("context_parallel", frozenset({1}), "leave --context-parallel out"),
     ("compile", frozenset({"none"}), "leave --compile out"),
-    ("group_offload", frozenset({"none"}), "leave --group-offload out"),
     ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
     ("offload_optimizer", frozenset({"none", "cpu"}), "use --offload-optimizer cpu"),
@@ -63,6 +64,8 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
         value = getattr(strategy, field)
         if value not in values:
             raise VplanError(f"{field} {value} is not estimated yet", fix)
+    if job.method == "sample" and job.experts == "both":
+        raise VplanError("sampling with both experts is not estimated yet", "use --experts high, then low")
     if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
         fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
@@ -131,5 +134,8 @@ def end_of_step(run: Run) -> None:
             alive.pop(~event, None)
     stay = {*run.named("gradient").values(), *run.named("weight").values()}
     run.left = [buffer for buffer in alive if buffer not in stay]
+    if run.samples:  # the next call makes its input anew, from what the scheduler made of this prediction
+        run.free(run.step, run.left)
+        return
     run.free(run.optimizer_first, run.left)
     run.free(run.optimizer, run.left)

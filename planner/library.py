@@ -9,7 +9,7 @@ from pathlib import Path
 
 import profiles
 from planner import catalog, home
-from planner.components import CFG_IN_ONE_BATCH, CHUNKS, COMPONENTS, FRAMEWISE, component_name
+from planner.components import CHUNKS, COMPONENTS, FRAMEWISE, component_name, together
 from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import SPLIT, Job, Machine, Strategy
@@ -17,7 +17,7 @@ from planner.parameters import FILE as PARAMETERS_FILE
 from planner.parameters import Parameters, read_parameters
 from planner.rules import resolve
 from planner.run import Facts
-from planner.tape import Tape, read_tape
+from planner.tape import NOTHING, Tape, read_tape
 from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 
 
@@ -56,18 +56,22 @@ def facts(
     strategy = resolve(job, strategy, machine)
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or catalog.model(job.model)
+    card = gpu or catalog.parse_gpus(machine.gpu)[1]
+    side_by_side = together(model, job.guided)
+    if job.method == "sample":
+        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side)
+        return Facts(model, card, tape(job.model, sampled.name), NOTHING, around=around(model, job, strategy))
     validates = strategy.validation_mode != "off"
-    sample_batch = 2 if model.family in CFG_IN_ONE_BATCH and (job.validation is None or job.validation.cfg) else 1
     variant = StepVariant.of(model, job, strategy, batch)
     partial = strategy.gradient_checkpointing == "partial"
     return Facts(
         model,
-        gpu or catalog.parse_gpus(machine.gpu)[1],
+        card,
         tape(job.model, variant.name),
         tape(job.model, OptimizerVariant.of(model, job, strategy).name),
         parameters(job.model) if counts_elements(strategy) else Parameters(),
         around(model, job, strategy),
-        tape(job.model, SampleVariant.of(model, job, strategy, sample_batch).name) if validates else None,
+        tape(job.model, SampleVariant.of(model, job, strategy, side_by_side).name) if validates else None,
         tape(job.model, replace(variant, checkpointing="full").name) if partial else None,
     )
 
@@ -87,6 +91,8 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     name = component_name(model.vae.class_name, model.vae.config)
     frames = [shape.frames for shape in job.shapes] + ([job.validation.frames] if job.validation else [])
     pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
+    if job.method == "sample":
+        pieces = ["decode"]
     images = model.vae.class_name in CHUNKS or model.vae.class_name in FRAMEWISE
     suffixes = {"-image" if images and count == 1 else "" for count in frames}
     for piece, suffix in itertools.product(pieces, suffixes):

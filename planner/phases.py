@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from planner.components import CFG_IN_ONE_BATCH, CHUNKS, FRAMEWISE, chunks_of, component_name, frames_of
+from planner.components import CHUNKS, FRAMEWISE, chunks_of, component_name, frames_of, together
 from planner.facts import ModelProfile, TextEncoder, Vae
+from planner.groups import Turns, model_in_turn
 from planner.job import Bucket, Job, Strategy
 from planner.margin import RECORDED
 from planner.replay import BLOCK_ROUND_BYTES
@@ -42,7 +43,15 @@ class Component:
     """how many times it runs, one tile or sample after the other, keeping what came out"""
 
     offload: str = "none"
-    """none, block or leaf: weights that come to the GPU only for their turn"""
+    """none; layers: of a stack, each comes to the GPU for its turn; block or leaf: as group offload does it"""
+
+    stream: bool = False
+    """whether group offload fetches ahead"""
+
+    @property
+    def weights(self) -> str:
+        """The category of its weights among a program's names."""
+        return f"weight of {self.part.name}"
 
     @property
     def piece_of_layers(self) -> bool:
@@ -100,8 +109,10 @@ def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str,
             assert isinstance(size, int)
             program.sizes.append(int(size * kept))
             program.buffers[buffer] = len(program.sizes) - 1
-    if component.offload != "none":
+    if component.offload == "layers":
         blocks = _taken_out(program, component.tape, stage, component.part.name)
+    elif component.offload != "none":
+        stage.stretches = []
     return stage, blocks
 
 
@@ -125,7 +136,11 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
         return Stage(component.piece, [])
     stage = program.unfold(component.tape, component.piece, component.counts, component.part)
     if blocks:
-        _bring(program, stage, blocks, component)
+        _bring(program, stage, blocks)
+    elif component.offload != "none":
+        weights = {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
+        turns = Turns(component.offload, component.stream, functools.partial(_bytes, program), _weight(program))
+        turns.weave(stage, weights)
     if component.dtype not in ("bf16", "fp16", "fp32"):
         largest = max(_bytes(program, buffer) for buffer in _weights(program, component))
         whole = program.buffer(int(largest * 2 / STORED[component.dtype]), "temporary", "dequantised weight")
@@ -137,8 +152,7 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
 
 
 def _weights(program: Program, component: Component) -> list[int]:
-    kind = f"weight of {component.part.name}"
-    return [buffer for (category, _), buffer in program.named.items() if category == kind]
+    return [buffer for (category, _), buffer in program.named.items() if category == component.weights]
 
 
 def _bytes(program: Program, buffer: int) -> int:
@@ -147,18 +161,18 @@ def _bytes(program: Program, buffer: int) -> int:
     return size
 
 
-def _bring(
-    program: Program, stage: Stage, blocks: dict[tuple[str, int], list[int]], component: Component
-) -> None:
-    """Group offload (diffusers ``apply_group_offloading``): a block's weights are there while it runs; by leaf, one
-    layer's weights at a time."""
+def _weight(program: Program) -> Callable[[int], int]:
+    return lambda nbytes: program.buffer(nbytes, "residents", "group offload")
+
+
+def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[int]]) -> None:
+    """A layer's weights are there while it runs."""
     for position, (moment, events) in enumerate(stage.stretches):
         block = (moment.module_list, moment.block)
         if block not in blocks:
             continue
-        sizes = [_bytes(program, buffer) for buffer in blocks[block]]
-        nbytes = max(sizes) if component.offload == "leaf" else sum(sizes)
-        brought = program.buffer(nbytes, "residents", "group offload")
+        nbytes = sum(_bytes(program, buffer) for buffer in blocks[block])
+        brought = program.buffer(nbytes, "residents", "layer")
         stage.stretches[position] = (moment, [brought, *events, ~brought])
 
 
@@ -194,10 +208,12 @@ def encoders(run: Run, residence: str, batch: int) -> list[Component]:
     strategy, model = run.strategy, run.facts.model
     found = []
     if strategy.text_encoder == residence:
+        in_turn = strategy.group_offload if run.samples else "none"
         for encoder in model.text_encoders:
             tape = run.facts.around.get(f"{component_name(encoder.class_name, encoder.config)}/encode")
-            found.append(text_component(encoder, tape, strategy, batch))
-    if strategy.vae == residence:
+            component = text_component(encoder, tape, strategy, batch)
+            found.append(replace(component, offload=in_turn, stream=strategy.group_offload_stream))
+    if strategy.vae == residence and not run.samples:
         clip = _clip(model, run.grid, batch)
         found.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
     return found
@@ -222,6 +238,8 @@ def caching(run: Run) -> list[Run]:
     together, where a trainer holds them so (``run.encoders_together``).
     """
     components = encoders(run, "cached", 1)
+    if run.samples:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
+        components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, samples(run))]
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     groups = [tuple(components)] if run.encoders_together else [(component,) for component in components]
@@ -229,8 +247,8 @@ def caching(run: Run) -> list[Run]:
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
         by_layer = ""
-        if peak * (1 + RECORDED[1]) > room and not run.encoders_together and group[0].piece_of_layers:
-            program, stage, sizes, peak = _encoding((replace(group[0], offload="block"),), cublas_bytes(gpu))
+        if peak * (1 + RECORDED[1]) > room and len(group) == 1 and group[0].piece_of_layers:
+            program, stage, sizes, peak = _encoding((replace(group[0], offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
         encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
         encoding.encode, encoding.encode_peak_bytes = stage, peak
@@ -263,9 +281,10 @@ def _encoding(components: tuple[Component, ...], workspace: int) -> tuple[Progra
 def residents(run: Run) -> None:
     """Text encoders and VAE that stay on the GPU, or come for each batch, encode it before every step.
 
-    Resident ones are loaded before the model.
+    Resident ones are loaded before the model. Where a job only samples, they encode once, and what is swapped has come
+    and gone before the model comes (see ``caching``).
     """
-    batch, first = run.grid["B"], len(run.program.buffers)
+    batch, first = samples(run), len(run.program.buffers)
     loads: list[tuple[Moment, list[int]]] = []
     stage = Stage("encode", [])
     for component in encoders(run, "resident", batch):
@@ -273,49 +292,74 @@ def residents(run: Run) -> None:
         done = work(run.program, component, blocks)
         loads += loading.stretches
         stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
-    for component in encoders(run, "swapped", batch):
+    for component in encoders(run, "swapped", batch) if not run.samples else ():
         loading, blocks = load(run.program, component)
         done = work(run.program, component, blocks)
         gone = [*alive(done), *alive(loading)]
         stage.stretches += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])]
+    if run.samples and run.strategy.vae == "resident":
+        loads += load(run.program, decoder(run, run.grid, batch))[0].stretches
     run.load.stretches[:0] = loads
-    _take_sizes(run, first)
+    take_sizes(run, first)
     run.encode = stage if stage.ops else None
 
 
 def validation(run: Run) -> None:
     """Validation after an optimizer step: gradients are gone, states are not. A VAE that was cached comes for its turn.
 
-    With ``offload`` the model leaves while the VAE decodes.
+    With ``offload`` the model leaves while the VAE decodes. With group offload its weights leave before the denoising.
     """
     mode, facts = run.strategy.validation_mode, run.facts
     if mode == "off":
         return
     assert facts.sample is not None
     shape, first = validation_grid(run.job, facts.model), len(run.program.buffers)
-    guided = run.job.validation is None or run.job.validation.cfg
-    batch = 2 if guided and facts.model.family in CFG_IN_ONE_BATCH else 1
+    batch = together(facts.model, run.job.guided)
     denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
     if run.gathered_bytes:
         denoise.stretches.insert(0, (SERVICE, [run.program.buffer(run.gathered_bytes, "buckets", "gathered weights")]))
     denoise.stretches.append((SERVICE, [~buffer for buffer in alive(denoise)]))
-    clip = _clip(facts.model, shape, 1)
-    component = vae_component(facts.model.vae, _vae_tape(facts, "decode", clip["F"]), "decode", run.strategy, clip)
-    decode = Stage("decode", [])
-    moved = list(run.named("weight").values()) if mode == "offload" else []
+    moved = weights_on_gpu(run)
+    decode = decode_with(run, decoder(run, shape, 1))
+    leaving = (SERVICE, [~buffer for buffer in moved])
+    if run.strategy.group_offload != "none":
+        take_sizes(run, first)
+        model_in_turn(run, denoise)
+        first = len(run.program.buffers)
+        denoise.stretches.insert(0, leaving)
+        decode.stretches.append((SERVICE, moved))
+    elif mode == "offload":
+        decode.stretches = [leaving, *decode.stretches, (SERVICE, moved)]
+    take_sizes(run, first)
+    run.validation = [("denoise", denoise), ("decode", decode)]
+
+
+def samples(run: Run) -> int:
+    """Samples of one batch: where a job only samples, guidance may double them on their way through the model."""
+    return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples else 1)
+
+
+def decoder(run: Run, shape: Mapping[str, int], batch: int) -> Component:
+    """The VAE as it decodes so many samples of a shape."""
+    model = run.facts.model
+    clip = _clip(model, shape, batch)
+    return vae_component(model.vae, _vae_tape(run.facts, "decode", clip["F"]), "decode", run.strategy, clip)
+
+
+def weights_on_gpu(run: Run) -> list[int]:
+    """The model's weights that loading brings to the GPU, and leaves there."""
+    loaded = set(run.load.ops)
+    return [buffer for buffer in run.named("weight").values() if buffer in loaded and ~buffer not in loaded]
+
+
+def decode_with(run: Run, component: Component) -> Stage:
+    """The VAE comes if it is not there, decodes, and leaves again."""
     loading, blocks = load(run.program, component)
-    if run.strategy.vae == "resident":  # it is there already
+    if run.strategy.vae == "resident":
         loading = Stage("load", [])
     done = work(run.program, component, blocks)
     gone = [*alive(done), *alive(loading)]
-    decode.stretches = [
-        (SERVICE, [~buffer for buffer in moved]),
-        *loading.stretches,
-        *done.stretches,
-        (SERVICE, [*(~buffer for buffer in gone), *moved]),
-    ]
-    _take_sizes(run, first)
-    run.validation = [("denoise", denoise), ("decode", decode)]
+    return Stage("decode", [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])])
 
 
 def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:
@@ -329,6 +373,8 @@ def saving(run: Run) -> None:
     """A checkpoint: under zero-3 and fsdp the weights are gathered one by one on their way to host RAM (DeepSpeed
     ``_zero3_consolidated_16bit_state_dict``, torch ``get_model_state_dict(full_state_dict=True)``); else they are read
     where they are."""
+    if run.samples:
+        return
     run.save = Stage("save", [(SERVICE, [])])
     if run.strategy.sharding in ("zero-3", "fsdp"):
         largest = 2 * max(run.elements.values())
@@ -337,6 +383,6 @@ def saving(run: Run) -> None:
         run.free(run.save, [run.add(run.save, largest, "buckets", "gathered weight")])
 
 
-def _take_sizes(run: Run, first: int) -> None:
+def take_sizes(run: Run, first: int) -> None:
     """Takes the sizes of the buffers from ``first`` on into the run."""
     run.sizes += [_bytes(run.program, buffer) for buffer in range(first, len(run.program.buffers))]

@@ -80,9 +80,9 @@ class Estimate(Record):
     """per node"""
     disk_bytes: Bytes
     step_seconds: NotNegative
-    """one optimizer step, all its accumulation passes included"""
+    """one optimizer step, all its accumulation passes included; where a job only samples, one noise level"""
     flops: Annotated[int, Field(strict=True, ge=0)]
-    """of one optimizer step on one GPU"""
+    """of the same on one GPU"""
     budget_bytes: Bytes
     """what the card gives, less the reserve"""
     verdict: Verdict

@@ -32,6 +32,8 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
             changes.pop("master_weights", None)
     elif strategy.weights_dtype is None:
         changes["weights_dtype"] = strategy.weights(job.method)
+    if job.method == "sample" and "autocast" not in strategy.model_fields_set and strategy.weights_dtype != "fp32":
+        changes["autocast"] = "none"  # diffusers' pipelines compute in the weights' own dtype
     if strategy.sharding == "fsdp" and "autocast" not in strategy.model_fields_set:
         changes["autocast"] = "none"  # weights are cast as they are gathered
     if job.experts == "both" and "inactive_expert" not in strategy.model_fields_set:
@@ -65,17 +67,22 @@ def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradi
     trained = weights if job.method == "full" else strategy.adapter_dtype
     if strategy.master_weights == "fp32" and trained == "fp32":
         yield "the trained weights are fp32 already and need no fp32 master", "leave out --master-weights"
-    if strategy.group_offload != "none" and job.method != "sample":
-        fix = "use --swap-blocks for training, or --method sample"
+    if strategy.group_offload != "none" and job.method != "sample" and strategy.validation_mode == "off":
+        fix = "use --swap-blocks for training, or --validation-mode on"
         yield "group_offload acts only where there are no gradients: its hooks do not see backward", fix
     if strategy.group_offload_stream and strategy.group_offload == "none":
         yield "group_offload_stream needs group_offload", "add --group-offload block or leaf"
     if job.method == "sample":
-        yield from _sampling(strategy)
+        yield from _sampling(job, strategy)
 
 
-def _sampling(strategy: Strategy) -> Iterator[Contradiction]:
+def _sampling(job: Job, strategy: Strategy) -> Iterator[Contradiction]:
     """Switches of training, asked of a job that trains nothing."""
+    shape = job.validation
+    if shape and (shape.frames, shape.height, shape.width) != (job.frames, job.height, job.width):
+        yield "to sample makes samples of the job's own shape, and validation names another", "leave out --validation"
+    if strategy.sharding != "none":
+        yield f"sharding {strategy.sharding} is for training; to sample, every GPU works alone", "leave out --sharding"
     asked = {
         "gradient_checkpointing": strategy.gradient_checkpointing != "none",
         "gradient_accumulation": strategy.gradient_accumulation != 1,
@@ -178,6 +185,9 @@ def _engines(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contrad
     if strategy.sharding in SPLIT and strategy.validation_mode == "offload":
         fix = "use --validation-mode on"
         yield f"with {strategy.sharding} the engine holds the weights, and validation cannot move them", fix
+    if strategy.sharding in SPLIT and strategy.group_offload != "none":
+        fix = "leave out --group-offload"
+        yield f"with {strategy.sharding} the engine holds the weights, and group_offload cannot move them", fix
     if strategy.sharding != "fsdp":
         if strategy.ema != "none" and strategy.sharding == "zero-3":
             yield "ema averages whole weights, and with zero-3 no rank has them", "use --sharding fsdp, or zero-2"

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from planner.components import calls
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.parameters import Parameters
@@ -32,6 +33,8 @@ class Facts:
     model: ModelProfile
     gpu: GpuProfile
     step: Tape
+    """one training step; of a job that only samples, one forward without gradients"""
+
     optimizer: Tape
     parameters: Parameters = field(default_factory=Parameters)
     """needed where something is split between GPUs, or copied in another format"""
@@ -70,6 +73,9 @@ class Run:
 
     empty_cache_after_load: bool = False
 
+    emptied_after: list[Stage] = field(default_factory=list)
+    """Stages behind which the allocator's cache is emptied."""
+
     gathered_bytes: int = 0
     """The most that an engine that splits weights gathers in a forward, with its buffers."""
 
@@ -80,6 +86,9 @@ class Run:
     """Text encoders and VAE that work on each batch before the model does."""
 
     validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
+    returning: Stage | None = None
+    """The model comes back for the next samples, where it made room for the VAE."""
+
     save: Stage | None = None
     encoders_together: bool = False
     """Whether a trainer holds all encoders on the GPU while it caches."""
@@ -139,6 +148,16 @@ class Run:
         return {name: buffer for (kind, name), buffer in self.program.named.items() if kind == category}
 
     @property
+    def samples(self) -> bool:
+        """Whether the run only samples; ``step`` is then one call of the model without gradients."""
+        return self.job.method == "sample"
+
+    @property
+    def calls(self) -> int:
+        """Calls of ``step`` that its seconds are asked for: one, or what a noise level takes."""
+        return calls(self.facts.model, self.job.guided) if self.samples else 1
+
+    @property
     def stages(self) -> list[tuple[PhaseName, Stage]]:
         """The run in order.
 
@@ -146,6 +165,9 @@ class Run:
         """
         more = [self.accumulate] if self.accumulate else []
         encode: list[tuple[PhaseName, Stage]] = [("encode", self.encode)] if self.encode else []
+        if self.samples:
+            # The second call finds what the first one left; all further ones are like it.
+            return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *self.validation]
         save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
         return [
             ("load", self.load),
@@ -236,7 +258,7 @@ class Run:
         """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
         sizes = [(name, self.sizes[buffer]) for name, buffer in self.named("gradient").items()]
         recorded = sum(nbytes * self.facts.step.recorded_share(name) for name, nbytes in sizes)
-        return sum(nbytes for _, nbytes in sizes) / recorded
+        return sum(nbytes for _, nbytes in sizes) / recorded if sizes else 1.0
 
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
@@ -258,11 +280,16 @@ class Run:
         return blocks
 
 
+def main_piece(tape: Tape) -> str:
+    """The piece that is a training step, or one call of the model where a job only samples."""
+    return "step" if "step" in tape.pieces else "denoise"
+
+
 def recorded(program: Program, facts: Facts, strategy: Strategy) -> tuple[Stage, Stage, frozenset[Block]]:
     """(load, step, the blocks that are checkpointed where only some are): the recorded step at full depth."""
     load = program.unfold(facts.step, "load")
     if facts.checkpointed is None:
-        return load, program.unfold(facts.step, "step"), frozenset()
+        return load, program.unfold(facts.step, main_piece(facts.step)), frozenset()
     assert strategy.checkpointed_blocks is not None, "partial says how many"
     return load, *partial(program, facts.step, facts.checkpointed, strategy.checkpointed_blocks)
 

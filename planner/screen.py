@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from planner import dialects, host
-from planner.estimate import NCCL_BYTES
+from planner.estimate import outside_bytes
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
 from planner.phases import caching
@@ -98,10 +98,10 @@ class Screen:
         encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
-        outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
+        outside = outside_bytes(run)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
         work = StepWork(self._passes(run), optimizer)
-        seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total
+        seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
         return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer)
 
@@ -122,6 +122,7 @@ class Screen:
             program=_copy_of(base.program),
             load=_stage(base.load),
             step=_stage(base.step),
+            emptied_after=[],
             optimizer_first=_stage(base.optimizer_first),
             optimizer=_stage(base.optimizer),
             sizes=base.sizes.copy(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from planner.components import together
 from planner.errors import VplanError, quoted
 from planner.facts import ModelProfile
 from planner.job import MAX_FRAMES, MAX_SIDE, Bucket, Job, Strategy
@@ -107,17 +108,19 @@ def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
 def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
     """The integers that tapes are symbolic in, for the job's own shape or one of its buckets.
 
-    B samples, F, H and W cells of the patch grid along latent frames, rows and columns, T text tokens, R LoRA rank, E
-    tokens beside the clip's own and its text's: reference images at the clip's size, and audio. Latent frames that do
-    not fill a cell are padded, as the models with temporal patches do it.
+    B samples (twice as many where a job only samples, with guidance in one batch), F, H and W cells of the patch grid
+    along latent frames, rows and columns, T text tokens, R LoRA rank, E tokens beside the clip's own and its text's:
+    reference images at the clip's size, and audio. Latent frames that do not fill a cell are padded, as the models with
+    temporal patches do it.
     """
     shape = shape or job.shapes[0]
+    side_by_side = together(model, job.guided) if job.method == "sample" else 1
     patch_frames, patch_height, patch_width = model.shape.patch
     latent_frames = (shape.frames - 1) // model.vae.temporal + 1
     rows = shape.height // (model.vae.spatial * patch_height)
     columns = shape.width // (model.vae.spatial * patch_width)
     return {
-        "B": shape.batch_size or job.batch_size,
+        "B": (shape.batch_size or job.batch_size) * side_by_side,
         "F": -(-latent_frames // patch_frames),
         "H": rows,
         "W": columns,

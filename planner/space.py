@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
+from planner.job import QUANTISED, SPLIT, Job, Machine, Method, Strategy
 from planner.rules import check, resolve
 from planner.variants import HALF
 
@@ -36,17 +36,24 @@ SEARCHED = (
 """Fields a search sets, in the order in which they can be switched on one after the other."""
 
 
-def asked_for(strategy: Strategy, fixed: Collection[str]) -> Strategy:
+SAMPLED = ("vae_tiling", "vae", "group_offload", "group_offload_stream")
+"""The same where a job only samples."""
+
+
+def searched(method: Method) -> tuple[str, ...]:
+    """The fields that a search for a method sets."""
+    return SAMPLED if method == "sample" else SEARCHED
+
+
+def asked_for(method: Method, strategy: Strategy, fixed: Collection[str]) -> Strategy:
     """What a search starts from: the strategy without the searched fields that the user did not type himself."""
-    kept = {
-        name: getattr(strategy, name) for name in strategy.model_fields_set if name in fixed or name not in SEARCHED
-    }
-    return Strategy.read(kept)
+    left_out = set(searched(method)) - set(fixed)
+    return Strategy.read({name: getattr(strategy, name) for name in strategy.model_fields_set - left_out})
 
 
 def naive(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> Strategy:
     """The strategy with nothing switched on but what the user typed."""
-    return resolve(job, asked_for(strategy, fixed), machine)
+    return resolve(job, asked_for(job.method, strategy, fixed), machine)
 
 
 def strategies(
@@ -57,7 +64,7 @@ def strategies(
     ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises the VplanError of the first contradiction
     when what the user fixed leaves nothing.
     """
-    base = asked_for(strategy, fixed)
+    base = asked_for(job.method, strategy, fixed)
     found: dict[Strategy, None] = {}
     refusal: VplanError | None = None
     for choice in _choices(job, base, machine, fixed, tiled):
@@ -84,20 +91,24 @@ def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Colle
 
 def switched(before: Strategy, after: Strategy) -> tuple[str, ...]:
     """The searched fields in which two strategies differ, in the order in which they can be switched."""
-    return tuple(field for field in SEARCHED if getattr(before, field) != getattr(after, field))
+    fields = dict.fromkeys((*SEARCHED, *SAMPLED))
+    return tuple(field for field in fields if getattr(before, field) != getattr(after, field))
 
 
 def effort(before: Strategy, after: Strategy) -> int:
     """How much is switched on: one for each field, one more for each that leans on host RAM, so that of two plans as
-    fast as each other the plainer one wins."""
-    fields = switched(before, after)
-    return len(fields) + sum(getattr(after, field) in ("offload", "cpu") or field == "swap_blocks" for field in fields)
+    fast as each other the plainer one wins. By leaf there are hundreds of groups to wait for, by block some dozens."""
+    fields, heavier = switched(before, after), ("offload", "cpu", "leaf")
+    return len(fields) + sum(getattr(after, field) in heavier or field == "swap_blocks" for field in fields)
 
 
 def _choices(
     job: Job, base: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
 ) -> Iterator[dict[str, object]]:
     """Combinations of the searched fields that make sense together, as fields to replace."""
+    if job.method == "sample":
+        yield from _sampling_choices(base, fixed)
+        return
     axes: dict[str, tuple[object, ...]] = {
         "vae_tiling": (tiled,),
         "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method), *BASES),
@@ -115,6 +126,25 @@ def _choices(
         choice = dict(zip(axes, values, strict=True))
         if _sensible(job, choice, machine, fixed):
             yield choice
+
+
+def _sampling_choices(base: Strategy, fixed: Collection[str]) -> Iterator[dict[str, object]]:
+    """Ways to sample: tiles or not, the VAE beside the model or in its place, the model's weights in turn."""
+    axes: dict[str, tuple[object, ...]] = {
+        "vae_tiling": (False, True),
+        "vae": ("cached", "swapped"),
+        "group_offload": ("none", "block", "leaf"),
+        "group_offload_stream": (False, True),
+    }
+    axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
+    for values in itertools.product(*axes.values()):
+        choice = dict(zip(axes, values, strict=True))
+        offloads = choice["group_offload"] != "none"
+        if choice["group_offload_stream"] and not offloads and "group_offload_stream" not in fixed:
+            continue
+        if offloads and choice["vae"] == "swapped" and "vae" not in fixed:
+            continue  # the model has left already
+        yield choice
 
 
 def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:

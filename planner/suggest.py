@@ -156,6 +156,8 @@ class Search:
     def needs_tiles(self, job: Job) -> bool:
         """Whether the clip, cached whole by the VAE, would need more than the card gives."""
         question = self.question
+        if job.method == "sample":  # its VAE decodes, with tiles or without: both are candidates
+            return False
         if job not in self._tiled:
             plain = naive(job, question.strategy, question.machine, question.fixed)
             try:

@@ -122,6 +122,10 @@ class Tape:
         return None
 
 
+NOTHING = Tape("", "nothing", {}, {}, (), {}, (), (), (), (), {"optimizer_first": [], "optimizer": []})
+"""The optimizer's tape of a job that only samples."""
+
+
 def derived(
     grid: Mapping[str, int],
     rounded: Mapping[str, tuple[str, int]],

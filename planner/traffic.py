@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.job import SPLIT
-from planner.run import Run
+from planner.run import Run, main_piece
 from planner.timing import Kind, Traffic, Work, add, work_of
 from planner.zero import FULL, HALF
 
@@ -12,7 +12,7 @@ def passes_work(run: Run) -> dict[Kind, Work]:
     """The work of one forward and backward; blocks that alone are checkpointed as they are in that recording."""
     facts, blocks = run.facts, run.checkpointed
     if not blocks:
-        return work_of(facts.step, "step", run.grid)
+        return work_of(facts.step, main_piece(facts.step), run.grid)
     assert facts.checkpointed is not None
     others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks)
     return add(others, work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks))
@@ -25,8 +25,10 @@ def traffic(run: Run) -> Traffic:
     accumulation = strategy.gradient_accumulation
     gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
     host = gpu = parameters = 0
+    passes = 1 if run.samples else 2
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
-        host += 2 * accumulation * sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
+        swapped = sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
+        host += passes * accumulation * swapped
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
         host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
@@ -42,6 +44,10 @@ def traffic(run: Run) -> Traffic:
     if strategy.offload_params != "none":
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
     overlapped = strategy.offload_optimizer == "none"
+    if run.samples and strategy.group_offload != "none":
+        # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
+        overlapped = strategy.group_offload_stream
+        host += (1 if overlapped else 2) * sum(run.sizes[buffer] for buffer in run.named("weight").values())
     return Traffic(host_bytes=host, gpu_bytes=gpu, overlapped=overlapped, host_parameters=parameters)
 
 

@@ -218,7 +218,7 @@ class SampleVariant:
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> SampleVariant:
         """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
         method = "full" if job.method == "sample" else recorded_method(profile, job)
-        precision = Precision.of(job.replace(method=method.removesuffix("-wide")), strategy)
+        precision = Precision.of(job, strategy)
         known = PRECISIONS[method.removesuffix("-wide")]
         if precision not in known:
             fault = f"no tape for sampling with {precision.name or 'this precision'}"

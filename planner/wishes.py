@@ -12,7 +12,7 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import MAX_FRAMES, Job, Strategy
 from planner.plan import Estimate
-from planner.space import SEARCHED
+from planner.space import searched
 from planner.suggest import Search, Suggestion
 from planner.units import GIB
 
@@ -145,7 +145,7 @@ def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
 def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
     """Switches that the user typed and that stand in the way, each alone."""
     question = search.question
-    for field in (field for field in SEARCHED if field in question.fixed):
+    for field in (field for field in searched(job.method) if field in question.fixed):
         freer = Search(replace(question, fixed=question.fixed - {field}), search.screen)
         plan = next(freer.by_speed(job, _kind(freer, job)), None)
         if plan is not None:

@@ -69,10 +69,14 @@ def print_estimate(console: Console, found: Estimate) -> None:
     parts = [(name, f"{gib(value):.2f}") for name, value in found.breakdown.__dict__.items() if value]
     console.print(table(("at the peak", ">GiB"), parts))
     console.print()
-    facts = f"step {format_seconds(found.step_seconds)} (estimated), host RAM {format_gib(found.host_ram_bytes)}"
-    console.print(f"{facts}, attention: {found.attention_kernel}")
+    console.print(f"{_step(found)}, host RAM {format_gib(found.host_ram_bytes)}, attention: {found.attention_kernel}")
     if found.lossy:
         console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
+
+
+def _step(found: Estimate) -> str:
+    step = "denoising step" if found.job.method == "sample" else "step"
+    return f"{step} {format_seconds(found.step_seconds)} (estimated)"
 
 
 def bar(console: Console, found: Estimate) -> Text:
@@ -89,7 +93,7 @@ def bar(console: Console, found: Estimate) -> Text:
 
 # ---- suggest
 
-FIELD_WORDS = {
+FIELD_WORDS: dict[str, dict[str | bool, str]] = {
     "gradient_checkpointing": {"full": "checkpointing", "offload": "checkpointing to host RAM"},
     "sharding": {"zero-1": "ZeRO-1", "zero-2": "ZeRO-2", "zero-3": "ZeRO-3", "ddp": "DDP", "fsdp": "FSDP"},
     "optimizer": {"adamw-8bit": "8-bit AdamW"},
@@ -98,6 +102,9 @@ FIELD_WORDS = {
     "offload_optimizer": {"cpu": "optimizer in host RAM"},
     "offload_gradients": {"cpu": "gradients in host RAM"},
     "offload_params": {"cpu": "weights in host RAM"},
+    "group_offload": {"block": "weights block by block", "leaf": "weights layer by layer"},
+    "group_offload_stream": {True: "fetched ahead"},
+    "vae_tiling": {True: "VAE in tiles"},
 }
 """How a line says a switch."""
 
@@ -133,7 +140,7 @@ def print_suggestion(
         without = f"; without: {ways(kept)} ({_need(kept)})" if kept else ""
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
-    console.print(f"step {format_seconds(plan.step_seconds)} (estimated), host RAM {format_gib(plan.host_ram_bytes)}")
+    console.print(f"{_step(plan)}, host RAM {format_gib(plan.host_ram_bytes)}")
     for other in smaller:
         word = VERDICTS[other.verdict][0]
         console.print(f"on {other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB to use): {word}", style="yellow")
@@ -151,7 +158,14 @@ def print_suggestion(
 
 def typed_out(switches: Iterable[Switch]) -> str:
     """The flags that `vplan estimate` takes for the same plan."""
-    return " ".join(f"--{switch.field.replace('_', '-')} {switch.after}" for switch in switches)
+    return " ".join(_flag(switch) for switch in switches)
+
+
+def _flag(switch: Switch) -> str:
+    name = switch.field.replace("_", "-")
+    if isinstance(switch.after, bool):
+        return f"--{name}" if switch.after else f"--no-{name}"
+    return f"--{name} {switch.after}"
 
 
 def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:

@@ -136,3 +136,12 @@ def test_a_lora_on_layers_without_a_recording_is_refused() -> None:
         priced(job(lora_targets=["to_q"]))
     wide = priced(job(lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]))
     assert wide.peak.allocated_bytes > priced(job()).peak.allocated_bytes
+
+
+def test_the_breakdown_of_several_buckets_has_the_weights_that_the_first_loaded() -> None:
+    shapes = [{"frames": 17, "height": 480, "width": 832}, {"frames": 33, "height": 480, "width": 832}]
+    strategy = {"text_encoder_dtype": "nf4", "expandable_segments": False}
+    mixed = priced(job(buckets=shapes), **strategy)
+    alone = priced(job(frames=33), **strategy)
+    assert mixed.peak.phase == alone.peak.phase == "train"
+    assert mixed.breakdown.weights == alone.breakdown.weights > 0
