@@ -21,6 +21,7 @@ from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
 from planner.tape import Moment, Part, Program, Stage, Tape
+from planner.units import power_of_two
 from planner.variants import trained_storage
 
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
@@ -246,14 +247,24 @@ def caching(run: Run) -> list[Run]:
     found = []
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
-        by_layer = ""
+        by_layer, waiting = "", sum(_waiting(program, component) for component in group)
         if peak * (1 + RECORDED[1]) > room and len(group) == 1 and group[0].piece_of_layers:
             program, stage, sizes, peak = _encoding((replace(group[0], offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
+            waiting = int(group[0].parameters * STORED[group[0].dtype])
         encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
         encoding.encode, encoding.encode_peak_bytes = stage, peak
+        encoding.waiting_bytes = waiting
         found.append(encoding)
     return found
+
+
+def _waiting(program: Program, component: Component) -> int:
+    """Host RAM of an encoder that group offload brings in turn: with a stream a pinned copy of every tensor."""
+    if component.offload == "none":
+        return 0
+    sizes = [_bytes(program, buffer) for buffer in _weights(program, component)]
+    return sum(map(power_of_two, sizes)) if component.stream else sum(sizes)
 
 
 @functools.lru_cache(maxsize=512)
