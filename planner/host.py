@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner import experts
+from planner.groups import host_sizes
 from planner.job import Machine
 from planner.phases import STORED, caching, encoders
 from planner.plan import PhaseName
@@ -211,17 +212,17 @@ def _weights(run: Run) -> int:
 def _groups(run: Run) -> tuple[int, int]:
     """What group offload holds, and the most while it is applied; 0 without it.
 
-    Without a stream the model itself waits, pageable. With one every tensor has a pinned copy for good
-    (``ModuleGroup._init_cpu_param_dict``), and the first copy goes when a group is first let go: by leaf at once, by
-    block only when all groups are made (``_apply_group_offloading_block_level``).
+    The first copy of a weight goes when its group is first let go: by leaf each at once, by block only when all groups
+    are made (``_apply_group_offloading_block_level``).
     """
-    if run.strategy.group_offload == "none":
+    strategy = run.strategy
+    if strategy.group_offload == "none":
         return 0, 0
-    plain = _weights(run)
-    if not run.strategy.group_offload_stream:
-        return plain, plain
-    pinned = sum(power_of_two(run.sizes[buffer]) for buffer in run.named("weight").values())
-    return pinned, plain + pinned if run.strategy.group_offload == "block" else max(plain, pinned)
+    sizes = {name: run.sizes[buffer] for name, buffer in run.named("weight").items()}
+    lists = {entry.module_list for entry in run.facts.step.runs}
+    pageable, pinned = host_sizes(strategy.group_offload, strategy.group_offload_stream, sizes, lists)
+    plain = sum(sizes.values())
+    return pageable + pinned, plain + pinned if strategy.group_offload == "block" else max(plain, pinned)
 
 
 # ---- text encoders

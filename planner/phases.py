@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from planner.components import CHUNKS, FRAMEWISE, chunks_of, component_name, frames_of, together
 from planner.facts import ModelProfile, TextEncoder, Vae
-from planner.groups import Turns, model_in_turn
+from planner.groups import Turns, host_sizes, model_in_turn
 from planner.job import Bucket, Job, Strategy
 from planner.margin import RECORDED
 from planner.replay import BLOCK_ROUND_BYTES
@@ -21,7 +21,6 @@ from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
 from planner.tape import Moment, Part, Program, Stage, Tape
-from planner.units import power_of_two
 from planner.variants import trained_storage
 
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
@@ -260,11 +259,13 @@ def caching(run: Run) -> list[Run]:
 
 
 def _waiting(program: Program, component: Component) -> int:
-    """Host RAM of an encoder that group offload brings in turn: with a stream a pinned copy of every tensor."""
-    if component.offload == "none":
+    """Host RAM of an encoder that group offload brings in turn."""
+    if component.offload == "none" or component.tape is None:
         return 0
-    sizes = [_bytes(program, buffer) for buffer in _weights(program, component)]
-    return sum(map(power_of_two, sizes)) if component.stream else sum(sizes)
+    named = {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
+    sizes = {name: _bytes(program, buffer) for name, buffer in named.items()}
+    lists = {run.module_list for run in component.tape.runs}
+    return sum(host_sizes(component.offload, component.stream, sizes, lists))
 
 
 @functools.lru_cache(maxsize=512)

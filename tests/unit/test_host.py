@@ -162,9 +162,11 @@ def test_group_offload_as_the_reference_worked_it_out() -> None:
     assert stream.phases["denoise"] - PROCESS_BYTES == pytest.approx(45.8 * GIB, rel=0.005)
     assert stream.phases["encode"] - PROCESS_BYTES == pytest.approx(14.0 * GIB, rel=0.005)
     block = sampled(LARGE, group_offload="block", group_offload_stream=True)
-    assert block.phases["denoise"] == stream.phases["denoise"]
-    # By block every pinned copy is made before the first pageable one goes; by leaf they go one after another.
-    assert block.phases["load"] - PROCESS_BYTES == pytest.approx((30.5 + 45.8) * GIB, rel=0.005)
+    # By block what is in no list is not pinned, and so no layer of UMT5; every pinned copy is made before the first
+    # pageable one goes. By leaf they go one after another.
+    assert block.phases["denoise"] < stream.phases["denoise"] < block.phases["denoise"] + GIB
+    assert block.phases["encode"] - PROCESS_BYTES == pytest.approx(2 * LARGE.text_encoders[0].parameters, rel=0.005)
+    assert block.phases["load"] - PROCESS_BYTES == pytest.approx((30.5 + 45.2) * GIB, rel=0.005)
     assert stream.phases["load"] == stream.phases["denoise"]
 
 
