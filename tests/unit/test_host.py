@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner import catalog
 from planner.estimate import estimate
@@ -18,6 +20,7 @@ from planner.rules import resolve
 from planner.run import Run
 from planner.shapes import grid, job_for
 from planner.units import GIB, power_of_two
+from tests.unit import hand_made
 
 WAN = catalog.model("wan2.1-t2v-1.3b")
 LARGE = catalog.model("wan2.1-i2v-14b-480p")
@@ -189,3 +192,36 @@ def test_a_machine_without_the_ram_is_told_when_it_is_short() -> None:
     enough = Machine.read({"gpu": "24GB", "host_ram": found.host_ram_bytes})
     again = priced(job, enough, gradient_checkpointing="none", group_offload="block")
     assert again.verdict == "fits"
+
+
+# ---- what holds for any shape
+
+HOLDS: list[dict[str, Any]] = [
+    {},
+    {"gradient_checkpointing": "offload"},
+    {"gradient_checkpointing": "full", "swap_blocks": 2},
+    {"offload_optimizer": "cpu"},
+    {"text_encoder": "swapped", "vae": "swapped"},
+    {"ema": "cpu"},
+]
+"""Each but the first keeps something in host RAM that the first does not."""
+
+
+def by_hand(held: dict[str, Any], shape: dict[str, int], machine: Machine = hand_made.ONE) -> HostRam:
+    return host_ram(hand_made.laid_out(machine, shape, **held), machine)
+
+
+@given(st.sampled_from(HOLDS), hand_made.SHAPE, st.sampled_from("BFHWR"), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_more_of_anything_never_needs_less(held: dict[str, Any], shape: dict[str, int], atom: str, more: int) -> None:
+    found, larger = by_hand(held, shape), by_hand(held, {**shape, atom: shape[atom] + more})
+    assert found.nbytes <= larger.nbytes
+    assert all(nbytes <= larger.phases[phase] for phase, nbytes in found.phases.items())
+    assert sum(found.parts.values()) == found.nbytes == max(found.phases.values())
+
+
+@given(st.sampled_from(HOLDS), hand_made.SHAPE)
+@settings(max_examples=50, deadline=None)
+def test_what_is_held_adds_and_every_gpu_adds(held: dict[str, Any], shape: dict[str, int]) -> None:
+    assert by_hand({}, shape).nbytes <= by_hand(held, shape).nbytes
+    assert by_hand(held, shape).nbytes < by_hand(held, shape, hand_made.EIGHT).nbytes
