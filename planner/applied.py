@@ -16,7 +16,7 @@ from planner.shapes import check_blocks, check_job
 
 VALUES: dict[str, tuple[object, ...]] = {
     "weights_dtype": ("fp32", "bf16", "fp16", "fp8", "int8", "nf4"),
-    "master_weights": ("none",),
+    "master_weights": ("none", "fp32"),
     "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
     "optimizer_step": ("foreach", "fused", "loop", "backward"),
     "gradient_accumulation": (1,),

@@ -19,11 +19,11 @@ from planner.phases import caching, encoders
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
-from planner.run import Facts, Run, main_piece
+from planner.run import Facts, Run
 from planner.shapes import grid
 from planner.tape import Moment, Stage
-from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops, work_of
-from planner.traffic import traffic
+from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops
+from planner.traffic import passes_work, traffic
 from planner.units import MIB
 from planner.variants import UNPAGED
 
@@ -112,7 +112,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     top = _peak_stage(played)
     peak = _highest(phases.values())
     optimizer = optimizer_work_of(facts.optimizer, "optimizer", shape, run.optimizer_scale)
-    work = StepWork(work_of(facts.step, main_piece(facts.step), shape), optimizer)
+    work = StepWork(passes_work(run), optimizer)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     low, high = margin.interval(peak.device_bytes)
@@ -259,7 +259,10 @@ def describe(played: Played, strategy: Strategy) -> str:
     index = played.replayed.allocated_peak_at
     moment: Moment = played.stage.moment(max(index, 0))
     what = moment.passes
-    if what == "backward" and moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload"):
+    again = (moment.module_list, moment.block) in played.run.checkpointed if played.run.checkpointed else (
+        moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload")
+    )
+    if what == "backward" and again:
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"

@@ -7,9 +7,12 @@ in turn (docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``).
 
 from __future__ import annotations
 
+import itertools
+
 from planner.facts import ModelProfile
 from planner.job import Job
 from planner.run import Run
+from planner.tape import Stage
 
 
 def idle_weights(run: Run) -> tuple[int, int]:
@@ -28,7 +31,7 @@ def idle_weights(run: Run) -> tuple[int, int]:
 def experts(run: Run) -> None:
     """The other expert beside the one that runs: its weights, and when both are trained its adapter and states.
 
-    Gradients are freed in every step, and a step runs one expert, so there is one expert's of them.
+    Gradients are freed in every step, and without accumulation a step runs one expert, so there is one expert's.
     """
     strategy, both = run.strategy, run.job.experts == "both"
     if run.facts.model.experts == 1 or strategy.inactive_expert == "absent":
@@ -48,6 +51,36 @@ def experts(run: Run) -> None:
     if strategy.offload_optimizer == "none" and not deepspeed:
         states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
         run.add(run.optimizer_first, states, "optimizer", "other expert's states")
+
+
+def waiting_gradients(run: Run) -> None:
+    """Micro-batches of both experts: the gradients of one wait while the other's are made, until one step over both.
+
+    With two of them the second may be the other expert's; from the third on, both experts' are there already. A foreach
+    step takes its copies of all parameters at once, of both experts.
+    """
+    if run.job.experts != "both" or run.accumulate is None:
+        return
+    gradients = run.named("gradient").values()
+    made = {buffer: run.new(run.sizes[buffer], "gradient", "other expert's gradient") for buffer in gradients}
+    if run.strategy.gradient_accumulation == 2:
+        again = [(moment, [made.get(event, event) for event in events]) for moment, events in run.step.stretches]
+        run.accumulate = Stage("step", again)
+        run.free(run.accumulate, run.left, at=0)
+    else:
+        run.place(run.accumulate, list(made.values()), "other expert's gradients", at=0)
+    lent = _lent(run) if run.strategy.optimizer_step == "foreach" else 0
+    for stage in (run.optimizer_first, run.optimizer):
+        copies = run.add(stage, lent, "temporary", "other expert's step", at=0)
+        run.free(stage, [copies, *made.values()])
+
+
+def _lent(run: Run) -> int:
+    """The most that an optimizer step takes and gives back."""
+    own = {event for event in run.optimizer.ops if event >= 0}
+    events = (event for event in run.optimizer.ops if event >= 0 or ~event in own)
+    taken = itertools.accumulate(run.sizes[event] if event >= 0 else -run.sizes[~event] for event in events)
+    return max(taken, default=0)
 
 
 def host_bytes(run: Run) -> int:

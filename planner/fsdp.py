@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.gather import Block, Weaver, first_backward, spans
+from planner.gather import Weaver, first_backward, spans
 from planner.run import Run
-from planner.tape import Stage
+from planner.tape import Block, Stage
 from planner.variants import trained_storage
 from planner.zero import FULL, HALF, cast_to_16_bits
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from planner.run import SERVICE
-from planner.tape import Stage
-
-Block = tuple[str, int]
-"""(module list, index)."""
+from planner.tape import Block, Stage
 
 Span = tuple[int, int]
 """Index of a block's first and last stretch in one pass."""

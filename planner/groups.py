@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from planner.gather import Block, Weaver, spans
+from planner.gather import Weaver, spans
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Run
-from planner.tape import Stage
+from planner.tape import Block, Stage
 from planner.units import power_of_two
 
 Groups = Mapping[Block | None, Mapping[str, int]]

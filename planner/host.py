@@ -11,6 +11,7 @@ from typing import NamedTuple
 from planner import experts
 from planner.groups import host_sizes
 from planner.job import Machine
+from planner.master import master_bytes
 from planner.phases import STORED, caching, encoders
 from planner.plan import PhaseName
 from planner.run import Run
@@ -29,6 +30,10 @@ ZERO_OFFLOADED_BYTES = 18
 """DeepSpeed keeps beside them, of its share, the new weights in 16 bits on their way back (stages 1 and 2:
 ``param_buffer_of_bit16_for_cpu_offload_groups``) or the gradients in 16 bits (stage 3:
 ``grad_partitions_flat_buffer``)."""
+
+LESS_THAN_ADAM = {"lion": 4, "adafactor": 8}
+"""Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py), Adafactor rows and columns of one,
+which are next to nothing."""
 
 SHARD_BYTES = 10 * 10**9
 """A file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""
@@ -117,11 +122,9 @@ def _held(run: Run, machine: Machine) -> Parts:
         activations += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
         activations += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
-        blocks_in_order = list(run.frozen_block_weights.values())
-        swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
-        weights += sum(power_of_two(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
+        weights += sum(power_of_two(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
-        parameter = ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES
+        parameter = (ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES) - LESS_THAN_ADAM.get(strategy.optimizer, 0)
         optimizer += parameter * run.trained_parameters // (machine.world if zero else 1)
     if strategy.optimizer in UNPAGED:
         optimizer += sum(run.sizes[buffer] for buffer in run.paged_states)
@@ -252,4 +255,5 @@ def disk_bytes(run: Run) -> int:
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    return run.trained_experts * (sum(run.sizes[buffer] for buffer in gradients.values()) + states)
+    trained = sum(run.sizes[buffer] for buffer in gradients.values())
+    return run.trained_experts * (trained + states) + master_bytes(run)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from planner import attention, dialects
 from planner.errors import VplanError
-from planner.experts import experts
+from planner.experts import experts, waiting_gradients
 from planner.fsdp import fsdp
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
+from planner.master import masters
 from planner.phases import residents, saving, validation
-from planner.run import Facts, Run, Term, main_piece
+from planner.run import Facts, Run, Term, recorded
 from planner.sampling import sampling
 from planner.strategies import (
     accumulation,
@@ -31,9 +32,11 @@ TRANSFORMS: tuple[Term, ...] = (
     block_swap,
     step_in_backward,
     accumulation,
+    masters,
     offloaded_optimizer,
     paged_states,
     ddp,
+    waiting_gradients,
     zero,
     fsdp,
     ema,
@@ -61,9 +64,6 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
         value = getattr(strategy, field)
         if value not in values:
             raise VplanError(f"{field} {value} is not estimated yet", fix)
-    if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
-        fix = "use --weights-dtype fp32, or --zero-stage 1"
-        raise VplanError("master_weights fp32 is estimated under ZeRO only", fix)
     if job.method == "sample" and job.experts == "both":
         raise VplanError("sampling with both experts is not estimated yet", "use --experts high, then low")
     if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
@@ -71,17 +71,31 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
         raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
     if job.experts == "both" and strategy.sharding in SPLIT:
         raise VplanError(f"both experts under {strategy.sharding} are not estimated yet", "use --experts high")
-    if job.experts == "both" and strategy.gradient_accumulation > 1:
-        fault = "gradient_accumulation over both experts, whose gradients would wait side by side, is not estimated yet"
+    if job.experts == "both" and strategy.gradient_accumulation > 1 and strategy.master_weights == "fp32":
+        fault = "gradient_accumulation with master_weights over both experts is not estimated yet"
         raise VplanError(fault, "use --gradient-accumulation 1, or --experts high")
-    for field in ("trainable", "lora_dropout"):
-        if getattr(job, field):
-            raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
-    if strategy.optimizer != "adamw" and strategy.offload_optimizer != "none":
-        raise VplanError(f"{strategy.optimizer} is estimated with its states on the GPU only", "use --optimizer adamw")
-    if strategy.optimizer not in ("adamw", "adamw-8bit") and strategy.sharding in SPLIT:
+    if job.trainable:
+        raise VplanError("trainable is not estimated yet", "leave --trainable out")
+    if strategy.offload_optimizer != "none":
+        _refuse_on_host(strategy)
+    elif strategy.optimizer not in ("adamw", "adamw-8bit") and strategy.sharding in SPLIT:
         fault = f"{strategy.optimizer} under {strategy.sharding} is not estimated yet"
         raise VplanError(fault, "use --optimizer adamw")
+
+
+def _refuse_on_host(strategy: Strategy) -> None:
+    """Optimizers that nobody's step in host RAM knows: DeepSpeed has CPU kernels for AdamW and Lion (deepspeed/ops),
+    torchao and FSDP2 run an optimizer's own Python there, one parameter at a time."""
+    zero = strategy.sharding.startswith("zero")
+    known = ("adamw", "lion") if zero else ("adamw", "adafactor")
+    if strategy.optimizer in known:
+        return
+    why = {
+        "prodigy": "finds one rate over all parameters, and in host RAM each is stepped alone",
+        "adafactor": "has no CPU kernel in DeepSpeed",
+    }.get(strategy.optimizer, "steps with bitsandbytes' kernels, which are the GPU's")
+    fault = f"{strategy.optimizer} {why}, so offload_optimizer cannot take it"
+    raise VplanError(fault, f"use --optimizer {' or '.join(known)}")
 
 
 def lay_out(
@@ -90,8 +104,7 @@ def lay_out(
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
     refuse_unpriced(job, strategy)
     run = Run(job, strategy, machine, facts, grid=grid)
-    run.load = run.program.unfold(facts.step, "load")
-    run.step = run.program.unfold(facts.step, main_piece(facts.step))
+    run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
     run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
     run.sizes = run.program.bytes_of(grid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import profiles
@@ -58,18 +59,26 @@ def facts(
     card = gpu or catalog.parse_gpus(machine.gpu)[1]
     side_by_side = together(model, job.guided)
     if job.method == "sample":
-        variant = SampleVariant.of(model, job, strategy, batch * side_by_side)
-        return Facts(model, card, tape(job.model, variant.name), NOTHING, around=around(model, job, strategy))
+        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side)
+        return Facts(model, card, tape(job.model, sampled.name), NOTHING, around=around(model, job, strategy))
     validates = strategy.validation_mode != "off"
+    variant = StepVariant.of(model, job, strategy, batch)
+    partial = strategy.gradient_checkpointing == "partial"
     return Facts(
         model,
         card,
-        tape(job.model, StepVariant.of(model, job, strategy, batch).name),
+        tape(job.model, variant.name),
         tape(job.model, OptimizerVariant.of(model, job, strategy).name),
-        parameters(job.model) if strategy.sharding in SPLIT else Parameters(),
+        parameters(job.model) if counts_elements(strategy) else Parameters(),
         around(model, job, strategy),
         tape(job.model, SampleVariant.of(model, job, strategy, side_by_side).name) if validates else None,
+        tape(job.model, replace(variant, checkpointing="full").name) if partial else None,
     )
+
+
+def counts_elements(strategy: Strategy) -> bool:
+    """Whether a strategy is about elements, not bytes: it splits parameters, or copies them in another format."""
+    return strategy.sharding in SPLIT or strategy.master_weights == "fp32"
 
 
 def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]:

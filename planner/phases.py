@@ -138,11 +138,10 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
     if blocks:
         _bring(program, stage, blocks)
     elif component.offload != "none":
-        weights = {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
         turns = Turns(component.offload, component.stream, functools.partial(_bytes, program), _weight(program))
-        turns.weave(stage, weights)
+        turns.weave(stage, _weights(program, component))
     if component.dtype not in ("bf16", "fp16", "fp32"):
-        largest = max(_bytes(program, buffer) for buffer in _weights(program, component))
+        largest = max(_bytes(program, buffer) for buffer in _weights(program, component).values())
         whole = program.buffer(int(largest * 2 / STORED[component.dtype]), "temporary", "dequantised weight")
         stage.stretches.insert(0, (SERVICE, [whole]))
         stage.stretches.append((SERVICE, [~whole]))
@@ -151,8 +150,8 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
     return stage
 
 
-def _weights(program: Program, component: Component) -> list[int]:
-    return [buffer for (category, _), buffer in program.named.items() if category == component.weights]
+def _weights(program: Program, component: Component) -> dict[str, int]:
+    return {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
 
 
 def _bytes(program: Program, buffer: int) -> int:
@@ -262,8 +261,7 @@ def _waiting(program: Program, component: Component) -> int:
     """Host RAM of an encoder that group offload brings in turn."""
     if component.offload == "none" or component.tape is None:
         return 0
-    named = {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
-    sizes = {name: _bytes(program, buffer) for name, buffer in named.items()}
+    sizes = {name: _bytes(program, buffer) for name, buffer in _weights(program, component).items()}
     lists = {run.module_list for run in component.tape.runs}
     return sum(host_sizes(component.offload, component.stream, sizes, lists))
 
@@ -317,7 +315,8 @@ def residents(run: Run) -> None:
 
 
 def validation(run: Run) -> None:
-    """Validation after an optimizer step: gradients are gone, states are not. A VAE that was cached comes for its turn.
+    """Validation after an optimizer step: gradients are gone, states are not (diffusers' examples call
+    ``optimizer.zero_grad`` right behind the step; a dialect moves that). A VAE that was cached comes for its turn.
 
     With ``offload`` the model leaves while the VAE decodes. With group offload its weights leave before the denoising.
     """

@@ -140,8 +140,23 @@ def _optimizer(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contr
         yield "optimizer_step backward steps before ddp has summed the gradients of all GPUs", fix
     if step == "backward" and strategy.offload_optimizer != "none":
         yield "an optimizer in host RAM steps after backward, not inside it", "use --optimizer-step foreach"
+    if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):
+        yield from _masters(strategy)
     if step == "fused" and strategy.optimizer != "adamw":
         yield f"{strategy.optimizer} has no fused step", "use --optimizer-step foreach, or --optimizer adamw"
+
+
+def _masters(strategy: Strategy) -> Iterator[Contradiction]:
+    """Where fp32 masters outside DeepSpeed cannot be, or are something else by another name."""
+    if strategy.sharding == "fsdp":
+        trained = "--weights-dtype fp32 (full) or --adapter-dtype fp32 (lora)"
+        yield "fsdp gathers 16 bits from shares of any format: its master_weights are shares in fp32", f"use {trained}"
+    if strategy.offload_optimizer != "none":  # torchao's CPUOffloadOptimizer copies parameters in their own format
+        fix = "use --weights-dtype fp32, or --zero-stage 2"
+        yield "an optimizer in host RAM keeps weights in the format they have on the GPU, without master_weights", fix
+    if strategy.optimizer_step == "backward":
+        fix = "use --optimizer-step foreach, or --weights-dtype fp32"
+        yield "master_weights are stepped over after backward, not inside it", fix
 
 
 def _offloading(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:

@@ -14,8 +14,9 @@ from planner.components import calls
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.parameters import Parameters
+from planner.partial import partial
 from planner.plan import PhaseName
-from planner.tape import Moment, Program, Stage, Tape
+from planner.tape import Block, Moment, Program, Stage, Tape
 from planner.variants import Precision
 
 PAGED_ELEMENTS = 100_000
@@ -36,13 +37,16 @@ class Facts:
 
     optimizer: Tape
     parameters: Parameters = field(default_factory=Parameters)
-    """needed where something is split between GPUs"""
+    """needed where something is split between GPUs, or copied in another format"""
 
     around: Mapping[str, Tape] = field(default_factory=dict)
     """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
 
     sample: Tape | None = None
     """a forward without gradients, for validation"""
+
+    checkpointed: Tape | None = None
+    """beside a step without checkpointing, the one with it, where only some blocks are checkpointed"""
 
 
 @dataclass
@@ -63,6 +67,9 @@ class Run:
 
     grid: dict[str, int] = field(default_factory=dict)
     """The shape: atoms B, F, H, W, T, R."""
+
+    checkpointed: frozenset[Block] = frozenset()
+    """The blocks that are checkpointed, where only some are."""
 
     empty_cache_after_load: bool = False
 
@@ -262,6 +269,14 @@ class Run:
         recorded = sum(nbytes * self.facts.step.recorded_share(name) for name, nbytes in sizes)
         return sum(nbytes for _, nbytes in sizes) / recorded if sizes else 1.0
 
+    @property
+    def swapped_blocks(self) -> dict[Block, list[int]]:
+        """Buffers of the frozen weights of the blocks that are swapped: the last, or the last of those that are
+        checkpointed, as backward needs the weights of the others where they are."""
+        blocks, count = self.frozen_block_weights, self.strategy.swap_blocks
+        names = [block for block in blocks if block in self.checkpointed or not self.checkpointed]
+        return {block: blocks[block] for block in names[len(names) - count :]}
+
     @functools.cached_property
     def frozen_block_weights(self) -> dict[tuple[str, int], list[int]]:
         """Buffers of each block's weights that are not trained, in the order the blocks are loaded."""
@@ -277,6 +292,15 @@ class Run:
 def main_piece(tape: Tape) -> str:
     """The piece that is a training step, or one call of the model where a job only samples."""
     return "step" if "step" in tape.pieces else "denoise"
+
+
+def recorded(program: Program, facts: Facts, strategy: Strategy) -> tuple[Stage, Stage, frozenset[Block]]:
+    """(load, step, the blocks that are checkpointed where only some are): the recorded step at full depth."""
+    load = program.unfold(facts.step, "load")
+    if facts.checkpointed is None:
+        return load, program.unfold(facts.step, main_piece(facts.step)), frozenset()
+    assert strategy.checkpointed_blocks is not None, "partial says how many"
+    return load, *partial(program, facts.step, facts.checkpointed, strategy.checkpointed_blocks)
 
 
 Term = Callable[[Run], None]

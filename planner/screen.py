@@ -17,11 +17,11 @@ from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
 from planner.phases import caching
 from planner.replay import BLOCK_ROUND_BYTES
-from planner.run import Facts, Run, main_piece
+from planner.run import Facts, Run, recorded
 from planner.shapes import grid
-from planner.tape import Program, Stage
-from planner.timing import Kind, StepWork, Traffic, Work, optimizer_work_of, step_seconds, work_of
-from planner.traffic import traffic
+from planner.tape import Block, Program, Stage
+from planner.timing import Kind, StepWork, Traffic, Work, optimizer_work_of, step_seconds
+from planner.traffic import passes_work, traffic
 
 FactsGetter = Callable[[Job, Strategy, Machine], Facts]
 """Gives what is known about a question, or raises a VplanError when there is no recording for it."""
@@ -47,8 +47,8 @@ class Screen:
 
     def __init__(self, facts: FactsGetter) -> None:
         self.facts = facts
-        self._steps: dict[int, tuple[Program, Stage, Stage]] = {}
-        self._laid_out: dict[tuple[int, int], Run] = {}
+        self._steps: dict[tuple[object, ...], tuple[Program, Stage, Stage, frozenset[Block]]] = {}
+        self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], list[int]] = {}
         self._work: dict[tuple[object, ...], Mapping[Kind, Work]] = {}
         self._looks: dict[tuple[object, ...], Look] = {}
@@ -57,8 +57,8 @@ class Screen:
         """Seconds of a step's passes if nothing had to be moved: never more than a look says, and known sooner."""
         facts = self.facts(job, strategy, machine)
         return max(
-            step_seconds(StepWork(self._passes(facts, where)), facts.gpu, strategy, job, machine, Traffic()).total
-            for where in (grid(facts.model, job, shape) for shape in job.shapes)
+            step_seconds(StepWork(self._passes(run)), facts.gpu, strategy, job, machine, Traffic()).total
+            for run in (self._bare(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
         )
 
     def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
@@ -100,15 +100,15 @@ class Screen:
             allocated, in_optimizer = encoding, False
         outside = outside_bytes(run)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
-        work = StepWork(self._passes(facts, where), optimizer)
+        work = StepWork(self._passes(run), optimizer)
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
         return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer)
 
-    def _passes(self, facts: Facts, where: dict[str, int]) -> Mapping[Kind, Work]:
-        key = (id(facts.step), *where.values())
+    def _passes(self, run: Run) -> Mapping[Kind, Work]:
+        key = (id(run.facts.step), run.checkpointed, *run.grid.values())
         if key not in self._work:
-            self._work[key] = work_of(facts.step, main_piece(facts.step), where)
+            self._work[key] = passes_work(run)
         return self._work[key]
 
     def lay_out(
@@ -134,7 +134,7 @@ class Screen:
 
     def _bare(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
         """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
-        tapes = (id(facts.step), id(facts.optimizer))
+        tapes = (id(facts.step), id(facts.checkpointed), strategy.checkpointed_blocks, id(facts.optimizer))
         if tapes not in self._laid_out:
             self._laid_out[tapes] = self._unfolded(Run(job, strategy, machine, facts))
         base = self._laid_out[tapes]
@@ -146,11 +146,12 @@ class Screen:
 
     def _unfolded(self, run: Run) -> Run:
         """Both tapes laid out; the step's, which is most of the work, only once per recording."""
-        step, optimizer = run.facts.step, run.facts.optimizer
-        if id(step) not in self._steps:
+        facts, optimizer, blocks = run.facts, run.facts.optimizer, run.strategy.checkpointed_blocks
+        key = (id(facts.step), id(facts.checkpointed), blocks)
+        if key not in self._steps:
             program = Program()
-            self._steps[id(step)] = program, program.unfold(step, "load"), program.unfold(step, main_piece(step))
-        program, run.load, run.step = self._steps[id(step)]
+            self._steps[key] = program, *recorded(program, facts, run.strategy)
+        program, run.load, run.step, run.checkpointed = self._steps[key]
         run.program = _copy_of(program)
         run.optimizer_first = run.program.unfold(optimizer, "optimizer_first")
         run.optimizer = run.program.unfold(optimizer, "optimizer")

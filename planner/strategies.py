@@ -49,20 +49,19 @@ def checkpoint_offload(run: Run) -> None:
 
 
 def block_swap(run: Run) -> None:
-    """Block swap: the last ``swap_blocks`` blocks live in pinned host RAM and stream through a ring of two buffers,
-    each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer
+    """Block swap: the last ``swap_blocks`` of the checkpointed blocks live in pinned host RAM and stream through a ring
+    of two buffers, each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer
     docs/RamOffloading.md)."""
     count = run.strategy.swap_blocks
     if not count:
         return
-    blocks = run.frozen_block_weights
+    blocks, swapped = run.frozen_block_weights, run.swapped_blocks
     if count > len(blocks):
         fault = f"swap_blocks {count}: the model has {len(blocks)} blocks with frozen weights"
         raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
-    swapped = list(blocks)[len(blocks) - count :]
-    largest = max(sum(run.sizes[buffer] for buffer in blocks[block]) for block in swapped)
+    largest = max(sum(run.sizes[buffer] for buffer in buffers) for buffers in swapped.values())
     for stage in (run.load, run.step):  # layerwise casting makes weights anew in a step; here the ring holds them
-        run.drop(stage, [buffer for block in swapped for buffer in blocks[block]])
+        run.drop(stage, itertools.chain.from_iterable(swapped.values()))
     for _ in range(min(2, count)):
         run.add(run.load, largest, "buckets", "swap ring")
 

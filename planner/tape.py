@@ -179,6 +179,10 @@ def _size(size: list[Any]) -> Monomial | Growing:
     return Monomial(size[0], tuple(size[1]), *(size[2:4]), *map(tuple, size[4:]))
 
 
+Block = tuple[str, int]
+"""(module list, index)"""
+
+
 class Moment(NamedTuple):
     """Where in the run a stretch of events belongs."""
 

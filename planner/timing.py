@@ -8,12 +8,12 @@ at 0.79 to 0.86 of them), and a trainer's Python and data loading are not in her
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
-from planner.tape import KINDS, Tape, kept_template
+from planner.tape import KINDS, Block, Tape, kept_template
 
 KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
 
@@ -89,6 +89,10 @@ Term = tuple[str, int, tuple[int, ...]]
 """A kind, and the exponents of the tape's atoms that its coefficients are multiplied with."""
 
 
+Choice = Callable[[Block | None], bool]
+"""Whether a block (module list, index) counts, or (None) what is outside the blocks."""
+
+
 class StepWork(NamedTuple):
     """The work of one step on one GPU."""
 
@@ -127,19 +131,25 @@ class Seconds(NamedTuple):
     """optimizer in host RAM, drive"""
 
 
-def symbolic_work(tape: Tape, piece: str, counts: Sequence[int] | None = None) -> dict[Term, Work]:
+def symbolic_work(
+    tape: Tape, piece: str, counts: Sequence[int] | None = None, only: Choice | None = None
+) -> dict[Term, Work]:
     """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
 
-    `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it.
+    `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it, or that
+    is among the chosen.
     """
     counts = counts or [run.count for run in tape.runs]
     sums: dict[Term, list[int]] = {}
     for item in tape.pieces[piece]:
         templates = item["templates"]
-        uses = [0 if item.get("step") else 1] * len(templates)
-        depth = counts[item["run"]] if item.get("step") else 0
+        run = None if item["run"] is None else tape.runs[item["run"]]
+        uses = [0] * len(templates)
+        depth = counts[item["run"]] if item.get("step") else 1
         for block in range(depth):
-            uses[kept_template(item, block, depth)] += 1
+            index = block if item.get("step") else item.get("block", -1)
+            if only is None or only((run.module_list, run.start + index % run.count) if run else None):
+                uses[kept_template(item, block, depth) if item.get("step") else 0] += 1
         for template, times in zip(templates, uses, strict=True):
             for kind, half, flops, nbytes, *exponents in template["work"]:
                 cell = sums.setdefault((KINDS[kind], half, tuple(exponents)), [0, 0])
@@ -158,9 +168,24 @@ def evaluate(terms: Mapping[Term, Work], atoms: Sequence[int]) -> dict[Kind, Wor
     return found
 
 
-def work_of(tape: Tape, piece: str, grid: Mapping[str, int], counts: Sequence[int] | None = None) -> dict[Kind, Work]:
+def work_of(
+    tape: Tape,
+    piece: str,
+    grid: Mapping[str, int],
+    counts: Sequence[int] | None = None,
+    only: Choice | None = None,
+) -> dict[Kind, Work]:
     """The work of one piece of a tape at one shape, over the full depth. `grid` as of `planner.shapes.grid`."""
-    return evaluate(symbolic_work(tape, piece, counts), tape.values(grid))
+    return evaluate(symbolic_work(tape, piece, counts, only), tape.values(grid))
+
+
+def add(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
+    """The work of both."""
+    found = dict(one)
+    for kind, amount in other.items():
+        before = found.get(kind, Work(0, 0))
+        found[kind] = Work(before.flops + amount.flops, before.nbytes + amount.nbytes)
+    return found
 
 
 def optimizer_work_of(tape: Tape, piece: str, grid: Mapping[str, int], scale: float) -> dict[Kind, Work]:

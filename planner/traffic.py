@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from planner.job import SPLIT
-from planner.run import Run
-from planner.timing import Traffic
+from planner.run import Run, main_piece
+from planner.timing import Kind, Traffic, Work, add, work_of
 from planner.zero import FULL, HALF
+
+
+def passes_work(run: Run) -> dict[Kind, Work]:
+    """The work of one forward and backward; blocks that alone are checkpointed as they are in that recording."""
+    facts, blocks = run.facts, run.checkpointed
+    if not blocks:
+        return work_of(facts.step, main_piece(facts.step), run.grid)
+    assert facts.checkpointed is not None
+    others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks)
+    return add(others, work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks))
 
 
 def traffic(run: Run) -> Traffic:
@@ -17,9 +27,8 @@ def traffic(run: Run) -> Traffic:
     host = gpu = parameters = 0
     passes = 1 if run.samples else 2
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
-        blocks = list(run.frozen_block_weights.values())
-        swapped = blocks[len(blocks) - strategy.swap_blocks :]
-        host += passes * accumulation * sum(run.sizes[buffer] for block in swapped for buffer in block)
+        swapped = sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
+        host += passes * accumulation * swapped
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
         host += accumulation * sum(run.sizes[buffer] for buffer in inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
@@ -47,7 +47,10 @@ class Precision:
 
 
 def trained_storage(job: Job, strategy: Strategy) -> str:
-    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own."""
+    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own,
+    another over fp32 masters; DeepSpeed does its own step, see `planner.zero`."""
+    if strategy.master_weights == "fp32" and strategy.sharding in ("none", "ddp"):
+        return "fp32"
     if strategy.sharding != "fsdp":
         return Precision.of(job, strategy).trained
     dtype = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
@@ -145,11 +148,17 @@ class StepVariant:
     samples: int | None = None
     """The very batch above 1 of a model that loops over its samples; None: any."""
 
+    dropout: bool = False
+    """Dropout in front of the adapters: its output and its mask. No bundled model's is recorded yet."""
+
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
-        """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``."""
+        """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``; partial ones are
+        put together from ``none``, which this gives, and ``full``."""
         precision = Precision.of(job, strategy)
-        mode = "full" if strategy.gradient_checkpointing == "offload" else strategy.gradient_checkpointing
+        mode = {"offload": "full", "partial": "none"}.get(
+            strategy.gradient_checkpointing, strategy.gradient_checkpointing
+        )
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job)
@@ -161,19 +170,16 @@ class StepVariant:
                 f"no tape of {profile.name} for {method} with {precision.name or 'this precision'}",
                 "use one of " + ", ".join(known.name for known in precisions(profile, method)),
             )
-        if strategy.gradient_checkpointing == "offload" and profile.family == "unet":
-            fault = f"{profile.title} checkpoints parts of its blocks, whose offload is not estimated yet"
-            raise NotRecordedError(fault, "use --gradient-checkpointing full")
-        if mode not in CHECKPOINTING:
-            fix = f"use one of {', '.join(CHECKPOINTING)}"
-            raise NotRecordedError(f"no tape for gradient_checkpointing {mode}", fix)
+        if strategy.gradient_checkpointing in ("offload", "partial") and profile.family == "unet":
+            fault = f"{profile.title} checkpoints parts of its blocks, of which {strategy.gradient_checkpointing}"
+            raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
         known = profile.shape.batches
         if known and batch not in known:
             fault = f"{profile.title} works through a batch sample by sample, and batch {batch} is not recorded"
             batches = " or ".join(map(str, known))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if known and batch > 1 else None
-        return cls(method, precision, mode, batch == 1, samples)
+        return cls(method, precision, mode, batch == 1, samples, dropout=job.method == "lora" and job.lora_dropout > 0)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
@@ -183,14 +189,21 @@ class StepVariant:
                 yield cls(method, precision, mode, one_sample=True)
                 yield from (cls(method, precision, mode, False, samples) for samples in batches)
 
+    @classmethod
+    def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
+        """What is recorded when somebody asks for it by name, and ships with no model."""
+        yield from (replace(known, dropout=True) for known in cls.all(profile) if known.method != "full")
+
     @property
     def name(self) -> str:
         batch = "one" if self.one_sample else str(self.samples or "many")
-        return f"step-{self.method}-{self.precision.name}-{self.checkpointing}-{batch}"
+        method = f"{self.method}-dropout" if self.dropout else self.method
+        return f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}"
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The Job and Strategy to record it with."""
-        return _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        job, strategy = _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        return job.replace(lora_dropout=0.1 if self.dropout else 0.0), strategy
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ def autocast_asked_of_cpu() -> contextlib.AbstractContextManager[None]:
     return _patched(torch, "is_autocast_enabled", lambda device="cpu": is_enabled(device))
 
 
+def dropout(value: Tensor, p: float, train: bool) -> Tensor:
+    """``aten::dropout`` as CUDA trains with it: one fused operator that keeps a mask of a byte per number, where the
+    CPU keeps noise in the input's format (native/Dropout.cpp, is_fused_kernel_acceptable)."""
+    return torch.ops.aten.native_dropout(value, p, train)[0] if train and 0 < p < 1 else value  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)

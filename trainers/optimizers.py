@@ -40,10 +40,47 @@ class SteppedInBackward:
         return {parameter: optimizer.state[parameter] for parameter, optimizer in self.optimizers.items()}
 
 
+class OverMasters:
+    """An optimizer over fp32 copies of 16-bit parameters, which it copies back after each step.
+
+    apex FP16_Optimizer (apex/fp16_utils). Gradients are cast to fp32 one by one, and each 16-bit one is let go. What is
+    kept in fp32 is its own master.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+        self.masters = {
+            parameter: parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+            for parameter in parameters
+        }
+        self.optimizer = make_one(list(self.masters.values()), strategy, learning_rate)
+
+    def step(self) -> None:
+        """Steps the masters over the parameters' gradients, which are gone then."""
+        for parameter, master in self.masters.items():
+            if parameter.grad is not None and master is not parameter:
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                parameter.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: a step leaves no gradients."""
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states, by the parameters they belong to."""
+        return {parameter: self.optimizer.state[master] for parameter, master in self.masters.items()}
+
+
 def make_optimizer(
     trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4
-) -> torch.optim.Optimizer | SteppedInBackward:
+) -> torch.optim.Optimizer | SteppedInBackward | OverMasters:
     """The optimizer a strategy names over the trained parameters; a VplanError for one that is not built."""
+    if strategy.master_weights == "fp32":
+        return OverMasters(trainable.values(), strategy, learning_rate)
     if strategy.optimizer_step == "backward":
         return SteppedInBackward(trainable.values(), strategy, learning_rate)
     return make_one(list(trainable.values()), strategy, learning_rate)

@@ -21,7 +21,7 @@ from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
 from trainers import families, quantise
 from trainers.families.base import Family
-from trainers.optimizers import SteppedInBackward
+from trainers.optimizers import OverMasters, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_GRAD_NORM = 1.0
@@ -34,7 +34,7 @@ class Trainee:
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | SteppedInBackward | None = None
+    optimizer: torch.optim.Optimizer | SteppedInBackward | OverMasters | None = None
 
 
 def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None) -> nn.Module:

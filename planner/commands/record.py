@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +188,8 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
         if profile.is_own:
             tasks += _own_tasks(profile, wanted)
             continue
-        tasks += [Task(model, name, "", folder / model / f"{name}.json.gz", wanted.check) for name in _names(profile)]
+        names = _names(profile, wanted.text)
+        tasks += [Task(model, name, "", folder / model / f"{name}.json.gz", wanted.check) for name in names]
         tasks.append(Task(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
         for part in components(profile):
             if part not in around:
@@ -203,7 +205,7 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
 
 def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
     """What an own model may need: its VAE and text encoders too, unless they come with vplan."""
-    names = _names(profile)
+    names = _names(profile, wanted.text)
     if not wanted.text and not wanted.everything and not wanted.check:
         names = list(own.first_variants(profile))
     tasks = [
@@ -222,12 +224,13 @@ def _is_due(task: Task) -> bool:
     return task.path.is_file() if task.check else not own.is_current(task.path)
 
 
-def _names(profile: ModelProfile) -> list[str]:
-    """The names of a model's variants."""
+def _names(profile: ModelProfile, text: str) -> list[str]:
+    """The names of a model's variants; of those that nobody needs unasked, the ones that are asked for in full."""
     from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
-    return [variant.name for kind in kinds for variant in kind.all(profile)]
+    asked = [variant.name for variant in StepVariant.on_request(profile) if variant.name == text]
+    return [variant.name for kind in kinds for variant in kind.all(profile)] + asked
 
 
 def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:
@@ -259,6 +262,7 @@ def _with_progress(entries: Iterator[Done], total: int) -> Iterator[Done]:
 
 def _record(task: Task) -> Done:
     """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
+    from planner.variants import StepVariant
     from trainers import cuda_ops, tapes
 
     profile = catalog.model(task.model)
@@ -269,7 +273,8 @@ def _record(task: Task) -> Done:
     elif task.variant == PARAMETERS:
         tape = tapes.parameter_table(profile)
     else:
-        variant = next(variant for variant in tapes.all_variants(profile) if variant.name == task.variant)
+        known = itertools.chain(tapes.all_variants(profile), StepVariant.on_request(profile))
+        variant = next(variant for variant in known if variant.name == task.variant)
         tape = _of_own(tapes.record, profile, variant) if profile.is_own else tapes.record(profile, variant)
     if not task.check:
         unclassified = tuple(name for name in tape.get("operators", ()) if name not in cuda_ops.CLASSIFIED)

@@ -54,8 +54,8 @@ def encoders_together(run: Run) -> None:
 def clip_as_loaded(run: Run) -> None:
     """Where the VAE encodes every batch, its pixels lie on the GPU in fp32 beside the copy that is encoded.
 
-    They stay until the next batch comes (accelerate data_loader.py ``send_to_device``, then in every example script
-    ``batch["pixel_values"].to(dtype=...)``).
+    They stay until the loop's variable takes the next batch, which is there already by then (accelerate data_loader.py
+    ``DataLoaderShard.__iter__``; then in every example script ``batch["pixel_values"].to(dtype=...)``).
     """
     if run.encode is None or run.strategy.vae == "cached":
         return
@@ -63,10 +63,12 @@ def clip_as_loaded(run: Run) -> None:
     patch, vae = model.shape.patch, model.vae
     frames = (grid["F"] * patch[0] - 1) * vae.temporal + 1
     pixels = grid["H"] * patch[1] * grid["W"] * patch[2] * vae.spatial**2
-    clip = run.add(run.encode, 4 * RGB * grid["B"] * frames * pixels, "batch", "pixels as loaded", at=0)
+    nbytes = 4 * RGB * grid["B"] * frames * pixels
+    clip = run.add(run.encode, nbytes, "batch", "pixels as loaded", at=0)
+    coming = run.add(run.optimizer_first, nbytes, "batch", "pixels of the next batch")
     run.left.append(clip)
-    for step in (run.optimizer_first, run.optimizer):
-        run.free(step, [clip])
+    run.free(run.optimizer_first, [clip, coming])
+    run.free(run.optimizer, [clip])
 
 
 TERMS: tuple[Term, ...] = (cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded)

@@ -8,7 +8,7 @@ import pytest
 
 from planner import catalog
 from planner.errors import VplanError
-from planner.estimate import estimate
+from planner.estimate import after_step_bytes, estimate
 from planner.experts import assumption
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
@@ -81,9 +81,32 @@ def test_ddp_has_buckets_for_both(buckets: str) -> None:
     assert both.breakdown.buckets == 2 * one.breakdown.buckets > 0
 
 
+def test_micro_batches_of_both_experts_leave_gradients_of_both() -> None:
+    """A LoRA's 16-bit gradients take as much as a state; AdamW's foreach step copies both experts' at once."""
+    once, twice, often = (priced(job(experts="both"), gradient_accumulation=steps) for steps in (1, 2, 3))
+    alone = priced(job(experts="high"), gradient_accumulation=2)
+    gradients = once.disk_bytes // 6
+    grown = twice.phases["train"].allocated_bytes - once.phases["train"].allocated_bytes
+    assert grown == pytest.approx(gradients, abs=2 * MIB)
+    assert often.phases["train"].allocated_bytes >= twice.phases["train"].allocated_bytes
+    step, bare = (found.phases["optimizer"].allocated_bytes for found in (twice, once))
+    assert step - bare == pytest.approx(2 * gradients, abs=2 * MIB)
+    assert alone.phases["optimizer"] == priced(job(experts="high")).phases["optimizer"]
+
+
+def test_what_waits_for_both_experts_is_freed_with_the_step() -> None:
+    asked, where = job(experts="both"), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
+    strategies = [Strategy(gradient_checkpointing="full", gradient_accumulation=steps) for steps in (1, 2, 3)]
+    left = [after_step_bytes(asked, known, where, facts(asked, known, where)) for known in strategies]
+    assert left == left[:1] * 3
+
+
 @pytest.mark.parametrize(
     ("fields", "fault"),
-    [({"inactive_expert": "absent"}, "must be somewhere"), ({"gradient_accumulation": 2}, "over both experts")],
+    [
+        ({"inactive_expert": "absent"}, "must be somewhere"),
+        ({"gradient_accumulation": 2, "master_weights": "fp32", "adapter_dtype": "bf16"}, "over both experts"),
+    ],
 )
 def test_what_both_experts_cannot_do(fields: dict[str, Any], fault: str) -> None:
     asked = job(experts="both")

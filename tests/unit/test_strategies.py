@@ -7,7 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.errors import VplanError
 from planner.estimate import NCCL_BYTES, estimate
+from planner.host import disk_bytes, ram_bytes
 from planner.job import Machine, Strategy
 from tests.unit.hand_made import (
     ADAPTER,
@@ -129,6 +131,8 @@ EVERY: list[tuple[Machine, dict[str, object]]] = [
     (ONE, {"offload_optimizer": "cpu"}),
     (ONE, {"offload_optimizer": "cpu", "offload_gradients": "cpu"}),
     (EIGHT, {"grad_buckets": "copy"}),
+    (ONE, {"adapter_dtype": "bf16", "master_weights": "fp32", "gradient_accumulation": 2}),
+    (EIGHT, {"adapter_dtype": "bf16", "master_weights": "fp32", "grad_buckets": "view"}),
     (EIGHT, {"grad_buckets": "view"}),
     (EIGHT, {"grad_buckets": "view", "gradient_checkpointing": "offload", "swap_blocks": 1}),
     *[(machine, {"sharding": stage}) for machine in (ONE, EIGHT) for stage in ("zero-1", "zero-2", "zero-3", "fsdp")],
@@ -205,3 +209,39 @@ def test_a_second_step_begins_where_the_first_began(
     played = trained(run)
     after_first = next(entry for entry in played if entry.stage is run.optimizer_first).allocated_after_bytes
     assert after_first == played[-1].allocated_after_bytes
+
+
+def test_masters_are_loaded_and_take_the_gradients_place_at_the_step() -> None:
+    plain, run = (laid_out(adapter_dtype="bf16", master_weights=how) for how in ("none", "fp32"))
+    masters = 2 * BLOCKS * ADAPTER
+    assert peaks(run)["load"] == LOADED + masters
+    assert peaks(run)["step"] == peaks(plain)["step"] + masters
+    # Gradients twice as large, and the last 16-bit one beside the copies; then the states and what the step is lent.
+    cast, stepped = 2 * BLOCKS * ADAPTER + ADAPTER, 2 * BLOCKS * ADAPTER + BLOCKS * ADAPTER
+    assert peaks(run)["optimizer"] == LOADED + masters + STATES + BATCH + max(cast, stepped)
+    assert after(run) == after(plain) + masters
+    assert disk_bytes(run) == disk_bytes(plain) + masters
+
+
+
+@pytest.mark.parametrize(("optimizer", "sharding", "less"), [("lion", "zero-2", 4), ("adafactor", "ddp", 8)])
+def test_other_optimizers_in_host_ram_keep_fewer_states_there(optimizer: str, sharding: str, less: int) -> None:
+    away = {"sharding": sharding, "offload_optimizer": "cpu"}
+    adam, other = (laid_out(EIGHT, **away, optimizer=name) for name in ("adamw", optimizer))
+    assert peaks(adam) == peaks(other)
+    ranks = 1 if sharding == "zero-2" else 8
+    assert ram_bytes(adam, EIGHT) - ram_bytes(other, EIGHT) == less * ranks * adam.trained_parameters
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sharding", "why"),
+    [
+        ("prodigy", "none", "one rate over all parameters"),
+        ("adamw-8bit", "none", "bitsandbytes' kernels"),
+        ("lion", "none", "bitsandbytes' kernels"),
+        ("adafactor", "zero-2", "no CPU kernel"),
+    ],
+)
+def test_optimizers_that_do_not_step_in_host_ram_say_why(optimizer: str, sharding: str, why: str) -> None:
+    with pytest.raises(VplanError, match=why):
+        laid_out(ONE if sharding == "none" else EIGHT, offload_optimizer="cpu", optimizer=optimizer, sharding=sharding)

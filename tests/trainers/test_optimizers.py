@@ -1,0 +1,43 @@
+"""trainers/optimizers.py: an optimizer over fp32 masters, against the same steps in fp32, and in bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from planner.job import Strategy
+from trainers.optimizers import OverMasters, make_optimizer
+
+STRATEGY = Strategy(weights_dtype="bf16", master_weights="fp32")
+
+
+def test_masters_step_as_fp32_weights_do_and_16_bit_ones_follow() -> None:
+    torch.manual_seed(0)
+    half = nn.Parameter(torch.randn(64, 32).bfloat16())
+    whole = nn.Parameter(half.detach().float())
+    kept = nn.Parameter(torch.ones(8))
+    optimizer = make_optimizer({"weight": half, "norm": kept}, STRATEGY, 1e-5)
+    assert isinstance(optimizer, OverMasters)
+    same = make_optimizer({"weight": whole}, Strategy(), 1e-5)
+    for _ in range(5):
+        gradient = torch.randn(64, 32).bfloat16()
+        half.grad, whole.grad, kept.grad = gradient, gradient.float(), torch.ones(8)
+        optimizer.step()
+        same.step()
+    assert half.grad is None and kept.grad is None
+    master = optimizer.masters[half]
+    assert torch.equal(master, whole) and not torch.equal(master, half.float())
+    assert torch.equal(half, whole.detach().bfloat16())
+    assert (kept < 1).all()
+
+
+def test_masters_and_states_are_fp32_and_what_is_fp32_is_its_own_master() -> None:
+    half, kept = nn.Parameter(torch.ones(64, 32).bfloat16()), nn.Parameter(torch.ones(8))
+    optimizer = make_optimizer({"weight": half, "norm": kept}, STRATEGY)
+    assert isinstance(optimizer, OverMasters)
+    half.grad, kept.grad = torch.ones_like(half), torch.ones_like(kept)
+    optimizer.step()
+    assert optimizer.masters[half].untyped_storage().nbytes() == 4 * 64 * 32
+    assert optimizer.masters[kept] is kept
+    states = optimizer.state[half]
+    assert all(states[name].dtype == torch.float32 for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[attr-defined]
