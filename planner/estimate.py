@@ -16,7 +16,7 @@ from planner import attention, host, margin
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import caching, encoders
-from planner.plan import Breakdown, Estimate, Peak, PhaseName, PhasePeak, Verdict
+from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
 from planner.run import Facts, Run
@@ -116,8 +116,8 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     low, high = margin.interval(peak.device_bytes)
-    host_bytes = host.ram_bytes(run, machine)
-    verdict, limit = _verdict(run, peak.device_bytes, host_bytes, budget)
+    ram = host.host_ram(run, machine)
+    verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget)
     return Estimate(
         job=job,
         strategy=strategy,
@@ -125,7 +125,8 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
         phases=phases,
         breakdown=_breakdown(played, top, peak, outside),
-        host_ram_bytes=host_bytes,
+        host_ram_bytes=ram.nbytes,
+        host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=host.disk_bytes(run),
         step_seconds=seconds.total * run.calls,
         flops=total_flops(work, strategy) * run.calls,

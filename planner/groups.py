@@ -9,13 +9,14 @@ some itself for as long as its children run. With a *stream* the group that runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from planner.gather import Weaver, spans
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Run
 from planner.tape import Block, Stage
+from planner.units import power_of_two
 
 Groups = Mapping[Block | None, Mapping[str, int]]
 """By block (None: outside all of them): full name -> buffer."""
@@ -89,6 +90,20 @@ class Turns:
         parents = {owner for owner in owned if any(other.startswith(f"{owner}.") for other in owned)}
         layers = sorted((nbytes for owner, nbytes in owned.items() if owner not in parents), reverse=True)
         return sum(layers[: 2 if self.stream else 1]) + sum(owned[owner] for owner in parents)
+
+
+def host_sizes(kind: str, stream: bool, weights: Mapping[str, int], lists: Collection[str]) -> tuple[int, int]:
+    """(pageable, pinned) bytes of the copies in host RAM, given the bytes of each weight and the names of lists.
+
+    Without a stream the weights themselves wait. With one each has a pinned copy for good, but for what is in no list
+    when the groups are blocks: that group has no stream (``_apply_group_offloading_block_level``).
+    """
+    if not stream:
+        return sum(weights.values()), 0
+    direct = tuple(f"{name}." for name in lists if "." not in name)
+    pageable = sum(size for name, size in weights.items() if kind == "block" and not name.startswith(direct))
+    pinned = sum(power_of_two(size) for name, size in weights.items() if kind == "leaf" or name.startswith(direct))
+    return pageable, pinned
 
 
 def _block_of(name: str, blocks: Mapping[Block, tuple[int, int]]) -> Block | None:

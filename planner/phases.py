@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from planner.components import CHUNKS, FRAMEWISE, chunks_of, component_name, frames_of, together
 from planner.facts import ModelProfile, TextEncoder, Vae
-from planner.groups import Turns, model_in_turn
+from planner.groups import Turns, host_sizes, model_in_turn
 from planner.job import Bucket, Job, Strategy
 from planner.margin import RECORDED
 from planner.replay import BLOCK_ROUND_BYTES
@@ -138,11 +138,10 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
     if blocks:
         _bring(program, stage, blocks)
     elif component.offload != "none":
-        weights = {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
         turns = Turns(component.offload, component.stream, functools.partial(_bytes, program), _weight(program))
-        turns.weave(stage, weights)
+        turns.weave(stage, _weights(program, component))
     if component.dtype not in ("bf16", "fp16", "fp32"):
-        largest = max(_bytes(program, buffer) for buffer in _weights(program, component))
+        largest = max(_bytes(program, buffer) for buffer in _weights(program, component).values())
         whole = program.buffer(int(largest * 2 / STORED[component.dtype]), "temporary", "dequantised weight")
         stage.stretches.insert(0, (SERVICE, [whole]))
         stage.stretches.append((SERVICE, [~whole]))
@@ -151,8 +150,8 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
     return stage
 
 
-def _weights(program: Program, component: Component) -> list[int]:
-    return [buffer for (category, _), buffer in program.named.items() if category == component.weights]
+def _weights(program: Program, component: Component) -> dict[str, int]:
+    return {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
 
 
 def _bytes(program: Program, buffer: int) -> int:
@@ -246,14 +245,25 @@ def caching(run: Run) -> list[Run]:
     found = []
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
-        by_layer = ""
+        by_layer, waiting = "", sum(_waiting(program, component) for component in group)
         if peak * (1 + RECORDED[1]) > room and len(group) == 1 and group[0].piece_of_layers:
             program, stage, sizes, peak = _encoding((replace(group[0], offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
+            waiting = int(group[0].parameters * STORED[group[0].dtype])
         encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
         encoding.encode, encoding.encode_peak_bytes = stage, peak
+        encoding.waiting_bytes = waiting
         found.append(encoding)
     return found
+
+
+def _waiting(program: Program, component: Component) -> int:
+    """Host RAM of an encoder that group offload brings in turn."""
+    if component.offload == "none" or component.tape is None:
+        return 0
+    sizes = {name: _bytes(program, buffer) for name, buffer in _weights(program, component).items()}
+    lists = {run.module_list for run in component.tape.runs}
+    return sum(host_sizes(component.offload, component.stream, sizes, lists))
 
 
 @functools.lru_cache(maxsize=512)
@@ -305,7 +315,8 @@ def residents(run: Run) -> None:
 
 
 def validation(run: Run) -> None:
-    """Validation after an optimizer step: gradients are gone, states are not. A VAE that was cached comes for its turn.
+    """Validation after an optimizer step: gradients are gone, states are not (diffusers' examples call
+    ``optimizer.zero_grad`` right behind the step; a dialect moves that). A VAE that was cached comes for its turn.
 
     With ``offload`` the model leaves while the VAE decodes. With group offload its weights leave before the denoising.
     """

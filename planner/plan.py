@@ -66,6 +66,41 @@ class Breakdown(Record):
         return sum(self.__dict__.values())
 
 
+class HostBreakdown(Record):
+    """What host RAM is needed for at its peak. Sums to `host_ram_bytes`."""
+
+    process: Bytes = 0
+    """Python, torch, CUDA's libraries"""
+    weights: Bytes = 0
+    """that wait for their turn, pinned ones in powers of two"""
+    activations: Bytes = 0
+    """checkpoints"""
+    optimizer: Bytes = 0
+    """with the weights and gradients it steps over"""
+    ema: Bytes = 0
+    data: Bytes = 0
+    """batches that are loaded"""
+    loading: Bytes = 0
+    """copies on the way to the GPU"""
+    saving: Bytes = 0
+    """copies on the way to a file"""
+
+    @property
+    def total(self) -> int:
+        """All parts together, bytes."""
+        return sum(self.__dict__.values())
+
+
+class HostPeak(Record):
+    """Host RAM of all processes on one node, phase by phase."""
+
+    phase: PhaseName
+    """where most is needed"""
+    phases: dict[PhaseName, Bytes]
+    breakdown: HostBreakdown
+    """at that phase"""
+
+
 class Estimate(Record):
     """What will happen when this job runs under this strategy on this machine."""
 
@@ -96,12 +131,17 @@ class Estimate(Record):
     """names of the strategy's fields that lose precision"""
     attention_kernel: str
     assumptions: tuple[str, ...] = ()
+    host: HostPeak | None = None
+    """of `host_ram_bytes`: the phase, and what it is for"""
 
     @model_validator(mode="after")
     def _parts_are_the_whole(self) -> Self:
         if self.breakdown.total != self.peak.device_bytes:
             fault = f"sums to {self.breakdown.total}, not to the peak's device_bytes {self.peak.device_bytes}"
             raise VplanError(f"breakdown {fault}", "correct one of the two")
+        if self.host is not None and self.host.breakdown.total != self.host_ram_bytes:
+            fault = f"sums to {self.host.breakdown.total}, not to host_ram_bytes {self.host_ram_bytes}"
+            raise VplanError(f"host's breakdown {fault}", "correct one of the two")
         if self.peak.phase not in self.phases:
             raise VplanError(f"phases lack the peak's own phase {self.peak.phase}", "add it")
         if not self.low_bytes <= self.high_bytes:

@@ -96,6 +96,15 @@ class Run:
     encode_peak_bytes: int = 0
     """Of a run that only encodes: allocated."""
 
+    waiting_bytes: int = 0
+    """Of a run that only encodes: weights in host RAM, from which they come in turn."""
+
+    loads_on_cpu: bool = False
+    """Whether a trainer makes the whole model in host RAM before it goes to the GPU."""
+
+    loader_workers: int = 0
+    """Processes that load data, per GPU."""
+
     by_layer: str = ""
     """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
 

@@ -51,6 +51,8 @@ def verdict_line(found: Estimate) -> Text:
     line.append(f"{need} of {gib(found.budget_bytes):.2f}", "default")
     if found.limit == "host":
         line.append("; host RAM is short", "default")
+        if found.host is not None:
+            line.append(f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})", "default")
     return line
 
 
@@ -104,7 +106,6 @@ FIELD_WORDS: dict[str, dict[str | bool, str]] = {
     "offload_params": {"cpu": "weights in host RAM"},
     "group_offload": {"block": "weights block by block", "leaf": "weights layer by layer"},
     "group_offload_stream": {True: "fetched ahead"},
-    "vae_tiling": {True: "VAE in tiles"},
 }
 """How a line says a switch."""
 

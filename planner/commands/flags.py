@@ -143,8 +143,12 @@ def _buckets(text: str, flag: str) -> tuple[Bucket, ...]:
 
 
 def _validation(text: str, flag: str) -> ValidationShape:
-    frames, height, width = _shape(text, flag, "81x480x832", 3)
-    return ValidationShape.read({"frames": frames, "height": height, "width": width}, flag)
+    """`81x480x832`, or `81x480x832,no-cfg` for a sample without guidance."""
+    shape, comma, rest = text.partition(",")
+    if comma and rest.strip().lower() != "no-cfg":
+        raise VplanError(f"{flag} {quoted(text)} ends in something else than no-cfg", "write one as 81x480x832,no-cfg")
+    frames, height, width = _shape(shape, flag, "81x480x832", 3)
+    return ValidationShape.read({"frames": frames, "height": height, "width": width, "cfg": not comma}, flag)
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {"frames": _frames, "buckets": _buckets, "validation": _validation}
@@ -159,7 +163,7 @@ _METAVARS = {
     "model": "MODEL",
     "reserve": "SIZE",
     "trainable": "PATTERN,...",
-    "validation": "FxHxW",
+    "validation": "FxHxW[,no-cfg]",
 }
 
 

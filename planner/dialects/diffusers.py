@@ -35,6 +35,11 @@ def cast_on_the_gpu(run: Run) -> None:
     run.load.stretches.insert(0, (run.load.stretches[0][0], list(halves.values())))
 
 
+def loaded_on_the_cpu(run: Run) -> None:
+    """The scripts call ``from_pretrained``, which makes the model in host RAM, then ``to(device)``."""
+    run.loads_on_cpu = True
+
+
 def cache_emptied(run: Run) -> None:
     """The scripts empty the allocator's cache once loading is over (``reset_memory``, ``free_memory``)."""
     run.empty_cache_after_load = True
@@ -66,4 +71,4 @@ def clip_as_loaded(run: Run) -> None:
     run.free(run.optimizer, [clip])
 
 
-TERMS: tuple[Term, ...] = (cast_on_the_gpu, cache_emptied, encoders_together, clip_as_loaded)
+TERMS: tuple[Term, ...] = (cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded)

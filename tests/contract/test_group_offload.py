@@ -16,8 +16,9 @@ from diffusers.hooks import group_offloading
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from planner.groups import Turns
+from planner.groups import Turns, host_sizes
 from planner.tape import Moment, Stage
+from planner.units import power_of_two
 
 Model = tuple[nn.Module, dict[str, Any], tuple[str, ...]]
 """The model, a forward's arguments, and the module lists that a tape follows block by block."""
@@ -131,7 +132,17 @@ def run(monkeypatch: pytest.MonkeyPatch, model: Model, kind: str, stream: bool) 
     monkeypatch.setattr(group_offloading.ModuleGroup, "_onload_from_memory", lambda group: watched.onload(group))
     monkeypatch.setattr(group_offloading.ModuleGroup, "_offload_to_memory", lambda group: watched.offload(group))
     sizes = {name: tensor.nbytes for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    config = group_offloading.GroupOffloadingConfig(
+    group_offloading._apply_group_offloading(module, _config(kind, stream))
+    with torch.no_grad():
+        for _ in range(3):
+            assert not watched.there
+            watched.most, watched.order = {}, []
+            module(**inputs)
+    return watched, sizes
+
+
+def _config(kind: str, stream: bool) -> group_offloading.GroupOffloadingConfig:
+    return group_offloading.GroupOffloadingConfig(
         onload_device=torch.device("cpu"),
         offload_device=torch.device("cpu"),
         offload_type=group_offloading.GroupOffloadingType(f"{kind}_level"),
@@ -141,13 +152,6 @@ def run(monkeypatch: pytest.MonkeyPatch, model: Model, kind: str, stream: bool) 
         num_blocks_per_group=1,
         stream=Stream() if stream else None,  # type: ignore[arg-type]
     )
-    group_offloading._apply_group_offloading(module, config)
-    with torch.no_grad():
-        for _ in range(3):
-            assert not watched.there
-            watched.most, watched.order = {}, []
-            module(**inputs)
-    return watched, sizes
 
 
 def woven(watched: Watched, sizes: dict[str, int], kind: str, stream: bool) -> dict[tuple[str, int] | None, int]:
@@ -196,6 +200,34 @@ def test_by_leaf_no_more_weights_are_there_than_are_counted(
     assert max(watched.most.values()) <= max(counted.values())
     if not stream:  # with one, the two largest layers may not follow each other
         assert {place: counted[place] for place in watched.most} == watched.most
+
+
+@pytest.mark.parametrize("kind", ["block", "leaf"])
+@pytest.mark.parametrize("name", MODELS)
+def test_with_a_stream_the_same_weights_have_a_copy_for_good(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    made: list[torch.Tensor] = []
+    let_go: list[int] = []
+
+    def copied(tensor: torch.Tensor, _low_memory: bool) -> torch.Tensor:
+        made.append(tensor)
+        return tensor.data
+
+    monkeypatch.setattr(group_offloading.ModuleGroup, "_to_cpu", staticmethod(copied))
+    monkeypatch.setattr(group_offloading.ModuleGroup, "offload_", lambda _: let_go.append(len(made)))
+    model = MODELS[name]()
+    config = _config(kind, stream=True)
+    group_offloading._apply_group_offloading(model[0], config)
+    sizes = {name: tensor.nbytes for name, tensor in (*model[0].named_parameters(), *model[0].named_buffers())}
+    pageable, pinned = host_sizes(kind, True, sizes, model[2])
+    # Two layers of T5 hold one table of tokens, and each copies it; a layer that never runs is not counted.
+    once = dict.fromkeys(made)
+    assert len(made) - len(once) == (name == "t5" and kind == "leaf")
+    assert sum(power_of_two(tensor.nbytes) for tensor in once) == pinned
+    assert pageable == sum(sizes.values()) - sum(tensor.nbytes for tensor in once)
+    # When the first group is let go: by block all copies are there, by leaf those of its own.
+    assert let_go[0] == len(made) if kind == "block" else let_go[0] < len(made)
 
 
 def test_a_text_encoders_layers_are_no_direct_children() -> None:

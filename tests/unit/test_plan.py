@@ -14,6 +14,8 @@ from planner.plan import (
     Environment,
     Estimate,
     Evidence,
+    HostBreakdown,
+    HostPeak,
     Measured,
     Peak,
     PhasePeak,
@@ -80,6 +82,7 @@ def test_the_json_of_an_estimate_is_designs_section_9() -> None:
         "lossy",
         "attention_kernel",
         "assumptions",
+        "host",  # ours: where host RAM peaks, and what of
     ]
     assert list(found["peak"]) == ["allocated_bytes", "reserved_bytes", "device_bytes", "phase", "moment"]
     assert list(found["phases"]["train"]) == ["allocated_bytes", "reserved_bytes", "device_bytes"]
@@ -229,6 +232,7 @@ def estimates(draw: st.DrawFn, job: Job, machine: Machine, strategy: Strategy) -
     phases = {name: PhasePeak(allocated_bytes=1, reserved_bytes=2, device_bytes=3) for name in ("train", "save")}
     peak = Peak(allocated_bytes=1, reserved_bytes=2, device_bytes=breakdown.total, phase="train", moment=draw(NAMES))
     low = draw(SIZES)
+    ram = HostBreakdown(**{name: draw(SIZES) for name in HostBreakdown.model_fields})
     return Estimate(
         job=job,
         strategy=strategy,
@@ -236,7 +240,8 @@ def estimates(draw: st.DrawFn, job: Job, machine: Machine, strategy: Strategy) -
         peak=peak,
         phases=phases,
         breakdown=breakdown,
-        host_ram_bytes=draw(SIZES),
+        host_ram_bytes=ram.total,
+        host=draw(optional(st.just(HostPeak(phase="save", phases={"save": ram.total}, breakdown=ram)))),
         disk_bytes=draw(SIZES),
         step_seconds=draw(st.floats(0, 1e6)),
         flops=draw(st.integers(0, 2**62)),

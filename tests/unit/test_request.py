@@ -101,6 +101,14 @@ def test_lists_and_shapes() -> None:
     assert job.validation.frames == 33
 
 
+def test_a_sample_may_be_without_guidance() -> None:
+    shapes = [settle(WAN, "--gpu", "24GB", "--validation", text).job.validation
+              for text in ("33x480x832", "33x480x832, no-cfg")]  # fmt: skip
+    assert [shape and (shape.frames, shape.cfg) for shape in shapes] == [(33, True), (33, False)]
+    with pytest.raises(VplanError, match="no-cfg"):
+        settle(WAN, "--gpu", "24GB", "--validation", "33x480x832,cfg")
+
+
 def test_two_cards_are_two_gpus() -> None:
     request = settle(WAN, "--gpu", "2x4090", "--method", "full")
     assert (request.machine.gpu, request.machine.gpus) == ("rtx4090", 2)
