@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner import experts
+from planner import experts, nvme
 from planner.job import Machine
 from planner.master import master_bytes
 from planner.run import Run
@@ -44,6 +44,10 @@ def ram_bytes(run: Run, machine: Machine) -> int:
         found += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
         found += sum(power_of_two(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
+    if strategy.offload_optimizer == "nvme":
+        found += nvme.optimizer_host_bytes(run)
+    if strategy.offload_params == "nvme":
+        found += nvme.params_host_bytes(run)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
         parameter = (ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES) - LESS_THAN_ADAM.get(strategy.optimizer, 0)
         found += parameter * run.trained_parameters // (machine.world if zero else 1)
@@ -66,9 +70,10 @@ def trained_bytes(run: Run) -> int:
 
 
 def disk_bytes(run: Run) -> int:
-    """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well."""
+    """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well, and
+    what an NVMe offload keeps there all the time."""
     if run.strategy.sharding.startswith("zero"):
-        return 14 * run.trained_parameters
+        return 14 * run.trained_parameters + nvme.kept_bytes(run)
     if run.strategy.sharding == "fsdp":
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")

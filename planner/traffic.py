@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner import nvme
 from planner.job import SPLIT
 from planner.run import Run
 from planner.timing import Kind, Traffic, Work, add, work_of
@@ -42,7 +43,7 @@ def traffic(run: Run) -> Traffic:
     if strategy.offload_params != "none":
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
     overlapped = strategy.offload_optimizer == "none"
-    return Traffic(host_bytes=host, gpu_bytes=gpu, overlapped=overlapped, host_parameters=parameters)
+    return Traffic(host, gpu, overlapped, parameters, nvme.moved_bytes(run))
 
 
 def _split_bytes(run: Run) -> int:

@@ -124,7 +124,7 @@ def test_validation_denoises_and_decodes_beside_the_states() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"weights_dtype": "int4"}, {"attention": "math"}, {"compile": "full"}, {"context_parallel": 2}],
+    [{"weights_dtype": "int4"}, {"attention": "math"}, {"compile": "cudagraphs"}, {"context_parallel": 2}],
 )
 def test_what_has_no_memory_terms_is_refused_by_name(strategy: dict[str, Any]) -> None:
     with pytest.raises(VplanError, match=next(iter(strategy))):
@@ -136,3 +136,12 @@ def test_a_lora_on_layers_without_a_recording_is_refused() -> None:
         priced(job(lora_targets=["to_q"]))
     wide = priced(job(lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]))
     assert wide.peak.allocated_bytes > priced(job()).peak.allocated_bytes
+
+
+def test_what_a_compiler_decides_is_said_and_widens_the_interval() -> None:
+    plain, compiled = priced(job()), priced(job(), compile="blocks")
+    assert compiled.peak == plain.peak
+    assert compiled.low_bytes < plain.low_bytes < plain.high_bytes < compiled.high_bytes
+    assert any("torch.compile" in words for words in compiled.assumptions)
+    assert not any("torch.compile" in words for words in plain.assumptions)
+    assert compiled.step_seconds < plain.step_seconds
