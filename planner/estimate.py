@@ -125,6 +125,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         host_ram_bytes=host_bytes,
         disk_bytes=host.disk_bytes(run),
         step_seconds=seconds.total,
+        step_seconds_high=seconds.high,
         flops=total_flops(work, strategy),
         budget_bytes=budget,
         verdict=verdict,

@@ -80,7 +80,9 @@ class Estimate(Record):
     """per node"""
     disk_bytes: Bytes
     step_seconds: NotNegative
-    """one optimizer step, all its accumulation passes included"""
+    """one optimizer step, all its accumulation passes included, with everything at its best: the low end"""
+    step_seconds_high: NotNegative | None = None
+    """the same step where kernels, launches and links reach the least that was seen"""
     flops: Annotated[int, Field(strict=True, ge=0)]
     """of one optimizer step on one GPU"""
     budget_bytes: Bytes

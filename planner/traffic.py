@@ -20,12 +20,13 @@ def passes_work(run: Run) -> dict[Kind, Work]:
 
 
 def traffic(run: Run) -> Traffic:
-    """The traffic of one optimizer step. Swap and checkpoint offload copy beside the kernels; an optimizer in host RAM
-    takes gradients out and weights back while nothing else runs."""
+    """The traffic of one optimizer step. Swap, checkpoint offload and gathering copy beside the kernels; an optimizer
+    in host RAM takes gradients out and weights back while nothing else runs, and DeepSpeed's stages 1 and 2 send
+    nothing beside backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py)."""
     strategy, world = run.strategy, run.machine.world
     accumulation = strategy.gradient_accumulation
     gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
-    host = gpu = parameters = 0
+    host = gpu = host_waiting = gpu_waiting = parameters = 0
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
         host += 2 * accumulation * sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
     if strategy.gradient_checkpointing == "offload":
@@ -34,16 +35,17 @@ def traffic(run: Run) -> Traffic:
         host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
-        host += 2 * gradients // split
+        host_waiting = 2 * gradients // split
         parameters = run.trained_parameters // split
-    if strategy.sharding in SPLIT:
+    if strategy.sharding in ("zero-1", "zero-2"):
+        gpu_waiting = _split_bytes(run) * (world - 1) // world
+    elif strategy.sharding in SPLIT:
         gpu = _split_bytes(run) * (world - 1) // world
     elif world > 1:  # all-reduce, in the last micro-batch only
         gpu = 2 * gradients * (world - 1) // world
     if strategy.offload_params != "none":
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
-    overlapped = strategy.offload_optimizer == "none"
-    return Traffic(host, gpu, overlapped, parameters, nvme.moved_bytes(run))
+    return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.moved_bytes(run))
 
 
 def _split_bytes(run: Run) -> int:

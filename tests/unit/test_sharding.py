@@ -123,6 +123,17 @@ def test_on_a_drive_the_gpu_keeps_the_same_and_host_ram_its_buffers() -> None:
     assert traffic(nvme).disk_bytes == 32 * TRAINED + 4 * everything + 2 * TRAINED
 
 
+def test_what_deepspeed_does_not_hide_waits() -> None:
+    one, two, three = (traffic(laid_out(EIGHT, **zero(stage))) for stage in ("zero-1", "zero-2", "zero-3"))
+    assert one.gpu_bytes == two.gpu_bytes == three.gpu_waiting_bytes == 0
+    assert one.gpu_waiting_bytes == two.gpu_waiting_bytes == 3 * 2 * TRAINED * 7 // 8
+    assert three.gpu_bytes > three.gpu_waiting_bytes
+    away = traffic(laid_out(EIGHT, **zero("zero-2", offload_optimizer="cpu")))
+    assert away.host_waiting_bytes == 2 * 2 * TRAINED // 8 and away.host_bytes == 0
+    both = traffic(laid_out(ONE, offload_optimizer="cpu", gradient_checkpointing="full", swap_blocks=2))
+    assert both.host_bytes == 2 * 2 * WEIGHTS and both.host_waiting_bytes == 2 * BLOCKS * ADAPTER
+
+
 def test_a_share_larger_than_a_buffer_on_a_drive_is_refused() -> None:
     offloaded = laid_out(ONE, **zero("zero-3", offload_optimizer="cpu", offload_params="nvme"))
     offloaded.elements["stem.weight"] = 10**8 + 1
