@@ -32,6 +32,10 @@ SHAPE = {"B": 1, "F": 3, "H": 4, "W": 4, "T": 6, "R": 4, "E": 0}
 STEPS = 4
 
 
+def fill(_: str, weight: torch.Tensor) -> None:
+    weight.normal_(0, 0.02)
+
+
 def seconds_per_launch(checkpointing: str) -> float:
     """The fastest of a few steps, per launch."""
     known = catalog.model(MODEL)
@@ -39,7 +43,7 @@ def seconds_per_launch(checkpointing: str) -> float:
     job = Job(model=MODEL, frames=9, height=64, width=64, lora_rank=SHAPE["R"], lora_targets=known.lora.targets)
     strategy = Strategy(weights_dtype="bf16", gradient_checkpointing=checkpointing)
     model = step.build_model(profile, job, strategy)
-    step.materialise(model, "cpu", lambda _, weight: weight.normal_(0, 0.02) and None)
+    step.materialise(model, "cpu", fill)
     trainee, kind = step.Trainee(model, step.trainable_parameters(model)), family(profile)
     batch = kind.batch(SHAPE, "cpu", step.compute_dtype(strategy))
     taken = []
