@@ -23,7 +23,8 @@ REACHED = 0.79
 
 SLOW_LAUNCH_SECONDS = 66e-6
 """CPU time of one operator with all the Python around it: a diffusers transformer with peft adapters under autocast, at
-toy width on one core of a 2.5 GHz Xeon: 66 us without checkpointing, 73 with (tests/benchmarks/launches.py)."""
+toy width on one core of a busy 2.5 GHz Xeon: 48 to 66 us without checkpointing, 68 to 73 with
+(tests/benchmarks/launches.py)."""
 
 LAUNCH_SECONDS = 7e-6
 """CPU time of one eager operator: 7 us fitted on H100 steps (meta-pytorch/autoparallel#146), 5 us without and 7 us with
