@@ -115,7 +115,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     work = StepWork(passes_work(run), optimizer)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
-    low, high = margin.interval(peak.device_bytes)
+    low, high = margin.interval(peak.device_bytes, strategy.compile != "none")
     ram = host.host_ram(run, machine)
     verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget)
     return Estimate(
@@ -129,6 +129,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=host.disk_bytes(run),
         step_seconds=seconds.total * run.calls,
+        step_seconds_high=seconds.high * run.calls,
         flops=total_flops(work, strategy) * run.calls,
         budget_bytes=budget,
         verdict=verdict,
@@ -157,7 +158,9 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
     """What the estimate does not count, and what it takes for granted, in words."""
     layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
     words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
-    return (*_left_out(run), *words, *_elastic(run.strategy))
+    compiled = ("torch.compile chooses what backward keeps: priced as without it, 10 % less sure either way",)
+    more = compiled if run.strategy.compile != "none" else ()
+    return (*_left_out(run), *words, *_elastic(run.strategy), *more)
 
 
 def _left_out(run: Run) -> tuple[str, ...]:
@@ -183,7 +186,8 @@ def _verdict(
     """The verdict and what is short. On unified memory the host's share comes out of the same budget."""
     machine = run.machine
     unified = machine.unified or run.facts.gpu.unified
-    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget)
+    compiled = run.strategy.compile != "none"
+    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget, compiled)
     if verdict == "no":
         return "no", "gpu"
     if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:

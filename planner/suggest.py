@@ -220,7 +220,7 @@ class Search:
 
     def seems(self, look: Look, verdict: str = "fits") -> bool:
         """Whether a replay could come to this verdict."""
-        low, high = margin.interval(self.device_bytes(look))
+        low, high = margin.interval(self.device_bytes(look), look.strategy.compile != "none")
         need = high if verdict == "fits" else low
         return need <= self.question.budget_bytes and self.has_ram(look)
 
