@@ -71,9 +71,8 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if job.experts == "both" and strategy.gradient_accumulation > 1:
         fault = "gradient_accumulation over both experts, whose gradients would wait side by side, is not estimated yet"
         raise VplanError(fault, "use --gradient-accumulation 1, or --experts high")
-    for field in ("trainable", "lora_dropout"):
-        if getattr(job, field):
-            raise VplanError(f"{field} is not estimated yet", f"leave --{field.replace('_', '-')} out")
+    if job.trainable:
+        raise VplanError("trainable is not estimated yet", "leave --trainable out")
     if strategy.optimizer != "adamw" and strategy.offload_optimizer != "none":
         raise VplanError(f"{strategy.optimizer} is estimated with its states on the GPU only", "use --optimizer adamw")
     if strategy.optimizer not in ("adamw", "adamw-8bit") and strategy.sharding in SPLIT:

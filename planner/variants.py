@@ -61,6 +61,9 @@ PRECISIONS = {
 QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
 """Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see trainers.quantise)."""
 
+DROPPED_OUT = Precision("half", "half", True)
+"""In which precision adapters with dropout are recorded: SimpleTuner's, which drops 10 % where nobody says otherwise."""
+
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""
 
@@ -145,6 +148,9 @@ class StepVariant:
     samples: int | None = None
     """The very batch above 1 of a model that loops over its samples; None: any."""
 
+    dropout: bool = False
+    """Each adapted layer drops some of its input, and keeps what is left and a mask. How much does not matter."""
+
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
         """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``."""
@@ -173,24 +179,31 @@ class StepVariant:
             batches = " or ".join(map(str, known))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if known and batch > 1 else None
-        return cls(method, precision, mode, batch == 1, samples)
+        dropout = job.method == "lora" and job.lora_dropout > 0
+        if dropout and precision != DROPPED_OUT:
+            fault = f"lora_dropout is recorded with {DROPPED_OUT.name} only, not with {precision.name}"
+            raise NotRecordedError(fault, "use --adapter-dtype bf16 --autocast bf16, or leave --lora-dropout out")
+        return cls(method, precision, mode, batch == 1, samples, dropout)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
             for precision, mode in itertools.product(precisions(profile, method), CHECKPOINTING):
-                yield cls(method, precision, mode, one_sample=True)
-                yield from (cls(method, precision, mode, False, samples) for samples in batches)
+                for dropout in (False, True) if method != "full" and precision == DROPPED_OUT else (False,):
+                    yield cls(method, precision, mode, one_sample=True, dropout=dropout)
+                    yield from (cls(method, precision, mode, False, samples, dropout) for samples in batches)
 
     @property
     def name(self) -> str:
         batch = "one" if self.one_sample else str(self.samples or "many")
-        return f"step-{self.method}-{self.precision.name}-{self.checkpointing}-{batch}"
+        dropout = "-dropout" if self.dropout else ""
+        return f"step-{self.method}-{self.precision.name}-{self.checkpointing}-{batch}{dropout}"
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The Job and Strategy to record it with."""
-        return _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        job, strategy = _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        return (job.replace(lora_dropout=0.1) if self.dropout else job), strategy
 
 
 @dataclass(frozen=True)

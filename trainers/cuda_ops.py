@@ -2,7 +2,7 @@
 
 Three kinds of difference:
 
-* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, RMSNorm.
+* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, dropout, RMSNorm.
   ``cuda_semantics`` installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
 * **Workspace**: memory a CUDA kernel takes and gives back inside one operator (``workspaces``).
 * **Same**: everything else. ``SAME`` lists the operators somebody looked at, ``KNOWN_SMALL`` and ``UNMODELLED`` those
@@ -180,9 +180,15 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     return (normed * weight).to(value.dtype)
 
 
+def dropout(value: Tensor, p: float, train: bool) -> Tensor:
+    """``aten::dropout`` as CUDA dispatches it: one kernel that saves a mask of a byte per number, where the CPU multiplies
+    by noise of the input's dtype (ATen/native/Dropout.cpp, is_fused_kernel_acceptable)."""
+    return torch.ops.aten.native_dropout(value, p, True)[0] if train and 0 < p < 1 else value
+
+
 @contextlib.contextmanager
 def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
-    """While open, CPU tensors take CUDA's path through autocast, attention and RMSNorm.
+    """While open, CPU tensors take CUDA's path through autocast, attention, dropout and RMSNorm.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel.
     """
@@ -191,6 +197,7 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
         _install_autocast(library)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+        library.impl("dropout", dropout, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
@@ -312,7 +319,7 @@ CREATED = _aten(
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
     "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
-    "masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
+    "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
     "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy

@@ -225,15 +225,16 @@ UNRECORDED = {"wan2.1-vace-14b", "wan2.2-animate-14b"}
 
 
 def core() -> set[Path]:
-    """What every model must have: any storage but a quantised base, AdamW in 32 and 8 bits."""
+    """What every model must have: any storage but a quantised base, no dropout, AdamW in 32 and 8 bits."""
     core = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
     for model in set(profiles.model_names()) - UNRECORDED:
         for variant in tapes.all_variants(catalog.model(model)):
-            quantised = isinstance(variant, StepVariant) and variant.precision.weights in QUANTISED_BASES
+            step = variant if isinstance(variant, StepVariant) else None
+            rare = step is not None and (step.precision.weights in QUANTISED_BASES or step.dropout)
             other = isinstance(variant, OptimizerVariant) and (
                 variant.optimizer not in ("adamw", "adamw-8bit") or variant.how == "backward"
             )
-            if not quantised and not other and not isinstance(variant, SampleVariant):
+            if not rare and not other and not isinstance(variant, SampleVariant):
                 core.add(profiles.TAPES / model / f"{variant.name}.json.gz")
     return core
 
