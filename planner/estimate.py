@@ -101,7 +101,7 @@ def after_step_bytes(
 def _of_run(run: Run, played: list[Played]) -> Estimate:
     """The estimate of a replayed run."""
     job, strategy, machine, facts, shape = run.job, run.strategy, run.machine, run.facts, run.grid
-    outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
+    outside = facts.gpu.context_bytes + run.outside_bytes + (NCCL_BYTES if machine.world > 1 else 0)
     phases = {
         phase: _highest(_phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
@@ -200,9 +200,13 @@ def play(*runs: Run) -> list[Played]:
             replayed = alone.run(encoding.encode.ops, encoding.sizes)
             played.append(Played(encoding, "encode", encoding.encode, replayed, 0))
         for run, phase, stage in stages:
+            around = phase == "encode" and run.empty_cache_around_encode
+            if around:
+                allocator.empty_cache()
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
-            if (phase == "load" and run.empty_cache_after_load) or (stage is run.optimizer and run.validation):
+            loaded = phase == "load" and run.empty_cache_after_load
+            if around or loaded or (stage is run.optimizer and run.validation):
                 allocator.empty_cache()
     return played
 

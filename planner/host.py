@@ -32,14 +32,15 @@ def ram_bytes(run: Run, machine: Machine) -> int:
     """Host RAM of all processes on one node."""
     strategy = run.strategy
     zero = strategy.sharding.startswith("zero")
-    found = PROCESS_BYTES
+    found = PROCESS_BYTES + run.host_bytes
+    taken = power_of_two if run.pinned else int
     if strategy.gradient_checkpointing == "offload":
-        found += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
-        found += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
+        found += sum(taken(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
+        found += run.facts.model.blocks * sum(taken(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
-        blocks_in_order = list(run.frozen_block_weights.values())
+        blocks_in_order = list(run.swappable_weights.values())
         swapped = blocks_in_order[len(blocks_in_order) - strategy.swap_blocks :]
-        found += sum(power_of_two(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
+        found += sum(taken(run.sizes[buffer]) for buffers in swapped for buffer in buffers)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
         parameter = ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES
         found += parameter * run.trained_parameters // (machine.world if zero else 1)

@@ -62,6 +62,16 @@ class Run:
     """The shape: atoms B, F, H, W, T, R."""
 
     empty_cache_after_load: bool = False
+    empty_cache_around_encode: bool = False
+
+    outside_bytes: int = 0
+    """What a trainer takes on the GPU outside torch's allocator, beside the context."""
+
+    pinned: bool = True
+    """Whether what is offloaded lies in pinned host memory, which is handed out in powers of two."""
+
+    host_bytes: int = 0
+    """What a trainer keeps in a process's host RAM beyond what its strategy says."""
 
     gathered_bytes: int = 0
     """The most that an engine that splits weights gathers in a forward, with its buffers."""
@@ -232,10 +242,13 @@ class Run:
         return sum(nbytes for _, nbytes in sizes) / recorded
 
     @functools.cached_property
-    def frozen_block_weights(self) -> dict[tuple[str, int], list[int]]:
-        """Buffers of each block's weights that are not trained, in the order the blocks are loaded."""
+    def swappable_weights(self) -> dict[tuple[str, int], list[int]]:
+        """Buffers of each block's weights that need not stay on the GPU, in the order the blocks are loaded.
+
+        Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
+        """
         blocks: dict[tuple[str, int], list[int]] = {}
-        trained = self.named("gradient")
+        trained = {} if self.strategy.optimizer_step == "backward" else self.named("gradient")
         for name, buffer in self.named("weight").items():
             block = self.facts.step.block_of(name)
             if block is not None and name not in trained:

@@ -98,7 +98,7 @@ class Screen:
         encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
-        outside = facts.gpu.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
+        outside = facts.gpu.context_bytes + run.outside_bytes + (NCCL_BYTES if machine.world > 1 else 0)
         optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
         work = StepWork(self._passes(facts, where), optimizer)
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total
@@ -160,7 +160,7 @@ class Screen:
 def _shared(base: Run, **changes: Any) -> Run:
     """A run like another of the same tapes, with what takes long to find out and is the same."""
     run = replace(base, **changes)
-    run.__dict__.update(block_inputs=base.block_inputs, frozen_block_weights=base.frozen_block_weights)
+    run.__dict__.update(block_inputs=base.block_inputs, swappable_weights=base.swappable_weights)
     return run
 
 

@@ -16,7 +16,7 @@ def traffic(run: Run) -> Traffic:
     gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
     host = gpu = parameters = 0
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
-        blocks = list(run.frozen_block_weights.values())
+        blocks = list(run.swappable_weights.values())
         swapped = blocks[len(blocks) - strategy.swap_blocks :]
         host += 2 * accumulation * sum(run.sizes[buffer] for block in swapped for buffer in block)
     if strategy.gradient_checkpointing == "offload":

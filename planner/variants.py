@@ -62,7 +62,7 @@ QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", 
 """Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see trainers.quantise)."""
 
 DROPPED_OUT = Precision("half", "half", True)
-"""In which precision adapters with dropout are recorded: SimpleTuner's, which drops 10 % where nobody says otherwise."""
+"""In which precision adapters with dropout are recorded: SimpleTuner's, which drops 10 % unless told otherwise."""
 
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.facts.LoraDefaults`."""

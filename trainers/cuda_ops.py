@@ -181,8 +181,8 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
 
 
 def dropout(value: Tensor, p: float, train: bool) -> Tensor:
-    """``aten::dropout`` as CUDA dispatches it: one kernel that saves a mask of a byte per number, where the CPU multiplies
-    by noise of the input's dtype (ATen/native/Dropout.cpp, is_fused_kernel_acceptable)."""
+    """``aten::dropout`` as CUDA dispatches it: one kernel that saves a mask of a byte per number, where the CPU
+    multiplies by noise of the input's dtype (ATen/native/Dropout.cpp, is_fused_kernel_acceptable)."""
     return torch.ops.aten.native_dropout(value, p, True)[0] if train and 0 < p < 1 else value
 
 
@@ -319,11 +319,13 @@ CREATED = _aten(
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
     "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
-    "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
-    "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where"
+    "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
+    "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh "
+    "tanh_backward _to_copy where"
 )
-"""One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
-needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
+"""One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
+and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
+copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
     "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding index repeat replication_pad1d "
