@@ -206,7 +206,8 @@ def play(*runs: Run) -> list[Played]:
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
             loaded = phase == "load" and run.empty_cache_after_load
-            if around or loaded or (stage is run.optimizer and run.validation):
+            trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation
+            if around or loaded or trained:
                 allocator.empty_cache()
     return played
 

@@ -63,6 +63,7 @@ class Run:
 
     empty_cache_after_load: bool = False
     empty_cache_around_encode: bool = False
+    empty_cache_before_validation: bool = True
 
     outside_bytes: int = 0
     """What a trainer takes on the GPU outside torch's allocator, beside the context."""

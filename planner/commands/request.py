@@ -61,6 +61,11 @@ class Asked:
         return self.job.get("model")
 
     @property
+    def trainer(self) -> str:
+        """Who trains: the plan's word, else we do."""
+        return self.plan.trainer if self.plan else "vplan"
+
+    @property
     def gpu(self) -> str | None:
         """The card as typed, `2x4090` included."""
         return self.machine.get("gpu")

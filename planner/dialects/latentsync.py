@@ -39,6 +39,11 @@ def communicator_of_one(run: Run) -> None:
         run.outside_bytes += NCCL_BYTES
 
 
+def cache_kept(run: Run) -> None:
+    """Nothing empties the allocator's cache between a step and its validation."""
+    run.empty_cache_before_validation = False
+
+
 def decode_under_autocast(run: Run) -> None:
     """Validation decodes under autocast: the fp16 VAE's group norms take and give fp32, and so do the activations
     behind them, until the next convolution casts its input (``torch.autocast`` around ``pipeline(...)``)."""
@@ -69,4 +74,4 @@ def _autocast(run: Run, events: list[int]) -> Iterator[int]:
             yield event
 
 
-TERMS: tuple[Term, ...] = (gradients_until_backward, helpers, communicator_of_one, decode_under_autocast)
+TERMS: tuple[Term, ...] = (gradients_until_backward, helpers, communicator_of_one, cache_kept, decode_under_autocast)
