@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from planner import catalog
+from planner import catalog, dialects
 from planner.commands import USAGE
 from planner.commands.common import Function
 from planner.commands.flags import MAX, job_options, machine_options, strategy_options
@@ -80,6 +80,9 @@ class Asked:
         notes: list[str] = []
         job = self._job(profile, notes)
         machine = self._machine(count, card, notes)
+        if self.trainer != "vplan":
+            known = self.trainer.partition("@")[0] in dialects.TRAINERS
+            notes.append(f"as {self.trainer} trains" if known else f"{self.trainer} is priced like vplan's own trainer")
         strategy = Strategy.read(self.strategy)
         check_blocks(profile, strategy)
         if machine.reserve >= card.allocatable_bytes:
