@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from planner.commands import cli
+from planner.plan import read_plan
 
 GIB = 2**30
 
@@ -162,6 +163,17 @@ def test_easyanimate_7b_fits_under_zero_2_on_four_cards_and_not_on_two(easyanima
     assert four.high <= four.budget and four.verdict != "no"
     assert 41 <= four.allocated("train") <= 45 and 44 <= four.allocated("optimizer") <= 54
     assert two.verdict == "no" and two.where.startswith("optimizer")
+
+
+def test_a_search_prices_and_keeps_the_plan_s_trainer(easyanimate: Case) -> None:
+    written = easyanimate.path.with_name("found.toml")
+    words = ["suggest", str(easyanimate.path), "--sharding", "ddp", "-o", str(written), "--json"]
+    found = json.loads(CliRunner().invoke(cli, words).stdout)["plan"]
+    assert found["verdict"] != "no" and found["high_bytes"] <= found["budget_bytes"]
+    assert read_plan(written).trainer == "easyanimate"
+    assert any("easyanimate" in said for said in found["assumptions"])
+    again = json.loads(CliRunner().invoke(cli, ["estimate", str(written), "--json"]).stdout)
+    assert again["peak"] == found["peak"]
 
 
 # ---- LatentSync, stage 1, 16 frames of 256x256, an RTX 4090
