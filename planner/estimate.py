@@ -144,8 +144,12 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
 
 
 def outside_bytes(run: Run) -> int:
-    """Device bytes that are not torch's: CUDA's context and a communicator. To sample, every GPU works alone."""
-    return run.facts.gpu.context_bytes + (NCCL_BYTES if run.machine.world > 1 and not run.samples else 0)
+    """Device bytes that are not torch's: CUDA's context, a communicator and what a trainer takes.
+
+    To sample, every GPU works alone.
+    """
+    communicator = NCCL_BYTES if run.machine.world > 1 and not run.samples else 0
+    return run.facts.gpu.context_bytes + run.outside_bytes + communicator
 
 
 def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
@@ -215,12 +219,15 @@ def play(*runs: Run) -> list[Played]:
             replayed = alone.run(encoding.encode.ops, encoding.sizes)
             played.append(Played(encoding, "encode", encoding.encode, replayed, 0))
         for run, phase, stage in stages:
+            around = phase == "encode" and run.empty_cache_around_encode
+            if around:
+                allocator.empty_cache()
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
             emptied = any(stage is entry for entry in run.emptied_after)
-            if emptied or (phase == "load" and run.empty_cache_after_load) or (
-                stage is run.optimizer and run.validation
-            ):
+            loaded = phase == "load" and run.empty_cache_after_load
+            trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation
+            if emptied or around or loaded or trained:
                 allocator.empty_cache()
     return played
 

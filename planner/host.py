@@ -117,12 +117,13 @@ def _held(run: Run, machine: Machine) -> Parts:
     strategy = run.strategy
     zero = strategy.sharding.startswith("zero")
     weights = experts.host_bytes(run) + _swapped_encoders(run)
-    activations = optimizer = 0
+    activations, optimizer = run.host_bytes, 0
+    taken = power_of_two if run.pinned else int
     if strategy.gradient_checkpointing == "offload":  # pinned (trainers/step.py, save_on_cpu)
-        activations += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
-        activations += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
+        activations += sum(taken(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
+        activations += run.facts.model.blocks * sum(taken(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
-        weights += sum(power_of_two(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
+        weights += sum(taken(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
     if strategy.offload_optimizer == "nvme":
         optimizer += nvme.optimizer_host_bytes(run)
     if strategy.offload_params == "nvme":

@@ -212,7 +212,7 @@ class Plan(Record):
         return self
 
     @classmethod
-    def of(cls, estimate: Estimate, ladder: tuple[Estimate, ...] = ()) -> Self:
+    def of(cls, estimate: Estimate, ladder: tuple[Estimate, ...] = (), trainer: str = "vplan") -> Self:
         """The plan that an estimate is of, with the plans to step down to."""
         return cls(
             job=estimate.job,
@@ -220,6 +220,7 @@ class Plan(Record):
             machine=estimate.machine,
             estimate=estimate,
             ladder=ladder,
+            trainer=trainer,
         )
 
 
