@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import catalog
-from planner.errors import NotRecordedError, VplanError
+from planner.errors import VplanError
 from planner.estimate import after_step_bytes, estimate
 from planner.facts import ModelProfile
 from planner.job import Bucket, Job, Machine, Strategy, ValidationShape
@@ -225,9 +226,16 @@ def test_several_gpus_sample_alone() -> None:
     assert priced(asked(WAN, **SHORT), eight).peak == priced(asked(WAN, **SHORT)).peak
 
 
-def test_a_model_without_sampling_tapes_says_which_is_missing() -> None:
-    with pytest.raises(NotRecordedError, match="no tape sample-full-half"):
-        priced(asked(catalog.model("qwen-image")))
+@pytest.mark.parametrize("method", ["sample", "lora"])
+def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str) -> None:
+    job = job_for(WAN, {**SHORT, "method": method})
+    known = Strategy(validation_mode="on") if method == "lora" else Strategy()
+    found = facts(job, known, MACHINE)
+    assert estimate(job, known, MACHINE, found).verdict == "fits"
+    unknown = replace(found, around={key: tape for key, tape in found.around.items() if "decode" not in key})
+    told = estimate(job, known, MACHINE, unknown)
+    assert told.verdict == "tight"
+    assert any("AutoencoderKLWan takes to decode is not recorded" in note for note in told.assumptions)
 
 
 # ---- the search
