@@ -23,6 +23,7 @@ from planner.screen import Screen, allocated_peak
 from planner.shapes import grid, job_for
 from planner.suggest import Question, Search
 from planner.units import GIB, MIB
+from planner.wishes import relaxed
 
 WAN = catalog.model("wan2.1-t2v-1.3b")
 COG = catalog.model("cogvideox-2b")
@@ -265,6 +266,13 @@ def test_suggest_decodes_in_tiles_only_when_nothing_lossless_fits() -> None:
     best = found.best(found.question.job)
     assert best is not None
     assert best.plan.lossy == ("vae_tiling",)
+
+
+def test_too_little_host_ram_is_answered_with_the_least_that_does() -> None:
+    found = search(LARGE, "24GB")
+    poor = replace(found.question, machine=found.question.machine.replace(host_ram=32 * GIB))
+    told = {wish.field: wish.after for wish in relaxed(Search(poor, Screen(facts)), found.question.job)}
+    assert told["host_ram"] == "34GiB"  # the model pageable and one process, not 79 GiB of pinned copies
 
 
 # ---- what holds for any shape
