@@ -171,9 +171,9 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
     numbers = numbers or [(row.counter, None)]
     try:
         job, strategy, machine, family = _settle(row)
-        prediction = predict(job, strategy, machine, row.implementation)
+        prediction = predict(job, strategy, machine, row.trainer)
         prediction = prediction.during(_seen(row, strategy), judged=row.states_come_last)
-        stays = after_step(job, strategy, machine, row.implementation) if numbers[0][0] == AFTER_STEP else 0
+        stays = after_step(job, strategy, machine, row.trainer) if numbers[0][0] == AFTER_STEP else 0
     except VplanError as error:
         reason = error.message
         return [

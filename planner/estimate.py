@@ -115,7 +115,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     work = StepWork(passes_work(run), optimizer)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
-    low, high = margin.interval(peak.device_bytes)
+    low, high = margin.interval(peak.device_bytes, strategy.compile != "none")
     ram = host.host_ram(run, machine)
     verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget)
     return Estimate(
@@ -129,6 +129,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=host.disk_bytes(run),
         step_seconds=seconds.total * run.calls,
+        step_seconds_high=seconds.high * run.calls,
         flops=total_flops(work, strategy) * run.calls,
         budget_bytes=budget,
         verdict=verdict,
@@ -143,8 +144,12 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
 
 
 def outside_bytes(run: Run) -> int:
-    """Device bytes that are not torch's: CUDA's context and a communicator. To sample, every GPU works alone."""
-    return run.facts.gpu.context_bytes + (NCCL_BYTES if run.machine.world > 1 and not run.samples else 0)
+    """Device bytes that are not torch's: CUDA's context, a communicator and what a trainer takes.
+
+    To sample, every GPU works alone.
+    """
+    communicator = NCCL_BYTES if run.machine.world > 1 and not run.samples else 0
+    return run.facts.gpu.context_bytes + run.outside_bytes + communicator
 
 
 def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
@@ -157,7 +162,9 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
     """What the estimate does not count, and what it takes for granted, in words."""
     layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
     words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
-    return (*_left_out(run), *words, *_elastic(run.strategy))
+    compiled = ("torch.compile chooses what backward keeps: priced as without it, 10 % less sure either way",)
+    more = compiled if run.strategy.compile != "none" else ()
+    return (*_left_out(run), *words, *_elastic(run.strategy), *more)
 
 
 def _left_out(run: Run) -> tuple[str, ...]:
@@ -186,7 +193,8 @@ def _verdict(
     """The verdict and what is short. On unified memory the host's share comes out of the same budget."""
     machine = run.machine
     unified = machine.unified or run.facts.gpu.unified
-    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget)
+    compiled = run.strategy.compile != "none"
+    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget, compiled)
     if verdict == "no":
         return "no", "gpu"
     if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
@@ -214,12 +222,15 @@ def play(*runs: Run) -> list[Played]:
             replayed = alone.run(encoding.encode.ops, encoding.sizes)
             played.append(Played(encoding, "encode", encoding.encode, replayed, 0))
         for run, phase, stage in stages:
+            around = phase == "encode" and run.empty_cache_around_encode
+            if around:
+                allocator.empty_cache()
             replayed = allocator.run(stage.ops, run.sizes)
             played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
             emptied = any(stage is entry for entry in run.emptied_after)
-            if emptied or (phase == "load" and run.empty_cache_after_load) or (
-                stage is run.optimizer and run.validation
-            ):
+            loaded = phase == "load" and run.empty_cache_after_load
+            trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation
+            if emptied or around or loaded or trained:
                 allocator.empty_cache()
     return played
 

@@ -71,6 +71,14 @@ DEFAULTS = (
     Default("sd-scripts", "weights_dtype", "bf16", "sd-scripts 48d368f flux_train.py: the mixed-precision dtype"),
     Default("sd-scripts", "text_encoder", "resident", "sd-scripts 48d368f: --cache_text_encoder_outputs is off"),
     Default("sd-scripts", "vae", "resident", "sd-scripts 48d368f: --cache_latents is off"),
+    Default("simpletuner", "lora_dropout", 0.1, "SimpleTuner bc8e6ab field_registry/sections/lora.py: --lora_dropout"),
+    Default(
+        "simpletuner",
+        "text_tokens",
+        77 + 154,
+        "SimpleTuner bc8e6ab helpers/models/sd3/model.py check_user_config: T5 is cut at 154 tokens, behind CLIP's 77",
+        models="sd3",
+    ),
     Default("ai-toolkit", "gradient_checkpointing", "full", "ai-toolkit 27a03a9 train.gradient_checkpointing"),
 )
 """Documented defaults that differ from our trainer's (or might one day), each read in the source it names."""
@@ -127,6 +135,13 @@ class Row:
     whole_run: bool = False
     """the number covers what was cached before training, see WHOLE_RUNS"""
     unsupported: str | None = None
+    version: str = ""
+    """the implementation's, where its publisher says so"""
+
+    @property
+    def trainer(self) -> str:
+        """The implementation at its version, as `planner.dialects.terms` knows it."""
+        return f"{self.implementation}@{self.version}" if self.version else self.implementation
 
 
 class _Published(Record):
@@ -213,7 +228,14 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         states_come_last=_published_by(line.source, SHORT_RUNS),
         whole_run=_published_by(line.source, WHOLE_RUNS),
         unsupported=unsupported,
+        version=_version(line.source),
     )
+
+
+def _version(source: object) -> str:
+    """The first word of what a published row says of the version: a commit, behind which stands its date."""
+    said = source.get("version") if isinstance(source, dict) else None
+    return said.split()[0] if isinstance(said, str) and said.strip() else ""
 
 
 def _published_by(source: object, publishers: tuple[tuple[str, ...], ...]) -> bool:

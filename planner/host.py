@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planner import experts
+from planner import experts, nvme
 from planner.groups import host_sizes
 from planner.job import Machine
 from planner.master import master_bytes
@@ -117,12 +117,17 @@ def _held(run: Run, machine: Machine) -> Parts:
     strategy = run.strategy
     zero = strategy.sharding.startswith("zero")
     weights = experts.host_bytes(run) + _swapped_encoders(run)
-    activations = optimizer = 0
+    activations, optimizer = run.host_bytes, 0
+    taken = power_of_two if run.pinned else int
     if strategy.gradient_checkpointing == "offload":  # pinned (trainers/step.py, save_on_cpu)
-        activations += sum(power_of_two(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
-        activations += run.facts.model.blocks * sum(power_of_two(run.sizes[buffer]) for buffer in run.shared_inputs)
+        activations += sum(taken(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
+        activations += run.facts.model.blocks * sum(taken(run.sizes[buffer]) for buffer in run.shared_inputs)
     if strategy.swap_blocks:
-        weights += sum(power_of_two(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
+        weights += sum(taken(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
+    if strategy.offload_optimizer == "nvme":
+        optimizer += nvme.optimizer_host_bytes(run)
+    if strategy.offload_params == "nvme":
+        weights += nvme.params_host_bytes(run)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
         parameter = (ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES) - LESS_THAN_ADAM.get(strategy.optimizer, 0)
         optimizer += parameter * run.trained_parameters // (machine.world if zero else 1)
@@ -248,9 +253,10 @@ def _swapped_encoders(run: Run) -> int:
 
 
 def disk_bytes(run: Run) -> int:
-    """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well."""
+    """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well, and
+    what an NVMe offload keeps there all the time."""
     if run.strategy.sharding.startswith("zero"):
-        return 14 * run.trained_parameters
+        return 14 * run.trained_parameters + nvme.kept_bytes(run)
     if run.strategy.sharding == "fsdp":
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")

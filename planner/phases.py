@@ -218,6 +218,11 @@ def encoders(run: Run, residence: str, batch: int) -> list[Component]:
     return found
 
 
+def component_bytes(run: Run, residence: str) -> int:
+    """The weights of the text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``."""
+    return sum(int(entry.parameters * STORED[entry.dtype]) for entry in encoders(run, residence, 1))
+
+
 def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
     vae = facts.model.vae
     image = "-image" if frames == 1 and (vae.class_name in CHUNKS or vae.class_name in FRAMEWISE) else ""

@@ -115,7 +115,10 @@ class Estimate(Record):
     """per node"""
     disk_bytes: Bytes
     step_seconds: NotNegative
-    """one optimizer step, all its accumulation passes included; where a job only samples, one noise level"""
+    """one optimizer step, all its accumulation passes included, with everything at its best: the low end; where a job
+    only samples, one noise level"""
+    step_seconds_high: NotNegative | None = None
+    """the same step where kernels, launches and links reach the least that was seen"""
     flops: Annotated[int, Field(strict=True, ge=0)]
     """of the same on one GPU"""
     budget_bytes: Bytes
@@ -209,7 +212,7 @@ class Plan(Record):
         return self
 
     @classmethod
-    def of(cls, estimate: Estimate, ladder: tuple[Estimate, ...] = ()) -> Self:
+    def of(cls, estimate: Estimate, ladder: tuple[Estimate, ...] = (), trainer: str = "vplan") -> Self:
         """The plan that an estimate is of, with the plans to step down to."""
         return cls(
             job=estimate.job,
@@ -217,6 +220,7 @@ class Plan(Record):
             machine=estimate.machine,
             estimate=estimate,
             ladder=ladder,
+            trainer=trainer,
         )
 
 

@@ -168,6 +168,8 @@ def _offloading(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Cont
     for field in ("offload_optimizer", "offload_gradients", "offload_params"):
         if getattr(strategy, field) == "nvme" and sharding != "zero-3":
             yield f"{field} nvme needs zero-3", f"add --sharding zero-3, or use --{field.replace('_', '-')} cpu"
+    if strategy.offload_gradients == "nvme" and strategy.offload_optimizer == "cpu":
+        yield "offload_gradients goes where the optimizer is, which is host RAM", "add --offload-optimizer nvme"
     if strategy.offload_gradients != "none" and strategy.offload_optimizer == "none":
         fix = "add --offload-optimizer cpu, or leave out --offload-gradients"
         yield "offload_gradients sends gradients where no optimizer is", fix

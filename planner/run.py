@@ -72,6 +72,17 @@ class Run:
     """The blocks that are checkpointed, where only some are."""
 
     empty_cache_after_load: bool = False
+    empty_cache_around_encode: bool = False
+    empty_cache_before_validation: bool = True
+
+    outside_bytes: int = 0
+    """What a trainer takes on the GPU outside torch's allocator, beside the context."""
+
+    pinned: bool = True
+    """Whether what is offloaded lies in pinned host memory, which is handed out in powers of two."""
+
+    host_bytes: int = 0
+    """What a trainer keeps in a process's host RAM beyond what its strategy says."""
 
     emptied_after: list[Stage] = field(default_factory=list)
     """Stages behind which the allocator's cache is emptied."""
@@ -271,17 +282,20 @@ class Run:
 
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
-        """Buffers of the frozen weights of the blocks that are swapped: the last, or the last of those that are
+        """Buffers of the weights of the blocks that are swapped: the last, or the last of those that are
         checkpointed, as backward needs the weights of the others where they are."""
-        blocks, count = self.frozen_block_weights, self.strategy.swap_blocks
+        blocks, count = self.swappable_weights, self.strategy.swap_blocks
         names = [block for block in blocks if block in self.checkpointed or not self.checkpointed]
         return {block: blocks[block] for block in names[len(names) - count :]}
 
     @functools.cached_property
-    def frozen_block_weights(self) -> dict[tuple[str, int], list[int]]:
-        """Buffers of each block's weights that are not trained, in the order the blocks are loaded."""
+    def swappable_weights(self) -> dict[tuple[str, int], list[int]]:
+        """Buffers of each block's weights that need not stay on the GPU, in the order the blocks are loaded.
+
+        Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
+        """
         blocks: dict[tuple[str, int], list[int]] = {}
-        trained = self.named("gradient")
+        trained = {} if self.strategy.optimizer_step == "backward" else self.named("gradient")
         for name, buffer in self.named("weight").items():
             block = self.facts.step.block_of(name)
             if block is not None and name not in trained:

@@ -45,8 +45,9 @@ class Look:
 class Screen:
     """Looks at strategies, and keeps what they share: tapes laid out at full depth, sizes at a shape, counted work."""
 
-    def __init__(self, facts: FactsGetter) -> None:
+    def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
         self.facts = facts
+        self.trainer = trainer
         self._steps: dict[tuple[object, ...], tuple[Program, Stage, Stage, frozenset[Block]]] = {}
         self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], list[int]] = {}
@@ -93,7 +94,7 @@ class Screen:
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
-        run = self.lay_out(job, strategy, machine, facts, where)
+        run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
         allocated, in_optimizer = allocated_peak(run)
         encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:
@@ -112,7 +113,7 @@ class Screen:
         return self._work[key]
 
     def lay_out(
-        self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str = ""
+        self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str
     ) -> Run:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
         refuse_unpriced(job, strategy)
@@ -162,7 +163,7 @@ class Screen:
 def _shared(base: Run, **changes: Any) -> Run:
     """A run like another of the same tapes, with what takes long to find out and is the same."""
     run = replace(base, **changes)
-    run.__dict__.update(block_inputs=base.block_inputs, frozen_block_weights=base.frozen_block_weights)
+    run.__dict__.update(block_inputs=base.block_inputs, swappable_weights=base.swappable_weights)
     return run
 
 

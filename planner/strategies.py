@@ -55,9 +55,9 @@ def block_swap(run: Run) -> None:
     count = run.strategy.swap_blocks
     if not count:
         return
-    blocks, swapped = run.frozen_block_weights, run.swapped_blocks
+    blocks, swapped = run.swappable_weights, run.swapped_blocks
     if count > len(blocks):
-        fault = f"swap_blocks {count}: the model has {len(blocks)} blocks with frozen weights"
+        fault = f"swap_blocks {count}: the model has {len(blocks)} blocks with weights to swap"
         raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
     largest = max(sum(run.sizes[buffer] for buffer in buffers) for buffers in swapped.values())
     for stage in (run.load, run.step):  # layerwise casting makes weights anew in a step; here the ring holds them
@@ -124,15 +124,19 @@ def accumulation(run: Run) -> None:
     gradients is added to them and freed within its block (torch AccumulateGrad adds in place)."""
     if run.strategy.gradient_accumulation == 1:
         return
-    added = dict.fromkeys(run.named("gradient").values(), 0)
-    for buffer in added:
-        added[buffer] = run.program.buffer(run.sizes[buffer], "temporary", "micro-batch gradient")
-        run.sizes.append(run.sizes[buffer])
-    stretches = [(run.step.stretches[0][0], [~buffer for buffer in run.left])]
+    step = onto_gradients(run)
+    run.accumulate = Stage("step", [(run.step.stretches[0][0], [~buffer for buffer in run.left]), *step.stretches])
+
+
+def onto_gradients(run: Run) -> Stage:
+    """The step where gradients are there already: each new one is added to the old and freed within its block."""
+    gradients = run.named("gradient").values()
+    added = {buffer: run.new(run.sizes[buffer], "temporary", "new gradient") for buffer in gradients}
+    stretches = []
     for moment, events in run.step.stretches:
         own = [added.get(event, event) for event in events]
         stretches.append((moment, own + [~added[event] for event in events if event in added]))
-    run.accumulate = Stage("step", stretches)
+    return Stage("step", stretches)
 
 
 def gradients_leave(run: Run) -> None:

@@ -86,10 +86,10 @@ class Suggestion:
     switches: tuple[Switch, ...]
     considered: int
 
-    def to_plan(self) -> Plan:
+    def to_plan(self, trainer: str = "vplan") -> Plan:
         """The plan's file: below it the ones to step down to when it runs out of memory after all."""
         lower = [found for found in self.alternatives if found.peak.device_bytes < self.plan.peak.device_bytes]
-        return Plan.of(self.plan, tuple(sorted(lower, key=lambda found: found.step_seconds)))
+        return Plan.of(self.plan, tuple(sorted(lower, key=lambda found: found.step_seconds)), trainer)
 
 
 def loss(job: Job, strategy: Strategy) -> int:
@@ -220,7 +220,7 @@ class Search:
 
     def seems(self, look: Look, verdict: str = "fits") -> bool:
         """Whether a replay could come to this verdict."""
-        low, high = margin.interval(self.device_bytes(look))
+        low, high = margin.interval(self.device_bytes(look), look.strategy.compile != "none")
         need = high if verdict == "fits" else low
         return need <= self.question.budget_bytes and self.has_ram(look)
 
@@ -239,7 +239,7 @@ class Search:
         if key not in self._estimates:
             facts = self.screen.facts(job, strategy, self.question.machine)
             self._estimates[key] = estimate(
-                job, strategy, self.question.machine, facts, layout=self.screen.lay_out
+                job, strategy, self.question.machine, facts, self.screen.trainer, self.screen.lay_out
             )
             found = self._estimates[key]
             bare = strategy.replace(swap_blocks=0)

@@ -17,6 +17,15 @@ from planner.tape import KINDS, Block, Tape, kept_template
 
 KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
 
+REACHED = 0.79
+"""The least part of a real step that its kernels' roofline was: 0.79 to 0.86 over torchtitan's configurations
+(pytorch/torchtitan#3828)."""
+
+SLOW_LAUNCH_SECONDS = 66e-6
+"""CPU time of one operator with all the Python around it: a diffusers transformer with peft adapters under autocast, at
+toy width on one core of a busy 2.5 GHz Xeon: 48 to 66 us without checkpointing, 68 to 73 with
+(tests/benchmarks/launches.py)."""
+
 LAUNCH_SECONDS = 7e-6
 """CPU time of one eager operator: 7 us fitted on H100 steps (meta-pytorch/autoparallel#146), 5 us without and 7 us with
 autograd in a bare loop (pytorch#41383)."""
@@ -106,11 +115,14 @@ class Traffic(NamedTuple):
     """What one whole step (all accumulated micro-batches) moves for one GPU, bytes."""
 
     host_bytes: int = 0
-    """over its link to host RAM, the fuller of both directions"""
+    """over its link to host RAM, the fuller of both directions, while kernels run"""
     gpu_bytes: int = 0
-    """sent to other GPUs; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that per all-reduce"""
-    overlapped: bool = True
-    """whether it moves while kernels run"""
+    """sent to other GPUs while kernels run; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that
+    per all-reduce"""
+    host_waiting_bytes: int = 0
+    """over its link to host RAM while nothing else runs"""
+    gpu_waiting_bytes: int = 0
+    """sent to other GPUs while nothing else runs"""
     host_parameters: int = 0
     """parameters whose optimizer step the CPU does"""
     disk_bytes: int = 0
@@ -127,8 +139,11 @@ class Seconds(NamedTuple):
     transfer: float
     """links busy"""
     total: float
+    """everything at its best: the low end"""
     host: float = 0.0
     """optimizer in host RAM, drive"""
+    high: float = 0.0
+    """kernels at the least part of the roofline seen, every operator as slow to launch as ours, nothing hidden"""
 
 
 def symbolic_work(
@@ -222,12 +237,18 @@ def step_seconds(
         compute += _kernel_seconds(work.optimizer, gpu, strategy, job) / share
         launch += _launch_seconds(work.optimizer, strategy)
     busy = max(compute, launch)
-    transfer = traffic.host_bytes / _host_rate(gpu, machine)
-    if traffic.gpu_bytes and machine.world > 1:
-        transfer += traffic.gpu_bytes / _gpu_rate(gpu, machine)
+    hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
+    waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
-    total = (max(busy, transfer) if traffic.overlapped else busy + transfer) + host
-    return Seconds(compute, launch, transfer, total, host)
+    total = max(busy, hidden) + waiting + host
+    slow = max(compute / REACHED, launch * SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
+    return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
+
+
+def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine: Machine) -> float:
+    """Seconds that the links of one GPU are busy."""
+    between = gpu_bytes / _gpu_rate(gpu, machine) if machine.world > 1 else 0.0
+    return host_bytes / _host_rate(gpu, machine) + between
 
 
 def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job) -> float:

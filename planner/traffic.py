@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner import nvme
 from planner.job import SPLIT
 from planner.run import Run, main_piece
 from planner.timing import Kind, Traffic, Work, add, work_of
@@ -19,12 +20,13 @@ def passes_work(run: Run) -> dict[Kind, Work]:
 
 
 def traffic(run: Run) -> Traffic:
-    """The traffic of one optimizer step. Swap and checkpoint offload copy beside the kernels; an optimizer in host RAM
-    takes gradients out and weights back while nothing else runs."""
+    """The traffic of one optimizer step. Swap, checkpoint offload and gathering copy beside the kernels; an optimizer
+    in host RAM takes gradients out and weights back while nothing else runs, and DeepSpeed's stages 1 and 2 send
+    nothing beside backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py)."""
     strategy, world = run.strategy, run.machine.world
     accumulation = strategy.gradient_accumulation
     gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
-    host = gpu = parameters = 0
+    host = gpu = host_waiting = gpu_waiting = parameters = 0
     passes = 1 if run.samples else 2
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
         swapped = sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
@@ -35,20 +37,22 @@ def traffic(run: Run) -> Traffic:
         host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
-        host += 2 * gradients // split
+        host_waiting = 2 * gradients // split
         parameters = run.trained_parameters // split
-    if strategy.sharding in SPLIT:
+    if strategy.sharding in ("zero-1", "zero-2"):
+        gpu_waiting = _split_bytes(run) * (world - 1) // world
+    elif strategy.sharding in SPLIT:
         gpu = _split_bytes(run) * (world - 1) // world
     elif world > 1:  # all-reduce, in the last micro-batch only
         gpu = 2 * gradients * (world - 1) // world
     if strategy.offload_params != "none":
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
-    overlapped = strategy.offload_optimizer == "none"
     if run.samples and strategy.group_offload != "none":
         # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
-        overlapped = strategy.group_offload_stream
-        host += (1 if overlapped else 2) * sum(run.sizes[buffer] for buffer in run.named("weight").values())
-    return Traffic(host_bytes=host, gpu_bytes=gpu, overlapped=overlapped, host_parameters=parameters)
+        weights = sum(run.sizes[buffer] for buffer in run.named("weight").values())
+        host += weights if strategy.group_offload_stream else 0
+        host_waiting += 0 if strategy.group_offload_stream else 2 * weights
+    return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.moved_bytes(run))
 
 
 def _split_bytes(run: Run) -> int:

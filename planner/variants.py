@@ -149,7 +149,7 @@ class StepVariant:
     """The very batch above 1 of a model that loops over its samples; None: any."""
 
     dropout: bool = False
-    """Dropout in front of the adapters: its output and its mask. No bundled model's is recorded yet."""
+    """Each adapted layer drops some of its input, and keeps what is left and a mask. How much does not matter."""
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
@@ -191,7 +191,7 @@ class StepVariant:
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        """What is recorded when somebody asks for it by name, and ships with no model."""
+        """What is recorded when somebody asks for it by name, and ships only where a published row needs it."""
         yield from (replace(known, dropout=True) for known in cls.all(profile) if known.method != "full")
 
     @property

@@ -2,7 +2,7 @@
 
 Three kinds of difference:
 
-* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, RMSNorm.
+* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, dropout, RMSNorm.
   ``cuda_semantics`` installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
 * **Workspace**: memory a CUDA kernel takes and gives back inside one operator (``workspaces``).
 * **Same**: everything else. ``SAME`` lists the operators somebody looked at, ``KNOWN_SMALL`` and ``UNMODELLED`` those
@@ -182,7 +182,7 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
 
 @contextlib.contextmanager
 def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
-    """While open, CPU tensors take CUDA's path through autocast, attention and RMSNorm.
+    """While open, CPU tensors take CUDA's path through autocast, attention, dropout and RMSNorm.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel.
     """
@@ -313,12 +313,13 @@ CREATED = _aten(
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
     "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
-    "masked_fill_ maximum minimum mse_loss_backward mul mul_ neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub "
-    "sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh tanh_backward _to_copy where native_dropout "
-    "native_dropout_backward"
+    "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
+    "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh "
+    "tanh_backward _to_copy where"
 )
-"""One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh). A copy
-needs a buffer only between devices (Copy.cu, copy_requires_temporaries), and a step has none."""
+"""One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
+and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
+copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
     "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding index repeat replication_pad1d "

@@ -37,14 +37,11 @@ def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> in
     request = asked.settle()
     if request.frames_max:
         raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
-    found = estimate(
-        request.job, request.strategy, request.machine, facts(
-            request.job, request.strategy, request.machine, request.model, request.gpu
-        )
-    )
+    known = facts(request.job, request.strategy, request.machine, request.model, request.gpu)
+    found = estimate(request.job, request.strategy, request.machine, known, asked.trainer)
     found = found.replace(assumptions=(*request.assumptions, *found.assumptions))
     if output:
-        write_plan(Plan.of(found), output)
+        write_plan(Plan.of(found, trainer=asked.trainer), output)
 
     def render(console: Console) -> None:
         headline(console, request)

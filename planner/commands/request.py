@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from planner import catalog
+from planner import catalog, dialects
 from planner.commands import USAGE
 from planner.commands.common import Function
 from planner.commands.flags import MAX, job_options, machine_options, strategy_options
@@ -61,6 +61,11 @@ class Asked:
         return self.job.get("model")
 
     @property
+    def trainer(self) -> str:
+        """Who trains: the plan's word, else we do."""
+        return self.plan.trainer if self.plan else "vplan"
+
+    @property
     def gpu(self) -> str | None:
         """The card as typed, `2x4090` included."""
         return self.machine.get("gpu")
@@ -75,6 +80,9 @@ class Asked:
         notes: list[str] = []
         job = self._job(profile, notes)
         machine = self._machine(count, card, notes)
+        if self.trainer != "vplan":
+            known = self.trainer.partition("@")[0] in dialects.TRAINERS
+            notes.append(f"as {self.trainer} trains" if known else f"{self.trainer} is priced like vplan's own trainer")
         strategy = Strategy.read(self.strategy)
         check_blocks(profile, strategy)
         if machine.reserve >= card.allocatable_bytes:

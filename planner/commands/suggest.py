@@ -60,7 +60,7 @@ def command(asked: Asked, prefer: str, allow: str | None, strict: bool, output: 
     if asked.model is not None and asked.gpu is not None:
         found = wanted.one()
         if output:
-            write_plan(found.suggestion.to_plan(), output)
+            write_plan(found.suggestion.to_plan(asked.trainer), output)
         said = found.to_json(time.perf_counter() - started)
         show(said, as_json, lambda console: _print_one(console, found))
         return verdict_exit_code(found.suggestion.plan.verdict, strict=strict)
@@ -110,7 +110,7 @@ class _Wanted:
         self.allow_lossy = allow_lossy
         self.cards: dict[str, GpuProfile] = {}
         self.screen = Screen(
-            lambda job, strategy, machine: facts(job, strategy, machine, None, self.cards[machine.gpu])
+            lambda job, strategy, machine: facts(job, strategy, machine, None, self.cards[machine.gpu]), asked.trainer
         )
 
     def one(self) -> _Found:
@@ -123,7 +123,7 @@ class _Wanted:
             found.relax = relaxed(search, search.question.job)
         else:
             found = _Found(request, suggestion)
-            found.smaller = _on_smaller_cards(request, suggestion.plan)
+            found.smaller = _on_smaller_cards(request, suggestion.plan, self.asked.trainer)
         plan = found.suggestion.plan.replace(assumptions=_assumptions(request, found.suggestion.plan))
         found.suggestion = Suggestion(plan, found.suggestion.alternatives, found.suggestion.switches, search.considered)
         return found
@@ -222,7 +222,7 @@ def _assumptions(request: Request, plan: Estimate) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _on_smaller_cards(request: Request, plan: Estimate) -> tuple[Estimate, ...]:
+def _on_smaller_cards(request: Request, plan: Estimate, trainer: str) -> tuple[Estimate, ...]:
     """The plan on the cards sold under the same label that give less, where the verdict changes."""
     from planner.estimate import estimate
 
@@ -232,7 +232,7 @@ def _on_smaller_cards(request: Request, plan: Estimate) -> tuple[Estimate, ...]:
             continue
         machine = request.machine.replace(gpu=card.name)
         known = facts(plan.job, plan.strategy, machine, request.model, card)
-        there = estimate(plan.job, plan.strategy, machine, known)
+        there = estimate(plan.job, plan.strategy, machine, known, trainer)
         if there.verdict != plan.verdict:
             found.append(there)
     return tuple(found)

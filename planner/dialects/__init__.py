@@ -9,13 +9,28 @@ import importlib
 
 from planner.run import Term
 
-TRAINERS = ("diffusers",)
+TRAINERS = (
+    "diffsynth",
+    "diffusers",
+    "diffusion-pipe",
+    "easyanimate",
+    "latentsync",
+    "musubi-tuner",
+    "sd-scripts",
+    "simpletuner",
+)
 """Trainers with terms of their own; every other name is priced like ours."""
 
 
 def terms(trainer: str) -> tuple[Term, ...]:
-    """The memory terms of a trainer."""
-    if trainer not in TRAINERS:
+    """The memory terms of a trainer, as it is or, named ``trainer@version``, as it was.
+
+    A dialect's ``OLDER`` holds the further terms of the versions that measurements are of.
+    """
+    name, _, version = trainer.partition("@")
+    if name not in TRAINERS:
         return ()
-    found: tuple[Term, ...] = importlib.import_module(f"planner.dialects.{trainer.replace('-', '_')}").TERMS
-    return found
+    dialect = importlib.import_module(f"planner.dialects.{name.replace('-', '_')}")
+    found: tuple[Term, ...] = dialect.TERMS
+    older: dict[str, tuple[Term, ...]] = getattr(dialect, "OLDER", {})
+    return found + older.get(version, ())

@@ -33,6 +33,14 @@ def compared() -> list[Compared]:
     return compare(rows, predict, after_step)
 
 
+def test_peaks_of_other_trainers(compared: list[Compared]) -> None:
+    rows = [entry for entry in compared if entry.row.implementation != "diffusers"]
+    assert not [entry.row.id for entry in rows if entry.unsupported]
+    found = {entry.row.id: abs(entry.error_pct) for entry in rows if entry.error_pct is not None}
+    assert len(found) >= 7 and max(found.values()) <= 10 and statistics.median(found.values()) <= 1
+    assert all(error <= 1 for row, error in found.items() if row.startswith("stm-")), found
+
+
 def errors(compared: list[Compared], *counters: str) -> dict[str, float]:
     return {
         entry.row.id: entry.error_pct

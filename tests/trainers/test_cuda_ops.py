@@ -212,6 +212,18 @@ def operators_in(call: object) -> list[str]:
     return seen
 
 
+def test_dropout_saves_a_mask_of_bytes() -> None:
+    saved: list[torch.Tensor] = []
+    value = torch.ones(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    watched = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept)
+    with cuda_ops.cuda_semantics(), watched:
+        out = torch.nn.functional.dropout(value, 0.1)
+        assert torch.nn.functional.dropout(value, 0.1, training=False) is value
+    assert [(tensor.dtype, tensor.shape) for tensor in saved] == [(torch.bool, value.shape)]
+    out.sum().backward()
+    assert value.grad is not None and torch.equal(value.grad == 0, saved[0].logical_not())
+
+
 def test_nothing_stays_patched_afterwards() -> None:
     def behaviour() -> list[object]:
         query = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))

@@ -211,29 +211,27 @@ def test_a_shipped_tape_is_what_the_code_records_now(name: str) -> None:
 
 
 def expected() -> set[Path]:
-    """The file of every variant of every model, its table of parameters, and its VAE's and text encoders' tapes."""
+    """The file of every variant of every model, also of those made on request, its table of parameters, and its VAE's and text encoders' tapes."""
     found = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
     for model in profiles.model_names():
         profile = catalog.model(model)
-        found |= {profiles.TAPES / model / f"{variant.name}.json.gz" for variant in tapes.all_variants(profile)}
+        variants = (*tapes.all_variants(profile), *StepVariant.on_request(profile))
+        found |= {profiles.TAPES / model / f"{variant.name}.json.gz" for variant in variants}
         found |= {profiles.TAPES / COMPONENTS / name / f"{part}.json.gz" for name, part in components(profile)}
     return found
-
-
-UNRECORDED = {"wan2.1-vace-14b", "wan2.2-animate-14b"}
-"""Their blocks are unlike each other and are recorded whole, which takes long: not done yet."""
 
 
 def core() -> set[Path]:
     """What every model must have: any storage but a quantised base, AdamW in 32 and 8 bits."""
     core = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
-    for model in set(profiles.model_names()) - UNRECORDED:
+    for model in profiles.model_names():
         for variant in tapes.all_variants(catalog.model(model)):
-            quantised = isinstance(variant, StepVariant) and variant.precision.weights in QUANTISED_BASES
+            step = variant if isinstance(variant, StepVariant) else None
+            rare = step is not None and step.precision.weights in QUANTISED_BASES
             other = isinstance(variant, OptimizerVariant) and (
                 variant.optimizer not in ("adamw", "adamw-8bit") or variant.how == "backward"
             )
-            if not quantised and not other and not isinstance(variant, SampleVariant):
+            if not rare and not other and not isinstance(variant, SampleVariant):
                 core.add(profiles.TAPES / model / f"{variant.name}.json.gz")
     return core
 

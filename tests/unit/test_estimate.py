@@ -124,7 +124,7 @@ def test_validation_denoises_and_decodes_beside_the_states() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"weights_dtype": "int4"}, {"attention": "math"}, {"compile": "full"}, {"context_parallel": 2}],
+    [{"weights_dtype": "int4"}, {"attention": "math"}, {"compile": "cudagraphs"}, {"context_parallel": 2}],
 )
 def test_what_has_no_memory_terms_is_refused_by_name(strategy: dict[str, Any]) -> None:
     with pytest.raises(VplanError, match=next(iter(strategy))):
@@ -145,3 +145,12 @@ def test_the_breakdown_of_several_buckets_has_the_weights_that_the_first_loaded(
     alone = priced(job(frames=33), **strategy)
     assert mixed.peak.phase == alone.peak.phase == "train"
     assert mixed.breakdown.weights == alone.breakdown.weights > 0
+
+
+def test_what_a_compiler_decides_is_said_and_widens_the_interval() -> None:
+    plain, compiled = priced(job()), priced(job(), compile="blocks")
+    assert compiled.peak == plain.peak
+    assert compiled.low_bytes < plain.low_bytes < plain.high_bytes < compiled.high_bytes
+    assert any("torch.compile" in words for words in compiled.assumptions)
+    assert not any("torch.compile" in words for words in plain.assumptions)
+    assert compiled.step_seconds < plain.step_seconds

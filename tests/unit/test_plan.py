@@ -72,6 +72,7 @@ def test_the_json_of_an_estimate_is_designs_section_9() -> None:
         "host_ram_bytes",
         "disk_bytes",
         "step_seconds",
+        "step_seconds_high",
         "flops",
         "budget_bytes",
         "verdict",

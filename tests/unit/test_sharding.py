@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.errors import VplanError
 from planner.fsdp import share_of
-from planner.host import ram_bytes
+from planner.host import PROCESS_BYTES, disk_bytes, ram_bytes
 from planner.job import Machine
+from planner.nvme import check_buffers
 from planner.run import Run
+from planner.traffic import traffic
 from planner.zero import DEEPSPEED, aligned, in_share, most_in_one_share, sub_groups
 from tests.unit.hand_made import (
     ADAPTER,
@@ -106,6 +109,38 @@ def test_zero_3_splits_all_weights_and_keeps_its_buckets() -> None:
 def test_zero_3_with_offloaded_weights_keeps_only_what_is_small() -> None:
     run = laid_out(EIGHT, **zero("zero-3", offload_optimizer="cpu", offload_params="cpu"))
     assert peaks(run)["load"] == after(run) == CUBLAS + SMALL + BUCKET
+
+
+def test_on_a_drive_the_gpu_keeps_the_same_and_host_ram_its_buffers() -> None:
+    cpu, nvme = (laid_out(EIGHT, **zero("zero-3", offload_optimizer=o, offload_params=o)) for o in ("cpu", "nvme"))
+    assert peaks(cpu) == peaks(nvme) and after(cpu) == after(nvme)
+    # A rank: 16-bit gradients, four fp32 buffers of its one group; five buffers of 1e8 numbers, its trained weights.
+    rank = 2 * SHARE + 4 * 4 * SHARE + 2 * (5 * 10**8 + SHARE)
+    assert ram_bytes(nvme, EIGHT) == 8 * (PROCESS_BYTES + rank)
+    everything = (LARGE + BLOCKS * ADAPTER) // 2
+    assert disk_bytes(nvme) - disk_bytes(cpu) == 16 * TRAINED + 2 * everything
+    assert traffic(cpu).disk_bytes == 0
+    assert traffic(nvme).disk_bytes == 32 * TRAINED + 4 * everything + 2 * TRAINED
+
+
+def test_what_deepspeed_does_not_hide_waits() -> None:
+    one, two, three = (traffic(laid_out(EIGHT, **zero(stage))) for stage in ("zero-1", "zero-2", "zero-3"))
+    assert one.gpu_bytes == two.gpu_bytes == three.gpu_waiting_bytes == 0
+    assert one.gpu_waiting_bytes == two.gpu_waiting_bytes == 3 * 2 * TRAINED * 7 // 8
+    assert three.gpu_bytes > three.gpu_waiting_bytes
+    away = traffic(laid_out(EIGHT, **zero("zero-2", offload_optimizer="cpu")))
+    assert away.host_waiting_bytes == 2 * 2 * TRAINED // 8 and away.host_bytes == 0
+    both = traffic(laid_out(ONE, offload_optimizer="cpu", gradient_checkpointing="full", swap_blocks=2))
+    assert both.host_bytes == 2 * 2 * WEIGHTS and both.host_waiting_bytes == 2 * BLOCKS * ADAPTER
+
+
+def test_a_share_larger_than_a_buffer_on_a_drive_is_refused() -> None:
+    offloaded = laid_out(ONE, **zero("zero-3", offload_optimizer="cpu", offload_params="nvme"))
+    offloaded.elements["stem.weight"] = 10**8 + 1
+    with pytest.raises(VplanError, match=r"a share of 100,000,001 numbers"):
+        check_buffers(offloaded)
+    offloaded.elements["stem.weight"] = 10**8
+    check_buffers(offloaded)
 
 
 def test_eight_bit_states_over_a_flat_share() -> None:

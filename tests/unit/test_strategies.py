@@ -3,6 +3,8 @@ for any shape."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -66,6 +68,14 @@ def test_swap_keeps_the_first_blocks_and_a_ring_of_two(swapped: int, ring: int) 
     assert peaks(run) == {stage: nbytes - saved for stage, nbytes in peaks(laid_out()).items()}
     kept = [name for name, buffer in run.named("weight").items() if buffer in run.load.ops]
     assert kept == ["stem.weight", *_block_names(BLOCKS, swapped)]
+
+
+def test_trained_weights_can_be_swapped_when_the_optimizer_steps_while_their_block_is_there() -> None:
+    frozen = laid_out()
+    inside = replace(frozen, strategy=frozen.strategy.replace(optimizer_step="backward"))
+    for run, nbytes in ((frozen, WEIGHTS), (inside, WEIGHTS + ADAPTER)):
+        assert len(run.swappable_weights) == BLOCKS
+        assert {sum(run.sizes[b] for b in buffers) for buffers in run.swappable_weights.values()} == {nbytes}
 
 
 def _block_names(blocks: int, swapped: int) -> list[str]:

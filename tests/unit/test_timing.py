@@ -5,13 +5,18 @@ from pathlib import Path
 import pytest
 
 from planner import catalog
+from planner.estimate import estimate
 from planner.job import Job, Links, Machine, Strategy
+from planner.library import facts
+from planner.shapes import job_for
 from planner.tape import KINDS, Run, Tape, kept_template, read_tape
 from planner.timing import (
     COPY,
     HOST_ADAM_SECONDS,
     LAUNCH_SECONDS,
     NVLINK,
+    REACHED,
+    SLOW_LAUNCH_SECONDS,
     StepWork,
     Traffic,
     Work,
@@ -140,8 +145,38 @@ def test_the_optimizer_step_is_shared_or_leaves_the_gpu():
 def test_transfers_hide_behind_kernels_or_add_to_them():
     nbytes = round(100 * 55e9)
     assert seconds(traffic=Traffic(nbytes)).total == pytest.approx(100)
-    assert seconds(traffic=Traffic(nbytes, overlapped=False)).total == pytest.approx(100 + seconds().compute)
+    waiting = seconds(traffic=Traffic(host_waiting_bytes=nbytes))
+    assert waiting.total == pytest.approx(100 + seconds().compute)
+    assert waiting.transfer == seconds(traffic=Traffic(nbytes)).transfer
+    assert seconds(traffic=Traffic(nbytes)).high == pytest.approx(waiting.high)
     assert seconds(traffic=Traffic(10**9)).total == seconds().total
+
+
+def test_the_high_end_is_slow_kernels_or_slow_launches_and_nothing_hidden():
+    assert seconds().high == pytest.approx(seconds().compute / REACHED)
+    many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
+    assert seconds(many).high == pytest.approx(10**6 * SLOW_LAUNCH_SECONDS)
+    graphs = seconds(many, compile="cudagraphs")
+    assert graphs.high == pytest.approx(graphs.compute / REACHED)
+
+
+KREA = [(512, 1, 0.353), (512, 4, 1.23), (512, 8, 2.43), (1024, 1, 0.99), (1024, 4, 3.85), (1024, 8, 7.69)]
+"""(side, batch, seconds): Krea 2, LoRA of rank 64, checkpointed, bf16, cuDNN attention, one H100 (SimpleTuner
+documentation/quickstart/KREA2.md). It joins query, key and value in one layer with one adapter."""
+
+
+def test_published_steps_lie_between_low_and_high_in_the_right_order():
+    found = []
+    for side, batch, published in KREA:
+        asked = {"lora_rank": 64, "frames": 1, "height": side, "width": side, "batch_size": batch}
+        job = job_for(catalog.model("krea-2"), asked)
+        strategy = Strategy(gradient_checkpointing="full", attention="cudnn")
+        where = Machine(gpu="h100-80gb", host_ram=2**37)
+        told = estimate(job, strategy, where, facts(job, strategy, where))
+        assert told.step_seconds == pytest.approx(published, rel=0.25)
+        assert told.step_seconds <= published <= told.step_seconds_high
+        found.append((published, told.step_seconds))
+    assert [told for _, told in sorted(found)] == sorted(told for _, told in found)
 
 
 def test_collectives_take_the_slowest_link():

@@ -36,6 +36,16 @@ def test_a_model_that_loops_over_its_samples_has_recordings_of_single_batches(na
     assert "--batch-size 1 or 2" in caught.value.fix
 
 
+def test_dropout_of_an_adapter_is_a_recording_of_its_own() -> None:
+    profile = catalog.model("sd1.5")
+    job = job_for(profile, {"lora_dropout": 0.3})
+    half = Strategy(weights_dtype="bf16", adapter_dtype="bf16", autocast="bf16")
+    found = StepVariant.of(profile, job, half, 1)
+    assert found in list(StepVariant.on_request(profile)) and found not in list(StepVariant.all(profile))
+    assert found.records(profile)[0].lora_dropout > 0
+    assert not StepVariant.of(profile, job.replace(method="full"), half, 1).dropout
+
+
 def test_a_recording_is_of_the_batch_its_name_says() -> None:
     for name in catalog.model_names():
         profile = catalog.model(name)

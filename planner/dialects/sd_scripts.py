@@ -1,0 +1,14 @@
+"""sd-scripts (kohya-ss), read at 48d368f: FLUX and its siblings.
+
+What its scripts cache is what ours caches, one encoder after the other; where they do not, encoders and VAE stay on the
+GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``.
+"""
+
+from __future__ import annotations
+
+from planner.dialects.shared import cache_emptied, checkpoints_in_pageable_memory, swap_in_place
+from planner.run import Term
+
+TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_in_pageable_memory, cache_emptied)
+"""``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
+library/custom_offloading_utils.py ``to_cpu``."""

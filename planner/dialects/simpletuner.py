@@ -1,0 +1,34 @@
+"""SimpleTuner (bghira), read at bc8e6ab."""
+
+from __future__ import annotations
+
+from planner.dialects.shared import steps_by_itself
+from planner.run import Run, Term
+from planner.strategies import onto_gradients
+from planner.variants import trained_storage
+
+
+def gradients_zeroed(run: Run) -> None:
+    """Gradients are filled with zeros between steps and stay, so that from the second step on each new one is made
+    beside an old one (simpletuner/helpers/training/trainer.py ``zero_grad(set_to_none=config.set_grads_to_none)``,
+    which is off unless asked for)."""
+    if not steps_by_itself(run):
+        return
+    run.first, run.step = run.step, onto_gradients(run)
+    gradients = run.named("gradient").values()
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, gradients)
+
+
+def shift(run: Run) -> None:
+    """Its AdamW for 16-bit parameters has a third state, what rounding has withheld from each parameter
+    (simpletuner/helpers/training/optimizers/adamw_bfloat16 ``AdamWBF16``)."""
+    strategy = run.strategy
+    if strategy.optimizer != "adamw" or trained_storage(run.job, strategy) != "half" or not steps_by_itself(run):
+        return
+    states = [run.sizes[buffer] for name, buffer in run.named("optimizer").items() if name.endswith(":exp_avg")]
+    made = [run.new(nbytes, "optimizer", "shift") for nbytes in states]
+    run.place(run.optimizer_first, made, "shift", at=0)
+
+
+TERMS: tuple[Term, ...] = (gradients_zeroed, shift)

@@ -1,0 +1,66 @@
+"""CPU time of one operator in a training step, with all the Python around it: the source of planner.timing's slow end.
+
+    python -m tests.benchmarks.launches
+
+Runs Wan 1.3B at full depth and toy width on one CPU thread, where the arithmetic is next to nothing, and divides the
+time of forward and backward by the launches its tape counts. Needs vplan[train]; half a minute.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from planner import catalog
+from planner.job import Job, Strategy
+from planner.library import tape
+from planner.timing import KERNELS, work_of
+from trainers import step
+from trainers.families import family
+
+MODEL = "wan2.1-t2v-1.3b"
+TOY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 32,
+    "freq_dim": 16,
+    "text_dim": 8,
+    "rope_max_seq_len": 32,
+}
+SHAPE = {"B": 1, "F": 3, "H": 4, "W": 4, "T": 6, "R": 4, "E": 0}
+STEPS = 4
+
+
+def fill(_: str, weight: torch.Tensor) -> None:
+    weight.normal_(0, 0.02)
+
+
+def seconds_per_launch(checkpointing: str) -> float:
+    """The fastest of a few steps, per launch."""
+    known = catalog.model(MODEL)
+    profile = known.replace(config={**known.config, **TOY})
+    job = Job(model=MODEL, frames=9, height=64, width=64, lora_rank=SHAPE["R"], lora_targets=known.lora.targets)
+    strategy = Strategy(weights_dtype="bf16", gradient_checkpointing=checkpointing)
+    model = step.build_model(profile, job, strategy)
+    step.materialise(model, "cpu", fill)
+    trainee, kind = step.Trainee(model, step.trainable_parameters(model)), family(profile)
+    batch = kind.batch(SHAPE, "cpu", step.compute_dtype(strategy))
+    taken = []
+    for _ in range(STEPS):
+        begin = time.process_time()
+        step.forward(trainee, kind, batch, strategy).backward()
+        taken.append(time.process_time() - begin)
+    found = tape(MODEL, f"step-lora-half-fp32-autocast-{checkpointing}-one")
+    work = work_of(found, "step", {**SHAPE, **found.regime})
+    return min(taken) / sum(amount.flops for (name, _), amount in work.items() if name == KERNELS)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for checkpointing in ("none", "full"):
+        print(f"checkpointing {checkpointing}: {1e6 * seconds_per_launch(checkpointing):.0f} us an operator")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""planner/dialects: what each trainer holds beyond ours, its bytes worked by hand on the hand-made run."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from planner import dialects, host, library
+from planner.dialects import easyanimate, latentsync, musubi_tuner
+from planner.estimate import NCCL_BYTES, estimate, play
+from planner.job import Machine, Strategy
+from planner.layout import lay_out
+from planner.phases import component_bytes
+from planner.rules import resolve
+from planner.run import SERVICE, Run
+from planner.shapes import grid, job_for
+from planner.tape import Stage
+from planner.units import MIB
+from tests.unit.hand_made import (
+    ADAPTER,
+    BLOCKS,
+    EIGHT,
+    FACTS,
+    GRID,
+    JOB,
+    LAST_FORWARD,
+    LOADED,
+    MODEL,
+    ONE,
+    STATES,
+    WEIGHTS,
+    after,
+    laid_out,
+    peaks,
+    trained,
+)
+
+GRADIENTS = BLOCKS * ADAPTER
+FILES = Path(dialects.__file__).parent
+
+
+def done_by(trainer: str, machine: Machine = ONE, **strategy: object) -> Run:
+    return lay_out(JOB, resolve(JOB, Strategy.read(strategy), machine), machine, FACTS, GRID, trainer)
+
+
+def steps(run: Run) -> tuple[int, int]:
+    """Allocated peaks of the first forward and backward, and of a later one."""
+    found = [entry.replayed.allocated_peak_bytes for entry in trained(run) if entry.stage.name == "step"]
+    return found[0], found[-1]
+
+
+# ---- which terms
+
+
+def test_every_dialect_is_listed_and_has_something_to_say() -> None:
+    files = {path.stem.replace("_", "-") for path in FILES.glob("*.py")} - {"--init--", "shared"}
+    assert files == set(dialects.TRAINERS)
+    for name in dialects.TRAINERS:
+        assert dialects.terms(name)
+        assert all(term.__doc__ for term in dialects.terms(name))
+        assert importlib.import_module(f"planner.dialects.{name.replace('-', '_')}").__doc__
+
+
+@pytest.mark.parametrize("trainer", ["vplan", "somebody-else", "vplan@1234567"])
+def test_other_trainers_are_priced_like_ours(trainer: str) -> None:
+    assert dialects.terms(trainer) == ()
+    assert peaks(done_by(trainer)) == peaks(laid_out())
+
+
+def test_a_version_adds_what_it_did_differently() -> None:
+    today = dialects.terms("musubi-tuner")
+    assert dialects.terms("musubi-tuner@0000000") == today
+    assert dialects.terms("musubi-tuner@36f3a98") == (*today, musubi_tuner.modulation_in_16_bits)
+
+
+# ---- SimpleTuner
+
+
+def test_simpletuner_zeroes_its_gradients_and_keeps_a_third_state() -> None:
+    run = done_by("simpletuner", adapter_dtype="bf16")
+    shift = STATES // 2
+    assert steps(run) == (LOADED + LAST_FORWARD, LOADED + STATES + shift + GRADIENTS + LAST_FORWARD)
+    assert after(run) == LOADED + STATES + shift + GRADIENTS
+
+
+def test_simpletuner_has_two_states_over_fp32_adapters_and_with_other_optimizers() -> None:
+    assert after(done_by("simpletuner", adapter_dtype="fp32")) == LOADED + STATES + GRADIENTS
+    assert after(done_by("simpletuner", adapter_dtype="bf16", optimizer="lion")) == LOADED + STATES + GRADIENTS
+
+
+def test_under_zero_the_engine_frees_gradients_whoever_trains() -> None:
+    plain = lay_out(JOB, resolve(JOB, Strategy(sharding="zero-2"), EIGHT), EIGHT, FACTS, GRID)
+    assert peaks(done_by("simpletuner", EIGHT, sharding="zero-2")) == peaks(plain)
+
+
+# ---- LatentSync
+
+HELPERS = -(-4 * latentsync.HELPERS // 512) * 512
+
+
+def test_latentsync_clears_gradients_behind_the_forward() -> None:
+    first, later = steps(done_by("latentsync"))
+    assert first == LOADED + HELPERS + LAST_FORWARD
+    assert later == LOADED + HELPERS + STATES + GRADIENTS + LAST_FORWARD
+    assert after(done_by("latentsync")) == LOADED + HELPERS + STATES + GRADIENTS
+
+
+def test_latentsync_has_a_communicator_on_one_gpu_too() -> None:
+    strategy = resolve(JOB, Strategy(), ONE)
+    ours, theirs = (estimate(JOB, strategy, ONE, FACTS, name).breakdown.context for name in ("vplan", "latentsync"))
+    assert theirs - ours == NCCL_BYTES
+    many = [estimate(JOB, resolve(JOB, Strategy(), EIGHT), EIGHT, FACTS, name) for name in ("vplan", "latentsync")]
+    assert many[0].breakdown.context == many[1].breakdown.context
+
+
+def test_group_norms_of_a_decode_under_autocast_work_in_fp32() -> None:
+    run = laid_out()
+    norm, mean = (run.new(size, "activation", "native_group_norm") for size in (8 * MIB, 512))
+    silu, convolution = run.new(8 * MIB, "activation", "silu"), run.new(4 * MIB, "activation", "convolution")
+    decode = Stage("decode", [(SERVICE, [norm, mean, silu, ~norm, convolution, ~silu])])
+    run.validation = [("decode", decode)]
+    latentsync.decode_under_autocast(run)
+    (_, events) = decode.stretches[0]
+    upcast, downcast = events[0], events[6]
+    assert events == [
+        *(upcast, norm, ~upcast),
+        *(mean, silu, ~norm),
+        *(downcast, convolution, ~downcast, ~silu),
+    ]
+    sizes = [run.sizes[buffer] for buffer in (upcast, norm, mean, silu, downcast, convolution)]
+    assert sizes == [16 * MIB, 16 * MIB, 512, 16 * MIB, 8 * MIB, 4 * MIB]
+
+
+# ---- EasyAnimate
+
+
+def test_easyanimate_has_everything_on_the_gpu_at_the_start() -> None:
+    run = done_by("easyanimate", text_encoder="swapped", vae="swapped")
+    encoders = component_bytes(run, "swapped")
+    assert encoders > 2 * MODEL.vae.parameters
+    assert peaks(run)["load"] == LOADED + -(-encoders // 512) * 512
+    assert run.empty_cache_around_encode
+    assert not done_by("easyanimate").empty_cache_around_encode
+
+
+def test_easyanimate_validates_with_a_second_transformer() -> None:
+    run = laid_out()
+    run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    easyanimate.second_transformer(run)
+    found = {entry.phase: entry for entry in play(run)}
+    weights = LOADED - 2 * (4096 * 2 + 16 * 8) * 1024  # all but cuBLAS's workspaces
+    more = found["denoise"].replayed.allocated_peak_bytes - LOADED - STATES - weights
+    assert 0 <= more - component_bytes(run, "cached") < 512
+    assert found["decode"].allocated_after_bytes == LOADED + STATES
+
+
+# ---- kohya's swap
+
+
+@pytest.mark.parametrize("trainer", ["sd-scripts", "musubi-tuner", "diffusion-pipe"])
+def test_swap_in_place_has_no_ring_and_takes_what_it_needs_of_the_host(trainer: str) -> None:
+    strategy = {"gradient_checkpointing": "full", "swap_blocks": 2}
+    ours, theirs = laid_out(**strategy), done_by(trainer, **strategy)
+    assert peaks(theirs) == {stage: nbytes - 2 * WEIGHTS for stage, nbytes in peaks(ours).items()}
+    assert host.ram_bytes(ours, ONE) - host.PROCESS_BYTES == 2 * 4 * MIB  # 3 MiB, pinned
+    assert host.ram_bytes(theirs, ONE) - host.PROCESS_BYTES == 2 * WEIGHTS
+
+
+# ---- DiffSynth-Studio
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "offload"])
+def test_wan_in_diffsynth_turns_queries_and_keys_in_fp64(mode: str) -> None:
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    strategy = resolve(job, Strategy(gradient_checkpointing=mode), ONE)
+    known = library.facts(job, strategy, ONE)
+    where = grid(MODEL, job)
+    ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "diffsynth"))
+    tokens, hidden = where["F"] * where["H"] * where["W"], 1536
+    turned = {buffer for buffer, op in enumerate(theirs.program.op) if op.startswith("fp64")}
+    assert [theirs.sizes[buffer] for buffer in turned] == [8 * tokens * hidden] * 2
+    passes = 2 if mode == "none" else 3
+    made = sum(event in turned for event in theirs.step.ops)
+    assert made == sum(~event in turned for event in theirs.step.ops) == 2 * 2 * passes * MODEL.blocks
+    assert len(theirs.step.ops) == len(ours.step.ops) + 2 * made
+    if mode == "offload":
+        pageable = host.ram_bytes(theirs, ONE) - host.PROCESS_BYTES
+        inputs = 2 * tokens * hidden * (MODEL.blocks - 1)  # the first is made outside the blocks
+        assert pageable == inputs + MODEL.blocks * tokens * 64 * 16
+
+
+def test_other_models_in_diffsynth_have_no_such_table() -> None:
+    run = done_by("diffsynth")
+    assert run.host_bytes == 0 and run.pinned
