@@ -15,7 +15,7 @@ from typing import Literal
 from planner import attention, host, margin
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
-from planner.phases import caching, encoders
+from planner.phases import caching, decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
@@ -170,8 +170,11 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
 def _left_out(run: Run) -> tuple[str, ...]:
     """What the estimate does not count, in words."""
     components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
+    if run.samples or run.validation:
+        components.append(decoder(run, run.grid if run.samples else validation_grid(run.job, run.facts.model), 1))
     return tuple(
-        f"what {component.name.partition('-')[0]} takes to encode is not recorded: only its weights are counted"
+        f"what {component.name.partition('-')[0]} takes to {component.piece} is not recorded: only its weights are "
+        "counted"
         for component in components
         if component.tape is None
     )

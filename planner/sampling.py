@@ -23,8 +23,8 @@ def sampling(run: Run) -> None:
     decode = decode_with(run, decoder(run, run.grid, samples(run)))
     run.validation = [("decode", decode)]
     if run.strategy.vae == "swapped" and (moved := weights_on_gpu(run)):
-        leaving = Stage("decode", [(SERVICE, [~buffer for buffer in moved])])
-        run.validation.insert(0, ("decode", leaving))
+        leaving = Stage("denoise", [(SERVICE, [~buffer for buffer in moved])])
+        run.validation.insert(0, ("denoise", leaving))
         run.returning = Stage("load", [(SERVICE, moved)])
         run.emptied_after.append(leaving)
     take_sizes(run, first)

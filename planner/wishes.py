@@ -129,13 +129,16 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
 
 
 def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
-    """The host RAM with which the job would fit as it is, in whole GiB."""
+    """The host RAM with which the job would fit as it is, in whole GiB: for the fastest plan, or, of the few ways to
+    sample, for the one that needs least."""
     question = search.question
     if question.machine.host_ram is None:
         return
     machine = question.machine.replace(host_ram=2**50)
     richer = Search(replace(question, machine=machine), search.screen)
-    plan = next(richer.by_speed(job, _kind(richer, job)), None)
+    plans = richer.by_speed(job, _kind(richer, job))
+    few = job.method == "sample"
+    plan = min(plans, key=lambda found: found.host_ram_bytes, default=None) if few else next(plans, None)
     if plan is not None:
         need = -(-plan.host_ram_bytes // GIB)
         plan = plan.replace(machine=machine.replace(host_ram=need * GIB))

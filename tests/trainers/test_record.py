@@ -211,7 +211,8 @@ def test_a_shipped_tape_is_what_the_code_records_now(name: str) -> None:
 
 
 def expected() -> set[Path]:
-    """The file of every variant of every model, also of those made on request, its table of parameters, and its VAE's and text encoders' tapes."""
+    """The file of every variant of every model, also of those made on request, its table of parameters, and its VAE's
+    and text encoders' tapes."""
     found = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
     for model in profiles.model_names():
         profile = catalog.model(model)

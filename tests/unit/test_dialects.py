@@ -164,8 +164,8 @@ def test_swap_in_place_has_no_ring_and_takes_what_it_needs_of_the_host(trainer: 
     strategy = {"gradient_checkpointing": "full", "swap_blocks": 2}
     ours, theirs = laid_out(**strategy), done_by(trainer, **strategy)
     assert peaks(theirs) == {stage: nbytes - 2 * WEIGHTS for stage, nbytes in peaks(ours).items()}
-    assert host.ram_bytes(ours, ONE) - host.PROCESS_BYTES == 2 * 4 * MIB  # 3 MiB, pinned
-    assert host.ram_bytes(theirs, ONE) - host.PROCESS_BYTES == 2 * WEIGHTS
+    assert host.host_ram(ours, ONE).parts["weights"] == 2 * 4 * MIB  # 3 MiB, pinned
+    assert host.host_ram(theirs, ONE).parts["weights"] == 2 * WEIGHTS
 
 
 # ---- DiffSynth-Studio
@@ -186,7 +186,7 @@ def test_wan_in_diffsynth_turns_queries_and_keys_in_fp64(mode: str) -> None:
     assert made == sum(~event in turned for event in theirs.step.ops) == 2 * 2 * passes * MODEL.blocks
     assert len(theirs.step.ops) == len(ours.step.ops) + 2 * made
     if mode == "offload":
-        pageable = host.ram_bytes(theirs, ONE) - host.PROCESS_BYTES
+        pageable = host.host_ram(theirs, ONE).parts["activations"]
         inputs = 2 * tokens * hidden * (MODEL.blocks - 1)  # the first is made outside the blocks
         assert pageable == inputs + MODEL.blocks * tokens * 64 * 16
 

@@ -190,7 +190,7 @@ def looked(job: Job, **strategy: Any) -> int:
     """Allocated peak of training alone: what is encoded before it needs more than a short clip does."""
     known = resolve(job, Strategy.read(strategy), CARD)
     found = facts(job, known, CARD)
-    return allocated_peak(SCREEN.lay_out(job, known, CARD, found, shape_of(WAN, job)))[0]
+    return allocated_peak(SCREEN.lay_out(job, known, CARD, found, shape_of(WAN, job), "vplan"))[0]
 
 
 def wan(method: str, **shape: int) -> Job:

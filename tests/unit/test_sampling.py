@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import catalog
-from planner.errors import NotRecordedError, VplanError
+from planner.errors import VplanError
 from planner.estimate import after_step_bytes, estimate
 from planner.facts import ModelProfile
 from planner.job import Bucket, Job, Machine, Strategy, ValidationShape
@@ -22,6 +23,7 @@ from planner.screen import Screen, allocated_peak
 from planner.shapes import grid, job_for
 from planner.suggest import Question, Search
 from planner.units import GIB, MIB
+from planner.wishes import relaxed
 
 WAN = catalog.model("wan2.1-t2v-1.3b")
 COG = catalog.model("cogvideox-2b")
@@ -225,9 +227,16 @@ def test_several_gpus_sample_alone() -> None:
     assert priced(asked(WAN, **SHORT), eight).peak == priced(asked(WAN, **SHORT)).peak
 
 
-def test_a_model_without_sampling_tapes_says_which_is_missing() -> None:
-    with pytest.raises(NotRecordedError, match="no tape sample-full-half"):
-        priced(asked(catalog.model("qwen-image")))
+@pytest.mark.parametrize("method", ["sample", "lora"])
+def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str) -> None:
+    job = job_for(WAN, {**SHORT, "method": method})
+    known = Strategy(validation_mode="on") if method == "lora" else Strategy()
+    found = facts(job, known, MACHINE)
+    assert estimate(job, known, MACHINE, found).verdict == "fits"
+    unknown = replace(found, around={key: tape for key, tape in found.around.items() if "decode" not in key})
+    told = estimate(job, known, MACHINE, unknown)
+    assert told.verdict == "tight"
+    assert any("AutoencoderKLWan takes to decode is not recorded" in note for note in told.assumptions)
 
 
 # ---- the search
@@ -257,6 +266,13 @@ def test_suggest_decodes_in_tiles_only_when_nothing_lossless_fits() -> None:
     best = found.best(found.question.job)
     assert best is not None
     assert best.plan.lossy == ("vae_tiling",)
+
+
+def test_too_little_host_ram_is_answered_with_the_least_that_does() -> None:
+    found = search(LARGE, "24GB")
+    poor = replace(found.question, machine=found.question.machine.replace(host_ram=32 * GIB))
+    told = {wish.field: wish.after for wish in relaxed(Search(poor, Screen(facts)), found.question.job)}
+    assert told["host_ram"] == "34GiB"  # the model pageable and one process, not 79 GiB of pinned copies
 
 
 # ---- what holds for any shape

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from planner.errors import VplanError
 from planner.fsdp import share_of
-from planner.host import PROCESS_BYTES, disk_bytes, ram_bytes
+from planner.host import disk_bytes, host_ram, ram_bytes
 from planner.job import Machine
 from planner.nvme import check_buffers
 from planner.run import Run
@@ -116,7 +116,8 @@ def test_on_a_drive_the_gpu_keeps_the_same_and_host_ram_its_buffers() -> None:
     assert peaks(cpu) == peaks(nvme) and after(cpu) == after(nvme)
     # A rank: 16-bit gradients, four fp32 buffers of its one group; five buffers of 1e8 numbers, its trained weights.
     rank = 2 * SHARE + 4 * 4 * SHARE + 2 * (5 * 10**8 + SHARE)
-    assert ram_bytes(nvme, EIGHT) == 8 * (PROCESS_BYTES + rank)
+    held, plain = (host_ram(run, EIGHT).phases["train"] for run in (nvme, laid_out(EIGHT, **zero("zero-3"))))
+    assert held - plain == 8 * rank
     everything = (LARGE + BLOCKS * ADAPTER) // 2
     assert disk_bytes(nvme) - disk_bytes(cpu) == 16 * TRAINED + 2 * everything
     assert traffic(cpu).disk_bytes == 0
