@@ -151,7 +151,8 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
     words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
     compiled = ("torch.compile chooses what backward keeps: priced as without it, 10 % less sure either way",)
     more = compiled if run.strategy.compile != "none" else ()
-    return (*_left_out(run), *words, *_elastic(run.strategy), *more)
+    part = ("activations are those of training everything, so the peak is at most this",) if run.job.trainable else ()
+    return (*_left_out(run), *words, *_elastic(run.strategy), *more, *part)
 
 
 def _left_out(run: Run) -> tuple[str, ...]:

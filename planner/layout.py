@@ -22,9 +22,12 @@ from planner.strategies import (
     paged_states,
     step_in_backward,
 )
+from planner.trainable import part_trained
+from planner.variants import Precision
 from planner.zero import zero
 
 TRANSFORMS: tuple[Term, ...] = (
+    part_trained,
     cublas_workspace,
     residents,
     experts,
@@ -72,8 +75,11 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.compile == "cudagraphs":  # SimpleTuner, documentation/quickstart/KREA2.md: 20.4 -> 58.7 GiB
         fault = "compile cudagraphs keeps pools of its own, which took 10 to 38 GiB where they were measured"
         raise VplanError(f"{fault}; no recording shows them", "use --compile blocks, or none")
-    if job.trainable:
-        raise VplanError("trainable is not estimated yet", "leave --trainable out")
+    if job.trainable and Precision.of(job, strategy).autocast:
+        fault = "trainable under autocast: it keeps the casts of what is trained only, and no recording shows which"
+        raise VplanError(fault, "add --autocast none --weights-dtype bf16 --master-weights fp32")
+    if job.trainable and strategy.swap_blocks:
+        raise VplanError("trainable with swap_blocks is not estimated yet", "use --swap-blocks 0")
     if strategy.offload_optimizer != "none":
         _refuse_on_host(strategy)
     elif strategy.optimizer not in ("adamw", "adamw-8bit") and strategy.sharding in SPLIT:
