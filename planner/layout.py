@@ -50,7 +50,7 @@ TRANSFORMS: tuple[Term, ...] = (
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
-    ("context_parallel", frozenset({1}), "leave --context-parallel out"),
+    ("context_parallel", frozenset({1}), "use --sharding fsdp, or --gradient-checkpointing offload"),
     ("group_offload", frozenset({"none"}), "leave --group-offload out"),
     ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
