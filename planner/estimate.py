@@ -244,10 +244,8 @@ def describe(played: Played, strategy: Strategy) -> str:
     index = played.replayed.allocated_peak_at
     moment: Moment = played.stage.moment(max(index, 0))
     what = moment.passes
-    again = (moment.module_list, moment.block) in played.run.checkpointed if played.run.checkpointed else (
-        moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload")
-    )
-    if what == "backward" and again:
+    every = moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload")
+    if what == "backward" and (every or (moment.module_list, moment.block) in played.run.checkpointed):
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"
