@@ -76,8 +76,6 @@ def _not_applied(job: Job, strategy: Strategy, machine: Machine) -> Iterator[tup
         yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"
     if job.method == "sample":
         yield "method sample", "write method = lora or full"
-    if job.trainable:
-        yield "training a part of the weights (trainable)", "leave out trainable"
     if job.references:
         yield f"references {job.references}", "write references = 0"
     if job.experts == "both":

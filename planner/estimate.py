@@ -164,7 +164,8 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
     words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
     compiled = ("torch.compile chooses what backward keeps: priced as without it, 10 % less sure either way",)
     more = compiled if run.strategy.compile != "none" else ()
-    return (*_left_out(run), *words, *_elastic(run.strategy), *more)
+    part = ("activations are those of training everything, so the peak is at most this",) if run.job.trainable else ()
+    return (*_left_out(run), *words, *_elastic(run.strategy), *more, *part)
 
 
 def _left_out(run: Run) -> tuple[str, ...]:
@@ -273,10 +274,8 @@ def describe(played: Played, strategy: Strategy) -> str:
     index = played.replayed.allocated_peak_at
     moment: Moment = played.stage.moment(max(index, 0))
     what = moment.passes
-    again = (moment.module_list, moment.block) in played.run.checkpointed if played.run.checkpointed else (
-        moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload")
-    )
-    if what == "backward" and again:
+    every = moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload")
+    if what == "backward" and (every or (moment.module_list, moment.block) in played.run.checkpointed):
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"

@@ -68,7 +68,7 @@ class Job(Record):
     method: Method = "lora"
     """lora trains small adapters, full trains the weights, sample only generates (no gradients)"""
     trainable: tuple[str, ...] = ()
-    """name patterns of the weights that full training trains; all of them when not given"""
+    """weights that full training trains, by parts of their names (attn1, blocks.0, *norm*); all when not given"""
     lora_rank: Rank = 16
     """rank of the LoRA adapters"""
     lora_targets: tuple[str, ...] | None = None

@@ -23,9 +23,12 @@ from planner.strategies import (
     paged_states,
     step_in_backward,
 )
+from planner.trainable import part_trained
+from planner.variants import Precision
 from planner.zero import zero
 
 TRANSFORMS: tuple[Term, ...] = (
+    part_trained,
     cublas_workspace,
     residents,
     experts,
@@ -49,7 +52,7 @@ TRANSFORMS: tuple[Term, ...] = (
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
-    ("context_parallel", frozenset({1}), "leave --context-parallel out"),
+    ("context_parallel", frozenset({1}), "use --sharding fsdp, or --gradient-checkpointing offload"),
     ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
 )
@@ -75,8 +78,11 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
     if strategy.compile == "cudagraphs":  # SimpleTuner, documentation/quickstart/KREA2.md: 20.4 -> 58.7 GiB
         fault = "compile cudagraphs keeps pools of its own, which took 10 to 38 GiB where they were measured"
         raise VplanError(f"{fault}; no recording shows them", "use --compile blocks, or none")
-    if job.trainable:
-        raise VplanError("trainable is not estimated yet", "leave --trainable out")
+    if job.trainable and Precision.of(job, strategy).autocast:
+        fault = "trainable under autocast: it keeps the casts of what is trained only, and no recording shows which"
+        raise VplanError(fault, "add --autocast none --weights-dtype bf16 --master-weights fp32")
+    if job.trainable and strategy.swap_blocks:
+        raise VplanError("trainable with swap_blocks is not estimated yet", "use --swap-blocks 0")
     if strategy.offload_optimizer != "none":
         _refuse_on_host(strategy)
     elif strategy.optimizer not in ("adamw", "adamw-8bit") and strategy.sharding in SPLIT:

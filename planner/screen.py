@@ -59,7 +59,7 @@ class Screen:
         facts = self.facts(job, strategy, machine)
         return max(
             step_seconds(StepWork(self._passes(run)), facts.gpu, strategy, job, machine, Traffic()).total
-            for run in (self._bare(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
+            for run in (self._empty(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
         )
 
     def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
@@ -105,6 +105,12 @@ class Screen:
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
         return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer)
+
+    def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+        """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""
+        if facts.checkpointed is not None:
+            return self._bare(job, strategy, machine, facts, where)
+        return Run(job, strategy, machine, facts, grid=where)
 
     def _passes(self, run: Run) -> Mapping[Kind, Work]:
         key = (id(run.facts.step), run.checkpointed, *run.grid.values())

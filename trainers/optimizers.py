@@ -79,7 +79,7 @@ def make_optimizer(
     trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4
 ) -> torch.optim.Optimizer | SteppedInBackward | OverMasters:
     """The optimizer a strategy names over the trained parameters; a VplanError for one that is not built."""
-    if strategy.master_weights == "fp32":
+    if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):  # DeepSpeed keeps its own
         return OverMasters(trainable.values(), strategy, learning_rate)
     if strategy.optimizer_step == "backward":
         return SteppedInBackward(trainable.values(), strategy, learning_rate)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
+from planner.trainable import matches
 from trainers import families, quantise
 from trainers.families.base import Family
 from trainers.optimizers import OverMasters, SteppedInBackward
@@ -57,7 +58,8 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
     if job.method == "lora":
         add_adapter(model, job, strategy)
     elif job.method == "full":
-        model.requires_grad_(True)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not job.trainable or matches(name, job.trainable))
     set_checkpointing(model, strategy)
     families.family(profile).prepare(model)
     return model.train()

@@ -41,3 +41,9 @@ def test_masters_and_states_are_fp32_and_what_is_fp32_is_its_own_master() -> Non
     assert optimizer.masters[kept] is kept
     states = optimizer.state[half]
     assert all(states[name].dtype == torch.float32 for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[attr-defined]
+
+
+def test_deepspeed_keeps_its_own_masters() -> None:
+    half = nn.Parameter(torch.ones(64, 32).bfloat16())
+    optimizer = make_optimizer({"weight": half}, STRATEGY.replace(sharding="zero-2"))
+    assert isinstance(optimizer, torch.optim.AdamW)

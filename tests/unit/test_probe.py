@@ -223,7 +223,6 @@ def test_every_field_is_judged() -> None:
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
         ({"weights_dtype": "int4"}, "weights_dtype int4 is not applied"),
         ({"method": "sample"}, "method sample is not applied"),
-        ({"method": "full", "trainable": ("blocks.0",)}, "trainable"),
         ({"trainer": "diffsynth"}, "the plan is for diffsynth"),
         ({"frames": 6}, "frames 6 is not 4n[+]1"),
     ],
