@@ -29,6 +29,12 @@ FRAMEWISE = {"AutoencoderKLHunyuanVideo": (5, 3)}
 """VAEs that take a long clip in overlapping tiles of frames: (latent frames of a tile, of the stride). HunyuanVideo:
 16+1 frames, 12 apart (diffusers, ``use_framewise_encoding``)."""
 
+SPLIT_OVER = 2**30
+"""Numbers in the input of a convolution from which on it is split in time, copied and joined (diffusers
+autoencoder_kl_cogvideox.py, CogVideoXSafeConv3d). Tapes hold whole ones."""
+
+SPLITTING = ("AutoencoderKLCogVideoX", "AutoencoderKLMochi")
+
 SHORTEST = 5
 """Chunks a tape has at least: three from the start and two from the end. A shorter clip is priced like this one."""
 

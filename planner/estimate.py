@@ -15,7 +15,7 @@ from typing import Literal
 from planner import attention, host, margin
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
-from planner.phases import caching, encoders
+from planner.phases import Component, caching, decoder, encoders
 from planner.plan import Breakdown, Estimate, Peak, PhaseName, PhasePeak, Verdict
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
@@ -154,11 +154,20 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
 def _left_out(run: Run) -> tuple[str, ...]:
     """What the estimate does not count, in words."""
     components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
-    return tuple(
-        f"what {component.name.partition('-')[0]} takes to encode is not recorded: only its weights are counted"
-        for component in components
-        if component.tape is None
-    )
+    if run.strategy.validation_mode != "off":
+        components.append(decoder(run))
+    return tuple(filter(None, map(_not_counted, components)))
+
+
+def _not_counted(component: Component) -> str:
+    """What of a text encoder or VAE is not counted, in words; "" when all is."""
+    name = component.name.partition("-")[0]
+    if component.tape is None:
+        return f"what {name} takes to {component.piece} is not recorded: only its weights are counted"
+    if component.splits:
+        over = "convolutions over 2 GiB, which it splits and joins, are counted whole"
+        return f"what {name} takes to {component.piece} is more than counted: {over} (--vae-tiling avoids them)"
+    return ""
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:

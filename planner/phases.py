@@ -11,7 +11,16 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner.components import CFG_IN_ONE_BATCH, CHUNKS, FRAMEWISE, chunks_of, component_name, frames_of
+from planner.components import (
+    CFG_IN_ONE_BATCH,
+    CHUNKS,
+    FRAMEWISE,
+    SPLIT_OVER,
+    SPLITTING,
+    chunks_of,
+    component_name,
+    frames_of,
+)
 from planner.facts import ModelProfile, TextEncoder, Vae
 from planner.job import Bucket, Job, Strategy
 from planner.margin import RECORDED
@@ -19,7 +28,7 @@ from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
-from planner.tape import Moment, Part, Program, Stage, Tape
+from planner.tape import Moment, Monomial, Part, Program, Stage, Tape
 from planner.variants import trained_storage
 
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
@@ -40,6 +49,9 @@ class Component:
     dtype: str
     tiles: int = 1
     """how many times it runs, one tile or sample after the other, keeping what came out"""
+
+    splits: bool = False
+    """whether some convolutions work in parts, which takes more than the tape says"""
 
     offload: str = "none"
     """none, block or leaf: weights that come to the GPU only for their turn"""
@@ -76,8 +88,16 @@ def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, c
         frames, times = length, times * -(-frames // stride)
     chunks = chunks_of(vae, frames)
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
-    counts = (chunks,) if chunks else None
-    return Component(name, tape, piece, Part(name, grid, batch), counts, vae.parameters, strategy.vae_dtype, times)
+    counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
+    splits = vae.class_name in SPLITTING and tape is not None and _splits(tape, part, strategy.vae_dtype)
+    return Component(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, splits)
+
+
+def _splits(tape: Tape, part: Part, dtype: str) -> bool:
+    """Whether anything it holds is so large that a convolution of it is split."""
+    values = tape.values(part.grid)
+    largest = max(size.value(values) for size in tape.sizes if isinstance(size, Monomial))
+    return largest * part.batch > SPLIT_OVER * (4 if dtype == "fp32" else 2)
 
 
 # ---- laying out
@@ -154,7 +174,7 @@ def _bring(
     layer's weights at a time."""
     for position, (moment, events) in enumerate(stage.stretches):
         block = (moment.module_list, moment.block)
-        if block not in blocks:
+        if block not in blocks or all(event < 0 for event in events):  # what it made goes without it
             continue
         sizes = [_bytes(program, buffer) for buffer in blocks[block]]
         nbytes = max(sizes) if component.offload == "leaf" else sum(sizes)
@@ -299,8 +319,7 @@ def validation(run: Run) -> None:
     if run.gathered_bytes:
         denoise.stretches.insert(0, (SERVICE, [run.program.buffer(run.gathered_bytes, "buckets", "gathered weights")]))
     denoise.stretches.append((SERVICE, [~buffer for buffer in alive(denoise)]))
-    clip = _clip(facts.model, shape, 1)
-    component = vae_component(facts.model.vae, _vae_tape(facts, "decode", clip["F"]), "decode", run.strategy, clip)
+    component = decoder(run)
     decode = Stage("decode", [])
     moved = list(run.named("weight").values()) if mode == "offload" else []
     loading, blocks = load(run.program, component)
@@ -316,6 +335,13 @@ def validation(run: Run) -> None:
     ]
     _take_sizes(run, first)
     run.validation = [("denoise", denoise), ("decode", decode)]
+
+
+def decoder(run: Run) -> Component:
+    """The VAE as it decodes the validation sample."""
+    facts = run.facts
+    clip = _clip(facts.model, validation_grid(run.job, facts.model), 1)
+    return vae_component(facts.model.vae, _vae_tape(facts, "decode", clip["F"]), "decode", run.strategy, clip)
 
 
 def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:

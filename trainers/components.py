@@ -34,7 +34,7 @@ from trainers.watch import watch_blocks
 RECORDED_CHUNKS = range(9, 14)
 """Both ends, and middles enough to see what grows from chunk to chunk; of these the one that shows in totals."""
 
-RECORDED_FRAMES = range(11, 48)
+RECORDED_FRAMES = range(11, 100)
 """Latent frames, of a VAE that takes a clip whole; likewise the first that shows."""
 
 CHUNK_HEAD = 3
@@ -55,6 +55,11 @@ FIRST_MADE_WHOLE = ("AutoencoderKLMochi",)
 autoencoder_kl_mochi.py: drop_last_temporal_frames)."""
 
 
+FIRST_REPEATED = ("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video")
+"""VAEs that put the first frame in front once more before they halve a clip's frames, and two for the convolution:
+2F + 2 at the lowest level (diffusers autoencoder_kl_ltx.py: LTXVideoDownsampler3d)."""
+
+
 def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Lengths inside a VAE that are no product: rows and columns padded by one or two, frames of a clip.
 
@@ -72,6 +77,8 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
             frames.append((level, 1 - level + extra))  # level * (F - 1) + 1 frames
     if vae.class_name in FIRST_APART:
         frames.append((1, -1))
+    if vae.class_name in FIRST_REPEATED:
+        frames.append((1, 1))
     if vae.class_name in FIRST_MADE_WHOLE:
         frames += [(level, 2) for level in levels]
     for level, constant in frames:
@@ -170,7 +177,9 @@ def _in_one_go(model: nn.Module) -> Iterator[None]:
     """Does at once what a VAE does in as many steps as a clip is long, and which takes the same bytes so.
 
     Mochi norms 8 frames at a time and joins them; HunyuanVideo 1.5 fills its attention's mask row by row, in place.
+    Convolutions of CogVideoX and Mochi over 2 GiB are split, which does take more: planner.phases says where.
     """
+    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
     from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 
@@ -182,9 +191,12 @@ def _in_one_go(model: nn.Module) -> Iterator[None]:
             module.chunk_size = sys.maxsize
     row_by_row = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
     HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(mask)
+    split = CogVideoXSafeConv3d.forward
+    CogVideoXSafeConv3d.forward = nn.Conv3d.forward
     try:
         yield
     finally:
+        CogVideoXSafeConv3d.forward = split
         HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(row_by_row)
 
 

@@ -1,6 +1,6 @@
 """Records text encoders (and those of images and sound): loading, and the forward as pipelines call it.
 
-A layer is to their tape what a block is to a model's. What a mask decides is recorded for prompts that fill it.
+A layer is to their tape what a block is to a model's. T5 and CLIP are called without a mask, as most pipelines do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from planner.components import component_name
 from planner.errors import VplanError
 from planner.facts import TextEncoder
-from trainers.components import DTYPES, record_component, sum_values, tape_file
+from trainers.components import DTYPES, record_component, tape_file
 from trainers.compress import HEAD, TAIL, compress
 from trainers.places import find_runs
 from trainers.record import Trace
@@ -28,14 +28,10 @@ BATCH = 521
 LENGTHS = (523, 251, 73)
 """Tokens to record at: the first that the encoder's table of positions holds."""
 
-ALIGNED = {"UMT5EncoderModel": 8 * 67, "Gemma3ForConditionalGeneration": 8 * 131}
-"""Tokens to record at of encoders that mask some pairs, of prompts that are always a multiple of 8 long: such rows of a
-mask are taken as they are, others copied (attention.cu, pad_bias). Gemma's end behind its sliding window, as its prompts
-do, from where on it has a mask. T5 is asked for 226 tokens by one model and 512 by another: its tape copies."""
-
-PADDED = {"T+1": (1, ("T",))}
-"""Language models without a cache compare every position with the one before (transformers masking_utils.py,
-find_packed_sequence_indices), with one more put in front."""
+ALIGNED, BEYOND_WINDOW = 8 * 67, 8 * 131
+"""Likewise of encoders that mask some pairs, of prompts that are always a multiple of 8 long: such rows of a mask are
+taken as they are, others copied (attention.cu, pad_bias). Gemma's reach the end of its sliding window, from where on it
+has a second mask. T5 is asked for 226 tokens by one model and 512 by others: its tape copies."""
 
 LAYERS = (("block", "num_layers"), ("layers", "num_hidden_layers"), ("layers", "encoder_layers"))
 """Module lists of an encoder's layers (end of the name), and the config key of their number."""
@@ -52,12 +48,14 @@ class States(NamedTuple):
     dim: int = 0
     cache: bool = True
     """whether keys and values of all layers stay too: the forward's default, which no pipeline reads"""
+    masked: bool = True
+    """whether prompts are filled up to one length, so that every layer takes a mask of all pairs"""
 
 
 STATES = {
     "LlamaModel": States(),  # hunyuan_video/pipeline_hunyuan_video.py
     "Qwen2VLForConditionalGeneration": States(),  # easyanimate/pipeline_easyanimate.py
-    "Qwen2_5_VLForConditionalGeneration": States(),  # qwenimage/pipeline_qwenimage.py
+    "Qwen2_5_VLForConditionalGeneration": States(masked=False),  # qwenimage/pipeline_qwenimage.py
     "Qwen2_5_VLTextModel": States(),  # hunyuan_video1_5/pipeline_hunyuan_video1_5.py
     "Qwen3Model": States(),  # z_image/pipeline_z_image.py
     "Qwen3VLModel": States(12, 2),  # krea2/pipeline_krea2.py
@@ -132,7 +130,8 @@ def _forward(
         ids = torch.zeros((batch, tokens), dtype=torch.long)
         if states is None:
             return model(input_ids=ids).last_hidden_state  # type: ignore[no-any-return]
-        outputs = model(input_ids=ids, output_hidden_states=True, use_cache=states.cache)
+        mask = torch.ones_like(ids) if states.masked else None
+        outputs = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=states.cache)
         if not states.stacked:
             return outputs.hidden_states[-1]  # type: ignore[no-any-return]
         chosen = outputs.hidden_states[-states.stacked :] if states.stacked > 0 else outputs.hidden_states
@@ -155,11 +154,9 @@ def text_tape(encoder: TextEncoder, dtype: str) -> dict[str, Any]:
     trace = record_text_encoder(encoder, dtype, BATCH, tokens, layers)
     full = text_encoder(encoder)
     counts = [run.count for run in find_runs(full, _layers_of(full), None)[0]]
-    sums = PADDED if states else {}
-    shown = {"B": BATCH} if regime else {"B": BATCH, "T": tokens, **sum_values(sums, {"T": tokens})}
-    body = compress(trace, shown, counts)
+    body = compress(trace, {"B": BATCH} if regime else {"B": BATCH, "T": tokens}, counts)
     name = component_name(encoder.class_name, encoder.config)
-    return tape_file(name, f"encode-{dtype}", trace, body, sums, regime, ())
+    return tape_file(name, f"encode-{dtype}", trace, body, {}, regime, ())
 
 
 def _length(encoder: TextEncoder) -> tuple[int, dict[str, int]]:
@@ -169,6 +166,9 @@ def _length(encoder: TextEncoder) -> tuple[int, dict[str, int]]:
     """
     if encoder.class_name in OF_PIPELINES:
         return encoder.max_tokens, {"T": encoder.max_tokens}
+    states = STATES.get(encoder.class_name)
+    if (states and states.masked) or encoder.class_name == "UMT5EncoderModel":
+        window = encoder.config.get("text_config", {}).get("sliding_window") or math.inf
+        return BEYOND_WINDOW if window <= encoder.max_tokens else ALIGNED, {}
     longest = encoder.config.get("max_position_embeddings", math.inf)
-    found = next(number for number in LENGTHS if number <= longest)
-    return ALIGNED.get(encoder.class_name, found), {}
+    return next(number for number in LENGTHS if number <= longest), {}

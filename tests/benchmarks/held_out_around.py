@@ -25,8 +25,8 @@ from trainers.record import Trace
 
 GIB = 2**30
 PROMPTS = 3
-SIDES = (28, 44)
-"""Rows and columns in latents: no prime of any recording, and whole multiples of four, as models take."""
+SIDES = (27, 41)
+"""Rows and columns in latents: of no recording. Odd, so that rows of masks are padded, as they are at 480x848."""
 
 
 class Held(NamedTuple):
