@@ -80,9 +80,9 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     if vae.class_name in FIRST_REPEATED:
         frames.append((1, 1))
     if vae.class_name in FIRST_MADE_WHOLE:
-        frames += [(level, 2) for level in levels]
+        frames += [(level, 2) for level in levels]  # 6F+2 is twice 3F+1
     for level, constant in frames:
-        if constant and (constant % 2 or level % 2):  # 3F and 6F-4, twice 3F-2, show by what they are made of
+        if constant:  # 3F shows as it is
             found[f"{level}F{constant:+d}"] = (constant, ("F",) * level)
     return found
 
