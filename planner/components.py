@@ -17,14 +17,23 @@ DTYPES = ("half", "fp32")
 
 CHUNKS = {
     "AutoencoderKLWan": (1, 1),
+    "AutoencoderKLQwenImage": (1, 1),
+    "AutoencoderKLMagvit": (1, 1),
     "AutoencoderKLCogVideoX": (3, 2),
 }
 """VAEs that take a clip in chunks of frames: (latent frames of the first chunk, of each further one). diffusers
-models/autoencoders: Wan one by one with a cache, CogVideoX 8 frames (2 latent) and what is left in the first."""
+models/autoencoders: Wan (and Qwen-Image's, which is Wan's) one by one with a cache, EasyAnimate's too, CogVideoX 8
+frames (2 latent) and what is left in the first."""
 
 FRAMEWISE = {"AutoencoderKLHunyuanVideo": (5, 3)}
 """VAEs that take a long clip in overlapping tiles of frames: (latent frames of a tile, of the stride). HunyuanVideo:
 16+1 frames, 12 apart (diffusers, ``use_framewise_encoding``)."""
+
+SPLIT_OVER = 2**30
+"""Numbers in the input of a convolution from which on it is split in time, copied and joined (diffusers
+autoencoder_kl_cogvideox.py, CogVideoXSafeConv3d). Tapes hold whole ones."""
+
+SPLITTING = ("AutoencoderKLCogVideoX", "AutoencoderKLMochi")
 
 SHORTEST = 5
 """Chunks a tape has at least: three from the start and two from the end. A shorter clip is priced like this one."""

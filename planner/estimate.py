@@ -15,7 +15,7 @@ from typing import Literal
 from planner import attention, host, margin
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
-from planner.phases import caching, decoder, encoders, validation_grid
+from planner.phases import Component, caching, decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
@@ -173,12 +173,18 @@ def _left_out(run: Run) -> tuple[str, ...]:
     components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
     if run.samples or run.validation:
         components.append(decoder(run, run.grid if run.samples else validation_grid(run.job, run.facts.model), 1))
-    return tuple(
-        f"what {component.name.partition('-')[0]} takes to {component.piece} is not recorded: only its weights are "
-        "counted"
-        for component in components
-        if component.tape is None
-    )
+    return tuple(filter(None, map(_not_counted, components)))
+
+
+def _not_counted(component: Component) -> str:
+    """What of a text encoder or VAE is not counted, in words; "" when all is."""
+    name = component.name.partition("-")[0]
+    if component.tape is None:
+        return f"what {name} takes to {component.piece} is not recorded: only its weights are counted"
+    if component.splits:
+        over = "convolutions over 2 GiB, which it splits and joins, are counted whole"
+        return f"what {name} takes to {component.piece} is more than counted: {over} (--vae-tiling avoids them)"
+    return ""
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:

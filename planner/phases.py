@@ -11,7 +11,16 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from planner.components import CHUNKS, FRAMEWISE, chunks_of, component_name, frames_of, together
+from planner.components import (
+    CHUNKS,
+    FRAMEWISE,
+    SPLIT_OVER,
+    SPLITTING,
+    chunks_of,
+    component_name,
+    frames_of,
+    together,
+)
 from planner.facts import ModelProfile, TextEncoder, Vae
 from planner.groups import Turns, host_sizes, model_in_turn
 from planner.job import Bucket, Job, Strategy
@@ -20,7 +29,7 @@ from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
-from planner.tape import Moment, Part, Program, Stage, Tape
+from planner.tape import Moment, Monomial, Part, Program, Stage, Tape
 from planner.variants import trained_storage
 
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
@@ -41,6 +50,9 @@ class Component:
     dtype: str
     tiles: int = 1
     """how many times it runs, one tile or sample after the other, keeping what came out"""
+
+    splits: bool = False
+    """whether some convolutions work in parts, which takes more than the tape says"""
 
     offload: str = "none"
     """none; layers: of a stack, each comes to the GPU for its turn; block or leaf: as group offload does it"""
@@ -85,8 +97,16 @@ def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, c
         frames, times = length, times * -(-frames // stride)
     chunks = chunks_of(vae, frames)
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
-    counts = (chunks,) if chunks else None
-    return Component(name, tape, piece, Part(name, grid, batch), counts, vae.parameters, strategy.vae_dtype, times)
+    counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
+    splits = vae.class_name in SPLITTING and tape is not None and _splits(tape, part, strategy.vae_dtype)
+    return Component(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, splits)
+
+
+def _splits(tape: Tape, part: Part, dtype: str) -> bool:
+    """Whether anything it holds is so large that a convolution of it is split."""
+    values = tape.values(part.grid)
+    largest = max(size.value(values) for size in tape.sizes if isinstance(size, Monomial))
+    return largest * part.batch > SPLIT_OVER * (4 if dtype == "fp32" else 2)
 
 
 # ---- laying out
@@ -168,7 +188,7 @@ def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[in
     """A layer's weights are there while it runs."""
     for position, (moment, events) in enumerate(stage.stretches):
         block = (moment.module_list, moment.block)
-        if block not in blocks:
+        if block not in blocks or all(event < 0 for event in events):  # what it made goes without it
             continue
         nbytes = sum(_bytes(program, buffer) for buffer in blocks[block])
         brought = program.buffer(nbytes, "residents", "layer")

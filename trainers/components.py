@@ -1,4 +1,4 @@
-"""Records what stands around the model: a VAE's encode and decode, a text encoder's forward. No gradients.
+"""Records what stands around the model, without gradients: here a VAE's encode and decode; text encoders beside it.
 
 Video VAEs work through a clip in chunks of frames; a chunk is to their tape what a block is to a model's, so that one
 recording answers for any length. Tiling is not recorded: `planner.components` plays the tape at a tile's size.
@@ -6,13 +6,13 @@ recording answers for any length. Tiling is not recorded: `planner.components` p
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import gc
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from importlib import import_module
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -21,13 +21,12 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.components import CHUNKS, FRAMEWISE, Component, component_name, frames_of
-from planner.errors import VplanError
+from planner.components import CHUNKS, FRAMEWISE, component_name, frames_of
 from planner.estimate import without_garbage_collection
-from planner.facts import ModelProfile, TextEncoder, Vae
+from planner.facts import Vae
 from planner.tape import FORMAT
 from trainers import cuda_ops, step
-from trainers.compress import HEAD, TAIL, compress
+from trainers.compress import compress
 from trainers.places import Run, find_runs
 from trainers.record import Recorder, Trace, load
 from trainers.watch import watch_blocks
@@ -35,20 +34,30 @@ from trainers.watch import watch_blocks
 RECORDED_CHUNKS = range(9, 14)
 """Both ends, and middles enough to see what grows from chunk to chunk; of these the one that shows in totals."""
 
-RECORDED_FRAMES = range(11, 48)
+RECORDED_FRAMES = range(11, 100)
 """Latent frames, of a VAE that takes a clip whole; likewise the first that shows."""
 
 CHUNK_HEAD = 3
 """Chunks kept from the start: in the second there is a cache for the first time, and the third gives it back."""
 
-RECORDED_LAYERS = HEAD + TAIL + 2
 DTYPES = {"half": torch.bfloat16, "fp32": torch.float32}
 
 LEVELS = (1, 2, 4, 8)
 """Levels of resolution inside a VAE, as multiples of its latents."""
 
-LAYERS = (("block", "num_layers"), ("layers", "num_hidden_layers"))
-"""Module lists of a text encoder's layers (end of the name), and the config key of their number."""
+
+FIRST_APART = ("AutoencoderKLHunyuanVideo15",)
+"""VAEs that resample a clip's first frame by itself, so that F - 1 others are a length of their own (diffusers
+autoencoder_kl_hunyuanvideo15.py: HunyuanVideo15Downsample, HunyuanVideo15Upsample)."""
+
+FIRST_MADE_WHOLE = ("AutoencoderKLMochi",)
+"""VAEs that decode as many frames of the first latent as of the others, and drop those too many at the end (diffusers
+autoencoder_kl_mochi.py: drop_last_temporal_frames)."""
+
+
+FIRST_REPEATED = ("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video")
+"""VAEs that put the first frame in front once more before they halve a clip's frames, and two for the convolution:
+2F + 2 at the lowest level (diffusers autoencoder_kl_ltx.py: LTXVideoDownsampler3d)."""
 
 
 def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
@@ -62,9 +71,18 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
         if level == 1 or extra == 1:  # 2H+2 is twice H+1, and so on
             found[f"{level}{side}+{extra}"] = (extra, (side,) * level)
     levels = [vae.temporal // 2**halvings for halvings in range(vae.temporal.bit_length())]
+    frames: list[tuple[int, int]] = []  # (level, constant)
     for level, extra in itertools.product(levels[:1] if chunked else levels, (0,) if chunked else (0, 2)):
         if vae.temporal > 1 and (level > 1 or extra):
-            constant = 1 - level + extra  # level * (F - 1) + 1 frames
+            frames.append((level, 1 - level + extra))  # level * (F - 1) + 1 frames
+    if vae.class_name in FIRST_APART:
+        frames.append((1, -1))
+    if vae.class_name in FIRST_REPEATED:
+        frames.append((1, 1))
+    if vae.class_name in FIRST_MADE_WHOLE:
+        frames += [(level, 2) for level in levels]  # 6F+2 is twice 3F+1
+    for level, constant in frames:
+        if constant:  # 3F shows as it is
             found[f"{level}F{constant:+d}"] = (constant, ("F",) * level)
     return found
 
@@ -137,10 +155,13 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
         batch = torch.randn(size, dtype=DTYPES[dtype])
         if part == "encode":
             return model.encode(batch, return_dict=False)[0].sample()  # type: ignore[operator,no-any-return]
-        return model.decode(batch, return_dict=False)[0]  # type: ignore[operator,no-any-return]
+        # a VAE that takes noise out at the last step is told how much (ltx/pipeline_ltx.py: decode_timestep)
+        noise = [torch.zeros(1, dtype=DTYPES[dtype])] if vae.config.get("timestep_conditioning") else []
+        return model.decode(batch, *noise, return_dict=False)[0]  # type: ignore[operator,no-any-return]
 
     worker = model.get_submodule("encoder" if part == "encode" else "decoder")
-    trace, exits = _record(model, dtype, run, part, worker if chunks else None)
+    with _in_one_go(model):
+        trace, exits = record_component(model, dtype, run, part, worker if chunks else None)
     if chunks:
         assert len(exits) == chunks, f"{vae.class_name} works in {len(exits)} chunks, not {chunks}"
         trace.runs = [Run("chunks", 0, chunks)]
@@ -151,74 +172,47 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
     return trace
 
 
-def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: int, layers: int | None = None) -> Trace:
-    """Records loading and the forward of one batch of prompts of equal length. ``layers``: of a shallower encoder."""
-    model = text_encoder(encoder, layers)
+@contextlib.contextmanager
+def _in_one_go(model: nn.Module) -> Iterator[None]:
+    """Does at once what a VAE does in as many steps as a clip is long, and which takes the same bytes so.
 
-    def run() -> Tensor:
-        if "image_size" in encoder.config:
-            side = encoder.config["image_size"]
-            pixels = torch.zeros((batch, 3, side, side), dtype=DTYPES[dtype])
-            return model(pixel_values=pixels).last_hidden_state  # type: ignore[no-any-return]
-        ids = torch.zeros((batch, tokens), dtype=torch.long)
-        if hasattr(model, "lm_head"):  # pipelines take a hidden state of a language model, and get logits with it
-            outputs = model(input_ids=ids, output_hidden_states=True, use_cache=False)
-            return outputs.hidden_states[-1]  # type: ignore[no-any-return]
-        return model(input_ids=ids).last_hidden_state  # type: ignore[no-any-return]
+    Mochi norms 8 frames at a time and joins them; HunyuanVideo 1.5 fills its attention's mask row by row, in place.
+    Convolutions of CogVideoX and Mochi over 2 GiB are split, which does take more: planner.phases says where.
+    """
+    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+    from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 
-    trace, _ = _record(model, dtype, run, "encode", None, _layers_of(model))
-    return trace
+    def mask(frames: int, cells: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> Tensor:
+        return torch.full((frames * cells,) * 2, -math.inf, dtype=dtype, device=device).expand(batch_size, -1, -1)
 
-
-OF_PIPELINES = {"LTX2TextConnectors": "diffusers.pipelines.ltx2"}
-"""Text encoders that are diffusers' own, and the package of each."""
-
-
-def encoder_class(name: str) -> Any:
-    """The class of a bundled text encoder: transformers', else diffusers'."""
-    found = getattr(import_module(OF_PIPELINES.get(name, "transformers")), name, None)
-    if found is None:
-        raise VplanError(f"transformers has no {name}", "update it: pip install -U transformers")
-    return found
+    for module in model.modules():
+        if isinstance(module, MochiChunkedGroupNorm3D):
+            module.chunk_size = sys.maxsize
+    row_by_row = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
+    HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(mask)
+    split = CogVideoXSafeConv3d.forward
+    CogVideoXSafeConv3d.forward = nn.Conv3d.forward
+    try:
+        yield
+    finally:
+        CogVideoXSafeConv3d.forward = split
+        HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(row_by_row)
 
 
-def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
-    """The encoder on the meta device, with as many layers as asked for."""
-    model_class = encoder_class(encoder.class_name)
-    config = copy.deepcopy(encoder.config)
-    language = config.get("text_config", config)
-    depth_key = next(key for _, key in LAYERS if key in language)
-    if layers:
-        language[depth_key] = min(layers, language[depth_key])
-    with init_empty_weights():
-        model: nn.Module = model_class(model_class.config_class(**config))
-    model.tie_weights()  # type: ignore[operator]
-    model._keep_in_fp32_modules = None  # transformers keeps them for fp16 only (modeling_utils: _keep_in_fp32_modules)
-    return model
-
-
-def _layers_of(model: nn.Module) -> str:
-    """The module list of an encoder's layers."""
-    ends = tuple(end for end, _ in LAYERS)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ends:
-            return name
-    raise AssertionError(f"{type(model).__name__} has no list of layers")
-
-
-def _record(
+def record_component(
     model: nn.Module,
     dtype: str,
-    run: Callable[[], Tensor],
+    run: Callable[[], Tensor | list[Tensor]],
     part: str,
     worker: nn.Module | None,
-    module_list: str = "",
+    module_lists: Sequence[str] = (),
 ) -> tuple[Trace, list[int]]:
     """The trace, and the events at which ``worker``, which is called once for each chunk, returned."""
     step.cast_weights(model, DTYPES[dtype])
     model.requires_grad_(False).eval()
     recorder = Recorder()
-    recorder.trace.runs, places = find_runs(model, [module_list] if module_list else [], None)
+    recorder.trace.runs, places = find_runs(model, list(module_lists), None)
     exits: list[int] = []
     if worker is not None:
         calls = itertools.count()
@@ -229,13 +223,15 @@ def _record(
     with without_garbage_collection(), cuda_ops.cuda_semantics(), fake, recorder, torch.no_grad():
         recorder.piece("load")
         load(model, recorder, places)
-        if module_list:
+        if places:
             watch_blocks(model, recorder, places)
+            model.register_forward_hook(lambda *_: setattr(recorder, "place", None))
         recorder.piece(part)
         recorder.begin("forward")
         out = run()
         recorder.place = None
-        recorder.label(out, "batch", "out")
+        for number, tensor in enumerate(out if isinstance(out, list) else [out]):
+            recorder.label(tensor, "batch", f"out {number}" if number else "out")
         recorder.piece("end")
         return recorder.trace, exits
 
@@ -248,7 +244,7 @@ def vae_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
     shown = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
     body = compress(trace, shown, [chunks] if chunks else [], CHUNK_HEAD)
     tile = _tile(vae)
-    return _file(component_name(vae.class_name, vae.config), f"{part}-{dtype}", trace, body, sums, regime, tile)
+    return tape_file(component_name(vae.class_name, vae.config), f"{part}-{dtype}", trace, body, sums, regime, tile)
 
 
 def image_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
@@ -259,18 +255,7 @@ def image_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
     trace = record_vae(vae, part, dtype, atoms, 0)
     body = compress(trace, {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms), [])
     name = component_name(vae.class_name, vae.config)
-    return _file(name, f"{part}-{dtype}-image", trace, body, sums, {"F": 1}, _tile(vae))
-
-
-def text_tape(encoder: TextEncoder, dtype: str) -> dict[str, Any]:
-    """Records a text encoder; returns the tape file's JSON."""
-    longest = encoder.config.get("max_position_embeddings", math.inf)
-    tokens = next(number for number in (523, 251, 73) if number <= longest)
-    trace = record_text_encoder(encoder, dtype, 521, tokens, RECORDED_LAYERS)
-    full = text_encoder(encoder)
-    counts = [run.count for run in find_runs(full, [_layers_of(full)], None)[0]]
-    body = compress(trace, {"B": 521, "T": tokens}, counts)
-    return _file(component_name(encoder.class_name, encoder.config), f"encode-{dtype}", trace, body, {}, {}, ())
+    return tape_file(name, f"{part}-{dtype}-image", trace, body, sums, {"F": 1}, _tile(vae))
 
 
 def _tile(vae: Vae) -> tuple[int, ...]:
@@ -294,7 +279,7 @@ def _tile(vae: Vae) -> tuple[int, ...]:
     return height, width, *(int(side * (1 - overlap)) for side, overlap in zip((height, width), overlaps, strict=True))
 
 
-def _file(
+def tape_file(
     name: str,
     variant: str,
     trace: Trace,
@@ -303,6 +288,7 @@ def _file(
     regime: Mapping[str, int],
     tile: tuple[int, ...],
 ) -> dict[str, Any]:
+    """The JSON of a tape of something around the model, without the atoms that nothing in it counts in."""
     _drop_unused(body)
     return {
         "format": FORMAT,
@@ -337,12 +323,3 @@ def _exponents(size: list[Any]) -> list[list[int]]:
     if size[0] == "grow":
         return [size[1][1], size[2][1]]
     return [size[1], size[4]] if len(size) > 2 else [size[1]]
-
-
-def component_tape(profile: ModelProfile, component: Component) -> dict[str, Any]:
-    """Records one of the tapes of what stands around a model; returns the tape file's JSON."""
-    part, dtype, *image = component.variant.split("-")
-    for encoder in profile.text_encoders:
-        if component_name(encoder.class_name, encoder.config) == component.name:
-            return text_tape(encoder, dtype)
-    return image_tape(profile.vae, part, dtype) if image else vae_tape(profile.vae, part, dtype)

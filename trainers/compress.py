@@ -174,20 +174,26 @@ class _Compressor:
             if sweeps:
                 parts += [Segment(place, segment.passes, found) for place, found in sorted(sweeps.items())]
                 parts.append(Segment(None, segment.passes))
-        return [part for part in parts if part.events or part.work]
+        return [part for part in parts if part.place != segment.place or part.events or part.work]
 
     def _sweeps(self, frees: list[int]) -> dict[Place, list[int]]:
-        """Frees of what was made in a block, by block, for the runs all of whose blocks are there."""
+        """Frees of what was made in a block, by block, for the runs all of whose blocks are there.
+
+        Of blocks that stand for others all middles are enough: the state behind a last layer is normed, and only that
+        is kept with those of the others.
+        """
         found: dict[Place, list[int]] = {}
         for event in frees:
             alloc = self.trace.allocs[~event]
             place = alloc.place if alloc.name else self.trace.places[self.made_at[~event]]
             if place is not None:
                 found.setdefault(place, []).append(event)
-        whole = [
-            number for number, run in enumerate(self.trace.runs) if all((number, i) in found for i in range(run.count))
-        ]
-        return {place: events for place, events in found.items() if place[0] in whole}
+        swept: dict[Place, list[int]] = {}
+        for number, run in enumerate(self.trace.runs):
+            middles = range(self.head, run.count - TAIL) if not self.whole[number] else ()
+            if all((number, block) in found for block in middles or range(run.count)):
+                swept |= {(number, block): found.get((number, block), []) for block in range(run.count)}
+        return swept
 
     def _items(self, segments: list[Segment]) -> list[Item]:
         items: list[Item] = []

@@ -314,17 +314,17 @@ POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
     "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
     "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
-    "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin sqrt sub sub_ tanh "
-    "tanh_backward _to_copy where"
+    "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax sqrt sub sub_ "
+    "tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
 and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
 copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding index repeat replication_pad1d "
-    "replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu upsample_nearest2d "
-    "upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
+    "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index reflection_pad3d repeat "
+    "replication_pad1d replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu "
+    "upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
 few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
@@ -374,6 +374,7 @@ KNOWN_SMALL = {
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",
     "aten._foreach_norm": "one fp32 per tensor and chunk of 65,536 numbers of the largest tensor (native/cuda/"
     "ForeachReduceOp.cu, output_per_tensor): 5 MiB in full training of a 14B model",
+    "aten.sort": "keys and places once more while they are sorted (native/cuda/Sort.cpp); text tokens only: KiB",
     "aten.nonzero": "cub's temporary storage and a count, for a mask of text tokens (native/cuda/Nonzero.cu): some KiB",
     "aten.embedding_dense_backward": "sorted row numbers above 3072 text tokens (native/cuda/Embedding.cu): some KiB",
     "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
@@ -389,7 +390,8 @@ KNOWN_SMALL = {
     "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
     "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
     "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"
-    "kernel_forward.h, kNeedsOutputAccumulatorBuffer), which no bundled model with a mask has",
+    "kernel_forward.h, kNeedsOutputAccumulatorBuffer): of models with a mask only HunyuanVideo 1.5's VAE has such, of "
+    "1024: 81 MiB for 49 frames of 480x848, where the mask itself is 815 MiB",
 }
 """Operators that take a little more inside on CUDA, and why that is left out of tapes."""
 

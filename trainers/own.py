@@ -249,7 +249,7 @@ def _encoders(source: Source, lender: ModelProfile, told: list[str]) -> tuple[li
 def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
     from diffusers import ConfigMixin
 
-    from trainers.components import encoder_class
+    from trainers.encoders import encoder_class
 
     name, where = same[0].class_name, f"{part}/{CONFIG}"
     model_class = encoder_class(name)

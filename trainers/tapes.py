@@ -21,12 +21,15 @@ from typing import Any
 import torch
 
 from planner import catalog
+from planner.components import Component, component_name
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.tape import ATOMS, FORMAT, derived
 from planner.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers import step
+from trainers.components import image_tape, vae_tape
 from trainers.compress import HEAD, TAIL, compress
+from trainers.encoders import text_tape
 from trainers.families import family
 from trainers.places import find_runs
 from trainers.record import Trace, record_optimizer, record_sample, record_step
@@ -193,3 +196,12 @@ def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None)
 def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
     """Full training in 16 bits: no adapters, and what is kept in fp32 stands out."""
     return StepVariant("full", Precision("half", "", autocast=False), "none", one_sample=True).records(profile)
+
+
+def component_tape(profile: ModelProfile, component: Component) -> dict[str, Any]:
+    """Records one of the tapes of what stands around a model; returns the tape file's JSON."""
+    part, dtype, *image = component.variant.split("-")
+    for encoder in profile.text_encoders:
+        if component_name(encoder.class_name, encoder.config) == component.name:
+            return text_tape(encoder, dtype)
+    return image_tape(profile.vae, part, dtype) if image else vae_tape(profile.vae, part, dtype)

@@ -267,9 +267,7 @@ def _record(task: Task) -> Done:
 
     profile = catalog.model(task.model)
     if task.component:
-        from trainers import components as around
-
-        tape = around.component_tape(profile, Component(task.component, task.variant))
+        tape = tapes.component_tape(profile, Component(task.component, task.variant))
     elif task.variant == PARAMETERS:
         tape = tapes.parameter_table(profile)
     else:
