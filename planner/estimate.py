@@ -225,9 +225,7 @@ def play(*runs: Run) -> list[Played]:
     with without_garbage_collection():
         for encoding in [encoding for run in runs for encoding in caching(run)]:
             assert encoding.encode is not None
-            alone = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
-            replayed = alone.run(encoding.encode.ops, encoding.sizes)
-            played.append(Played(encoding, "encode", encoding.encode, replayed, 0))
+            played.append(Played(encoding, "encode", encoding.encode, replayed_alone(encoding), 0))
         for run, phase, stage in stages:
             around = phase == "encode" and run.empty_cache_around_encode
             if around:
@@ -240,6 +238,13 @@ def play(*runs: Run) -> list[Played]:
             if emptied or around or loaded or trained:
                 allocator.empty_cache()
     return played
+
+
+def replayed_alone(encoding: Run) -> Replayed:
+    """What is encoded before training, on an allocator of its own."""
+    assert encoding.encode is not None
+    allocator = CachingAllocator(expandable_segments=encoding.strategy.expandable_segments)
+    return allocator.run(encoding.encode.ops, encoding.sizes)
 
 
 def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:

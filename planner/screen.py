@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from planner import dialects, host
-from planner.estimate import outside_bytes
+from planner.estimate import outside_bytes, replayed_alone
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
 from planner.phases import caching
@@ -88,7 +88,7 @@ class Screen:
         """Device bytes of what is cached before training, at the worst of the job's shapes."""
         facts = self.facts(job, strategy, machine)
         runs = [self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes]
-        peaks = [encoding.encode_peak_bytes for run in runs for encoding in caching(run)]
+        peaks = [replayed_alone(encoding).reserved_peak_bytes for run in runs for encoding in caching(run)]
         return max(peaks, default=0) + facts.gpu.context_bytes
 
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:

@@ -253,7 +253,8 @@ def record_sample(
             recorder.label(tensor, "batch", name)
         out = step.sample_forward(trainee, kind, batch, strategy)
         recorder.place = None
-        recorder.label(out, "batch", "prediction")
+        for index, tensor in enumerate(tree_leaves(out)):
+            recorder.label(tensor, "batch", f"prediction {index}" if index else "prediction")
         recorder.piece("end")
         return recorder.trace
 

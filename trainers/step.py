@@ -197,11 +197,14 @@ def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], st
 @torch.no_grad()
 def sample_forward(
     trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy
-) -> torch.Tensor:
-    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling."""
+) -> Any:
+    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling.
+
+    A tensor, or as many as the family's `prediction` says.
+    """
     inputs, _ = family.inputs_and_target(batch)
     with autocast(strategy, next(iter(batch.values())).device):
-        return trainee.model(**inputs, return_dict=False)[0]  # type: ignore[no-any-return]
+        return family.prediction(trainee.model(**inputs, return_dict=False))
 
 
 def optimizer_step(trainee: Trainee) -> None:

@@ -53,7 +53,7 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
     """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any.
 
     The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
-    sizes too.
+    sizes too. What is counted in several and rounded up is a prime of any size: tables of positions keep texts short.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": batch} if batch else {})}
@@ -65,7 +65,7 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
     for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
         grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
         sums = derived(grid, kind.rounded, kind.sums)
-        if all(_shows(value) for value in sums.values()):
+        if all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items()):
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")
 
@@ -141,6 +141,7 @@ def _tape(
 ) -> dict[str, Any]:
     used = [atom for atom in ATOMS if atom != "E" or family(profile).extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in used} | sums
+    rounded = {key: [product, unit] for key, (product, unit) in family(profile).rounded.items()}
     return {
         "format": FORMAT,
         "model": profile.name,
@@ -148,7 +149,7 @@ def _tape(
         "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
         "regime": regime,
         "sums": {key: [constant, list(products)] for key, (constant, products) in family(profile).sums.items()},
-        **({"rounded": family(profile).rounded} if family(profile).rounded else {}),
+        **({"rounded": rounded} if rounded else {}),
         "operators": sorted(trace.ops),
         "tape": compress(trace, atoms, list(full_run_lengths(profile.name))),
     }

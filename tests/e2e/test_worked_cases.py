@@ -215,7 +215,8 @@ def test_what_lets_latentsync_validate(latentsync: Case) -> None:
     found = latentsync.ask()
     sliced, skipped = latentsync.ask("--vae-slicing"), latentsync.ask("--validation-mode", "off")
     alone, eight = latentsync.ask("--sharding", "none"), latentsync.ask("--optimizer", "adamw-8bit")
-    assert all(fixed.verdict == "tight" for fixed in (sliced, skipped, alone, eight))  # Whisper's work is not recorded
+    assert found.verdict == "no"
+    assert all(fixed.verdict in ("tight", "fits") for fixed in (sliced, skipped, alone, eight))
     assert sliced.allocated("decode") < found.allocated("decode") - 2
     assert found.allocated("train") - alone.allocated("train") == pytest.approx(3.17, abs=0.05)
     assert found.allocated("train") - eight.allocated("train") == pytest.approx(4.7, abs=0.1)
