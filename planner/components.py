@@ -42,6 +42,7 @@ CFG_IN_ONE_BATCH = ("cogvideox", "ltx", "sd3", "unet", "mochi", "easyanimate")
 """Families whose pipelines run the prompt and the empty prompt as one batch of two (diffusers pipelines). The others
 call the model twice, or were distilled to need it once."""
 
+
 def together(model: ModelProfile, guided: bool) -> int:
     """Samples in one call of the model per sample made: 2 where the prompt and the empty prompt are one batch."""
     return 2 if guided and model.family in CFG_IN_ONE_BATCH else 1

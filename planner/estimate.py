@@ -92,9 +92,7 @@ def _reserved(played: list[Played]) -> int:
     return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 
-def after_step_bytes(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan"
-) -> int:
+def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> int:
     """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
     strategy = resolve(job, strategy, machine)
     run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)

@@ -41,8 +41,13 @@ DEFAULTS = (
     Default("", "expandable_segments", False, "torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks; no row says so"),
     Default("", "grad_buckets", "copy", "torch DistributedDataParallel, accelerate: gradient_as_bucket_view=False"),
     Default("", "optimizer_step", "foreach", "torch.optim.AdamW on CUDA: foreach when nothing is said"),
-    Default("diffusers", "vae_tiling", True, "CogVideo finetune/schemas/args.py; --enable_tiling in the published "
-            "commands of finetrainers (docs/training) and cogvideox-factory"),
+    Default(
+        "diffusers",
+        "vae_tiling",
+        True,
+        "CogVideo finetune/schemas/args.py; --enable_tiling in the published "
+        "commands of finetrainers (docs/training) and cogvideox-factory",
+    ),
     Default("diffsynth", "weights_dtype", "bf16", "DiffSynth-Studio fed7b18: all models are loaded in bf16"),
     Default("diffsynth", "adapter_dtype", "bf16", "DiffSynth-Studio fed7b18: the peft adapters are cast to bf16"),
     Default("diffsynth", "lora_rank", 32, "DiffSynth-Studio fed7b18 diffsynth/diffusion/parsers.py"),

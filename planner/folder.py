@@ -174,7 +174,7 @@ def _class_of(config: Config, place: Path, classes: list[str]) -> str:
         fix = f"it must name one of {', '.join(classes)}"
         raise VplanError(f"{place.name} does not say its _class_name: not a diffusers model's config", fix)
     if name not in classes:
-        fix = f"supported are {', '.join(classes)}; README, \"Adding a model family\", says how to add one"
+        fix = f'supported are {", ".join(classes)}; README, "Adding a model family", says how to add one'
         raise VplanError(f"class {quoted(name)} cannot be recorded", fix)
     return name
 

@@ -55,9 +55,7 @@ class Turns:
             weaver.after(last, [~buffer for buffer in held])
         weaver.weave("group offload")
 
-    def _by_block(
-        self, weaver: Weaver, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int
-    ) -> None:
+    def _by_block(self, weaver: Weaver, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int) -> None:
         rest = list(inside[None].values())
         groups = [(list(inside.get(block, {}).values()), *place) for block, place in blocks.items()]
         weaver.before(0, [*rest, *(groups[0][0] if self.stream and groups else ())])
@@ -67,9 +65,7 @@ class Turns:
             weaver.after(end, [~buffer for buffer in group])
         weaver.after(last, [~buffer for buffer in rest])
 
-    def _by_leaf(
-        self, weaver: Weaver, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int
-    ) -> None:
+    def _by_leaf(self, weaver: Weaver, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int) -> None:
         """Which layer runs when inside a part is not on a tape: the largest counts throughout."""
         needs = {block: self._most(weights) for block, weights in inside.items()}
         in_blocks = {index for first, end in blocks.values() for index in range(first, end + 1)}

@@ -35,6 +35,7 @@ from planner.variants import trained_storage
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
 """Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
 
+
 @dataclass(frozen=True)
 class Component:
     """A text encoder or the VAE at one shape, ready to be laid out."""
@@ -144,9 +145,7 @@ def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tu
         if block is not None:
             blocks.setdefault(block, []).append(buffer)
     gone = {buffer for buffers in blocks.values() for buffer in buffers}
-    stage.stretches = [
-        (moment, [event for event in events if event not in gone]) for moment, events in stage.stretches
-    ]
+    stage.stretches = [(moment, [event for event in events if event not in gone]) for moment, events in stage.stretches]
     return blocks
 
 

@@ -268,9 +268,7 @@ class Program:
         self.sizes.append(nbytes)
         self.buffers[buffer] = len(self.sizes) - 1
 
-    def unfold(
-        self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None
-    ) -> Stage:
+    def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None) -> Stage:
         """Lays a piece (load, step, optimizer_first, optimizer, denoise, encode or decode) out.
 
         ``counts``: blocks per run, else the full model's. ``part``: of something beside the model, at its own shape.
@@ -304,9 +302,7 @@ class Part:
 class _Piece:
     """One piece being laid out."""
 
-    def __init__(
-        self, program: Program, tape: Tape, first_size: int, counts: list[int], part: Part | None
-    ) -> None:
+    def __init__(self, program: Program, tape: Tape, first_size: int, counts: list[int], part: Part | None) -> None:
         self.program = program
         self.tape = tape
         self.first_size = first_size

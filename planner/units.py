@@ -25,6 +25,8 @@ _FACTORS = {
     "GB": GB,
     "TB": 10**12,
 }
+
+
 def power_of_two(nbytes: int) -> int:
     """Pinned memory is handed out in powers of two (ATen/core/CachingHostAllocator.h, ``PowerOf2Ceil``)."""
     return 1 << max(0, nbytes - 1).bit_length()

@@ -80,6 +80,7 @@ class Factoriser:
         """The index of a size that is ``base + slope * block``."""
         return self.sizes.setdefault(("grow", self.factor(base), self.factor(slope)), len(self.sizes))
 
+
 def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int], head: int = HEAD) -> dict[str, Any]:
     """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model.
 

@@ -336,9 +336,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _label_states(
-    trainee: step.Trainee, recorder: Recorder, places: dict[str, Place], strategy: Strategy
-) -> None:
+def _label_states(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place], strategy: Strategy) -> None:
     """Marks optimizer states; torch's step counters stay in host memory unless the step is fused.
 
     So is what else is one number, made anew in every step (Adafactor's RMS): 512 bytes for a parameter.

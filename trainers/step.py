@@ -195,9 +195,7 @@ def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], st
 
 
 @torch.no_grad()
-def sample_forward(
-    trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy
-) -> Any:
+def sample_forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> Any:
     """The model's prediction for one batch of noisy latents, without a graph: one step of sampling.
 
     A tensor, or as many as the family's `prediction` says.

@@ -82,9 +82,7 @@ def watch_casts(model: nn.Module, recorder: Recorder, places: dict[str, Place]) 
             watch(name, module)
 
 
-def watch_gradients(
-    trainable: Mapping[str, nn.Parameter], recorder: Recorder, places: dict[str, Place]
-) -> None:
+def watch_gradients(trainable: Mapping[str, nn.Parameter], recorder: Recorder, places: dict[str, Place]) -> None:
     """Hooks that label each gradient as it is accumulated."""
 
     def watch(name: str, parameter: nn.Parameter) -> None:

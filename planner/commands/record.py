@@ -117,9 +117,7 @@ def command(
         "folder": str(home.tapes() if kept else folder),
         "checked": check,
         "own": [entry.to_json() for entry in kept],
-        "tapes": [
-            {"model": entry.task.model, "variant": entry.task.variant, "bytes": entry.nbytes} for entry in done
-        ],
+        "tapes": [{"model": entry.task.model, "variant": entry.task.variant, "bytes": entry.nbytes} for entry in done],
         "unclassified": sorted({name for entry in done for name in entry.unclassified}),
     }
     show(answer, as_json, lambda console: _render(console, answer, kept))

@@ -95,8 +95,12 @@ def main() -> int:
     print(f"     {prepared:12,.3f} s        (prepared once per strategy)")
     for checkpointing in ("full", "none"):
         _, run = laid_out("wan2.1-t2v-14b", gradient_checkpointing=checkpointing)
-        line(f"replay of a 14B tape, five stages, checkpointing {checkpointing}",
-             median_seconds(lambda run=run: play(run), times), 0.5, "s")
+        line(
+            f"replay of a 14B tape, five stages, checkpointing {checkpointing}",
+            median_seconds(lambda run=run: play(run), times),
+            0.5,
+            "s",
+        )
     return int(late > 0)
 
 

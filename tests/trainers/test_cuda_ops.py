@@ -110,9 +110,7 @@ PROMOTED = [
 
 
 @pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in PROMOTED])
-@pytest.mark.parametrize(
-    ("dtypes", "expected"), [((HALF, HALF), HALF), ((HALF, FLOAT), FLOAT), ((FLOAT, HALF), FLOAT)]
-)
+@pytest.mark.parametrize(("dtypes", "expected"), [((HALF, HALF), HALF), ((HALF, FLOAT), FLOAT), ((FLOAT, HALF), FLOAT)])
 def test_promoting_operators_take_the_widest_dtype(call, dtypes, expected) -> None:
     assert autocast_dtype(lambda: call(*map(vector, dtypes))) == expected
 

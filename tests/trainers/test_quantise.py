@@ -161,9 +161,7 @@ def test_every_optimizer_moves_every_trained_weight(optimizer: str, adapter: str
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_a_step_inside_backward_is_the_step_without_clipping(
-    optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_inside_backward_is_the_step_without_clipping(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "wan2.1-t2v-1.3b"
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: None)
     found = []

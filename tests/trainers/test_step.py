@@ -397,9 +397,7 @@ def test_checkpointing_changes_no_gradient(name: str, method: str) -> None:
 def test_checkpointing_runs_blocks_again_in_the_order_they_ran(name: str, mode: str, limit: int | None) -> None:
     """Every block twice under full, the first only under partial."""
     profile = tiny(name)
-    trainee, strategy = built(
-        profile, "full", autocast="none", gradient_checkpointing=mode, checkpointed_blocks=limit
-    )
+    trainee, strategy = built(profile, "full", autocast="none", gradient_checkpointing=mode, checkpointed_blocks=limit)
     runs: list[str] = []
     lists = [stack.list for stack in profile.stacks]
     for listed in lists:

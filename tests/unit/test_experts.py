@@ -75,9 +75,7 @@ def test_both_experts_are_not_split(sharding: str) -> None:
 
 @pytest.mark.parametrize("buckets", ["copy", "view"])
 def test_ddp_has_buckets_for_both(buckets: str) -> None:
-    one, both = (
-        priced(job(experts=which), gpus=2, sharding="ddp", grad_buckets=buckets) for which in ("low", "both")
-    )
+    one, both = (priced(job(experts=which), gpus=2, sharding="ddp", grad_buckets=buckets) for which in ("low", "both"))
     assert both.breakdown.buckets == 2 * one.breakdown.buckets > 0
 
 

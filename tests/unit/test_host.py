@@ -158,9 +158,7 @@ def test_swapped_blocks_are_pinned_in_powers_of_two() -> None:
 
 def test_group_offload_as_the_reference_worked_it_out() -> None:
     """Wan I2V 14B: the model pageable 30.5 GiB; with a stream 45.8 GiB pinned, and 14.0 for UMT5."""
-    plain, stream = (
-        sampled(LARGE, group_offload="leaf", group_offload_stream=stream) for stream in (False, True)
-    )
+    plain, stream = (sampled(LARGE, group_offload="leaf", group_offload_stream=stream) for stream in (False, True))
     assert plain.phases["denoise"] - PROCESS_BYTES == pytest.approx(30.5 * GIB, rel=0.005)
     assert stream.phases["denoise"] - PROCESS_BYTES == pytest.approx(45.8 * GIB, rel=0.005)
     assert stream.phases["encode"] - PROCESS_BYTES == pytest.approx(14.0 * GIB, rel=0.005)

@@ -85,8 +85,9 @@ def test_guidance_doubles_the_batch_or_the_calls() -> None:
         job = asked(model, **({} if model is COG else SHORT))
         twice, once = priced(job), priced(unguided(job))
         assert twice.flops == 2 * once.flops
-        beside = [found.phases["denoise"].allocated_bytes - found.phases["load"].allocated_bytes
-                  for found in (twice, once)]
+        beside = [
+            found.phases["denoise"].allocated_bytes - found.phases["load"].allocated_bytes for found in (twice, once)
+        ]
         if model is COG:
             assert beside[0] == pytest.approx(2 * beside[1], rel=0.05)
         else:
@@ -203,9 +204,10 @@ def test_what_moves_the_weights_twice_is_refused() -> None:
 def test_swapped_blocks_offload_nothing_twice_when_validation_moves_the_model() -> None:
     strategy = {"gradient_checkpointing": "full", "validation_mode": "offload", "swap_blocks": 20}
     found = priced(job_for(WAN, SHORT), **strategy)
-    assert found.phases["decode"].allocated_bytes < priced(
-        job_for(WAN, SHORT), **{**strategy, "validation_mode": "on"}
-    ).phases["decode"].allocated_bytes
+    assert (
+        found.phases["decode"].allocated_bytes
+        < priced(job_for(WAN, SHORT), **{**strategy, "validation_mode": "on"}).phases["decode"].allocated_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,8 @@ def need(shape: tuple[int, int, int], batch: int = 1, **strategy: Any) -> int:
     return allocated_peak(
         laid_out(
             asked(WAN, frames=4 * frames + 1, height=16 * rows, width=16 * columns, batch_size=batch),
-            **BARE, **strategy,
+            **BARE,
+            **strategy,
         )
     )[0]
 

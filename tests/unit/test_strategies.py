@@ -233,7 +233,6 @@ def test_masters_are_loaded_and_take_the_gradients_place_at_the_step() -> None:
     assert disk_bytes(run) == disk_bytes(plain) + masters
 
 
-
 @pytest.mark.parametrize(("optimizer", "sharding", "less"), [("lion", "zero-2", 4), ("adafactor", "ddp", 8)])
 def test_other_optimizers_in_host_ram_keep_fewer_states_there(optimizer: str, sharding: str, less: int) -> None:
     away = {"sharding": sharding, "offload_optimizer": "cpu"}

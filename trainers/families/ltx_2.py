@@ -55,9 +55,7 @@ class Ltx2(Family):
         """Both streams."""
         return outputs[0], outputs[1]
 
-    def loss(
-        self, prediction: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], inputs: dict[str, Any]
-    ) -> Tensor:
+    def loss(self, prediction: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], inputs: dict[str, Any]) -> Tensor:
         """The sum of both mean squared errors (Lightricks/LTX-2, packages/ltx-trainer)."""
         video = functional.mse_loss(prediction[0].float(), target[0].float())
         return video + functional.mse_loss(prediction[1].float(), target[1].float())
