@@ -113,7 +113,7 @@ def _size(program: Program, buffer: int) -> object:
 
 
 def _same_in_backward(program: Program, pairs: list[Pair]) -> dict[int, int]:
-    """The same of what leaves its stretch in backward: gradients on their way to an earlier block; by size, in order."""
+    """The same of what leaves its stretch in backward: gradients for the block before, by size and order."""
     found: dict[int, int] = {}
     for moment, events, recomputed in pairs:
         if moment.passes != "backward":
