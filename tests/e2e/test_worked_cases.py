@@ -274,3 +274,44 @@ def test_flux_full_fits_24_gb_with_adafactor_inside_backward_and_block_swap(flux
     flags = ("--gpu", "24GB", "--optimizer", "adafactor", "--optimizer-step", "backward", "--swap-blocks")
     assert flux.ask(*flags, "53").verdict == "fits"
     assert flux.ask(*flags, "0").verdict == "no"
+
+
+# ---- diffusers, Wan 2.1 I2V 14B sampled with group offload
+
+
+@pytest.fixture(scope="module")
+def sampled() -> dict[str, dict[str, Any]]:
+    """81 frames of 480x832 with an fp32 VAE, by way of offload."""
+    ways = {way: ("--group-offload", way) for way in ("block", "leaf")}
+    ways |= {f"{way}, stream": (*flags, "--group-offload-stream") for way, flags in ways.items()}
+    asked = (
+        "estimate wan2.1-i2v-14b-480p --method sample --gpu 24GB --host-ram 128GiB --frames 81 --vae-dtype fp32 --json"
+    )
+    return {way: json.loads(CliRunner().invoke(cli, [*asked.split(), *flags]).stdout) for way, flags in ways.items()}
+
+
+def test_group_offload_keeps_a_part_of_the_model_on_the_gpu(sampled: dict[str, dict[str, Any]]) -> None:
+    """A block and the rest 1.2 GiB, with the next one 2.0; by leaf 135 and 300 MiB: what differs is weights alone."""
+    denoise = {way: found["phases"]["denoise"]["allocated_bytes"] / GIB for way, found in sampled.items()}
+    assert denoise["block, stream"] - denoise["block"] == pytest.approx(0.75, abs=0.03)
+    assert denoise["block"] - denoise["leaf"] == pytest.approx(1.1, abs=0.1)
+    assert denoise["leaf, stream"] - denoise["leaf"] == pytest.approx(0.13, abs=0.02)
+
+
+def test_group_offload_is_bounded_by_the_decode_in_fp32(sampled: dict[str, dict[str, Any]]) -> None:
+    decode = {found["phases"]["decode"]["allocated_bytes"] / GIB for found in sampled.values()}
+    weights = 0.47  # the VAE's, in fp32
+    assert min(decode) == pytest.approx(max(decode), abs=0.05)
+    assert max(decode) - weights == pytest.approx(7.6, abs=0.1)
+    assert all(found["peak"]["phase"] == "decode" for way, found in sampled.items() if way.startswith("leaf"))
+
+
+def test_a_stream_pins_every_tensor_in_powers_of_two(sampled: dict[str, dict[str, Any]]) -> None:
+    host = {
+        way: {phase: nbytes / GIB for phase, nbytes in found["host"]["phases"].items()}
+        for way, found in sampled.items()
+    }
+    process = 3.0
+    assert host["leaf"]["denoise"] - process == pytest.approx(30.5, abs=0.2)
+    assert host["leaf, stream"]["denoise"] - process == pytest.approx(45.8, abs=0.2)
+    assert host["leaf, stream"]["encode"] - process == pytest.approx(14.0, abs=0.1)
