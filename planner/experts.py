@@ -94,4 +94,6 @@ def assumption(model: ModelProfile, job: Job) -> str | None:
     """What a question that names no expert is taken to ask; None for other models and when it does."""
     if model.experts == 1 or job.experts is not None:
         return None
+    if job.method == "sample":
+        return "one of the two experts at a time: the other is loaded when its noise levels come, and not counted"
     return "one of the two experts, high or low noise (a run each; --experts both for one run of both)"

@@ -12,7 +12,7 @@ from planner import experts, nvme
 from planner.groups import host_sizes
 from planner.job import Machine
 from planner.master import master_bytes
-from planner.phases import STORED, caching, encoders
+from planner.phases import STORED, caching, encoders, weights_on_gpu
 from planner.plan import PhaseName
 from planner.run import Run
 from planner.strategies import ema_bytes
@@ -93,7 +93,7 @@ def _training(run: Run, machine: Machine) -> dict[PhaseName, Parts]:
     phases["load"] = {"weights": held["weights"], "ema": held["ema"], "loading": _loading(run)}
     phases["train"] = held
     if strategy.validation_mode != "off":
-        model = _weights(run)
+        model = sum(run.sizes[buffer] for buffer in weights_on_gpu(run))
         grouped, applying = _groups(run)
         phases["denoise"] = {**held, "weights": held["weights"] + max(grouped, applying)}
         moved = grouped if strategy.group_offload != "none" else model if strategy.validation_mode == "offload" else 0

@@ -280,10 +280,17 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan so that, whatever dies meanwhile, the file holds the old plan or the new one, never a part."""
-    path = Path(path)
+    """Write the plan so that, whatever dies meanwhile, the file holds the old plan or the new one, never a part.
+
+    A link is followed, and what is no file (a device, a pipe) is written to, not replaced.
+    """
+    fault = f"cannot write plan {quoted(str(path))}"
+    path = Path(path).resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(plan_to_toml(plan), encoding="utf-8")
+            return
         with temporary.open("w", encoding="utf-8") as file:
             file.write(plan_to_toml(plan))
             file.flush()
@@ -291,4 +298,4 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise VplanError(f"cannot write plan {quoted(str(path))}: {error.strerror}", "name another file") from None
+        raise VplanError(f"{fault}: {error.strerror}", "name another file") from None

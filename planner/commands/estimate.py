@@ -44,7 +44,7 @@ def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> in
         write_plan(Plan.of(found, trainer=asked.trainer), output)
 
     def render(console: Console) -> None:
-        headline(console, request)
+        headline(console, request, found)
         print_estimate(console, found)
 
     show(found.to_json(), as_json, render)

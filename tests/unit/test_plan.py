@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,20 @@ def test_a_plan_holds_the_estimate_of_its_own_job() -> None:
     assert plan_from_toml(text) == plan
     with pytest.raises(VplanError, match="estimate is of another job"):
         plan.replace(job=job(frames=77))
+
+
+def test_a_plan_is_written_through_links_and_into_pipes_and_replaces_neither(tmp_path: Path) -> None:
+    plan = Plan.of(estimate())
+    target, link, pipe = tmp_path / "target.toml", tmp_path / "link.toml", tmp_path / "pipe"
+    link.symlink_to(target)
+    write_plan(plan, link)
+    assert link.is_symlink() and read_plan(target) == plan
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_plan(plan, pipe)
+    assert plan_from_toml(os.read(reader, 65536).decode()) == plan
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_writing_a_plan_replaces_the_old_one_whole(tmp_path: Path) -> None:
