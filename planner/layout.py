@@ -126,7 +126,7 @@ def choose_kernels(run: Run) -> None:
     """Drops the workspaces of attention kernels that will not run."""
     chosen = attention.kernel(run.strategy, run.machine, run.facts.gpu, run.facts.step.ops)
     kernels = {"any", *attention.workspaces(chosen)}
-    others = [buffer for buffer, kernel in enumerate(run.program.kernel) if kernel not in kernels]
+    others = [buffer for buffer, kernel in run.program.kernel.items() if kernel not in kernels]
     if others:
         run.drop(run.step, others)
 

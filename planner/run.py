@@ -158,14 +158,15 @@ class Run:
     def drop(self, stage: Stage, buffers: Iterable[int]) -> None:
         """Removes every event of the buffers from a stage."""
         dropped = set(buffers)
+        dropped |= {~buffer for buffer in dropped}
         stage.stretches = [
-            (moment, [event for event in events if (event if event >= 0 else ~event) not in dropped])
+            (moment, events if dropped.isdisjoint(events) else [event for event in events if event not in dropped])
             for moment, events in stage.stretches
         ]
 
     def named(self, category: str) -> dict[str, int]:
         """Name -> buffer of a category's named buffers."""
-        return {name: buffer for (kind, name), buffer in self.program.named.items() if kind == category}
+        return self.program.named.get(category, {})
 
     @property
     def samples(self) -> bool:

@@ -126,12 +126,12 @@ class Screen:
         base = self._bare(job, strategy, machine, facts, where)
         run = _shared(
             base,
-            program=_copy_of(base.program),
-            load=_stage(base.load),
-            step=_stage(base.step),
+            program=base.program.copy(),
+            load=base.load.copy(),
+            step=base.step.copy(),
             emptied_after=[],
-            optimizer_first=_stage(base.optimizer_first),
-            optimizer=_stage(base.optimizer),
+            optimizer_first=base.optimizer_first.copy(),
+            optimizer=base.optimizer.copy(),
             sizes=base.sizes.copy(),
         )
         choose_kernels(run)
@@ -159,7 +159,7 @@ class Screen:
             program = Program()
             self._steps[key] = program, *recorded(program, facts, run.strategy)
         program, run.load, run.step, run.checkpointed = self._steps[key]
-        run.program = _copy_of(program)
+        run.program = program.copy()
         run.optimizer_first = run.program.unfold(optimizer, "optimizer_first")
         run.optimizer = run.program.unfold(optimizer, "optimizer")
         end_of_step(run)
@@ -171,21 +171,6 @@ def _shared(base: Run, **changes: Any) -> Run:
     run = replace(base, **changes)
     run.__dict__.update(block_inputs=base.block_inputs, swappable_weights=base.swappable_weights)
     return run
-
-
-def _copy_of(program: Program) -> Program:
-    return Program(
-        program.buffers.copy(),
-        program.category.copy(),
-        program.op.copy(),
-        program.kernel.copy(),
-        program.sizes.copy(),
-        program.named.copy(),
-    )
-
-
-def _stage(stage: Stage) -> Stage:
-    return Stage(stage.name, [(moment, events.copy()) for moment, events in stage.stretches])
 
 
 def allocated_peak(run: Run) -> tuple[int, bool]:

@@ -41,7 +41,7 @@ def checkpoint_offload(run: Run) -> None:
         inputs = run.block_inputs.get(block, [])
         if moment.passes == "forward" and block not in gone:
             gone.add(block)
-            events += [~buffer for buffer in inputs]
+            run.step.stretches[position] = (moment, [*events, *(~buffer for buffer in inputs)])
         elif moment.passes == "backward" and inputs:
             kept = [event for event in events if event >= 0 or ~event not in inputs]
             freed = [~buffer for buffer in inputs]
@@ -143,8 +143,10 @@ def gradients_leave(run: Run) -> None:
     """Each gradient is freed at the end of the block whose backward made it; every micro-batch is like the first."""
     run.accumulate = None
     gradients = set(run.named("gradient").values())
-    for _, events in run.step.stretches:
-        events += [~event for event in events if event in gradients]
+    run.step.stretches = [
+        (moment, [*events, *(~event for event in events if event in gradients)])
+        for moment, events in run.step.stretches
+    ]
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, gradients)
 

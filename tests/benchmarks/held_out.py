@@ -80,7 +80,7 @@ def from_tapes(case: Case) -> tuple[int, int]:
     load, passes = program.unfold(step, "load"), program.unfold(step, "step")
     first, later = program.unfold(optimizer, "optimizer_first"), program.unfold(optimizer, "optimizer")
     sizes = program.bytes_of(case.shape)
-    gradients = [buffer for (category, _), buffer in program.named.items() if category == "gradient"]
+    gradients = list(program.named["gradient"].values())
     return peak([load, passes], sizes), peak([load, gradients, first, gradients, later], sizes)
 
 
