@@ -70,7 +70,7 @@ def _unfold_beside(program: Program, full: Tape) -> Stage:
     """Unfolds a second step whose named buffers (gradients, the batch) are those of the first."""
     first = {kind: buffers.copy() for kind, buffers in program.named.items()}
     stage = program.unfold(full, "step")
-    same = {}
+    same: dict[int, int] = {}
     for kind, buffers in first.items():
         now = program.named[kind]
         same |= {now[name]: buffer for name, buffer in buffers.items() if now[name] != buffer}

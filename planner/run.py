@@ -90,9 +90,6 @@ class Run:
     gathered_bytes: int = 0
     """The most that an engine that splits weights gathers in a forward, with its buffers."""
 
-    left: list[int] = field(default_factory=list)
-    """What a step leaves alive for the next to replace: the batch, the loss."""
-
     encode: Stage | None = None
     """Text encoders and VAE that work on each batch before the model does."""
 
@@ -202,6 +199,18 @@ class Run:
         ]
 
     @functools.cached_property
+    def left(self) -> list[int]:
+        """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
+        alive: dict[int, None] = {}
+        for event in self.step.ops:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        stay = {*self.named("gradient").values(), *self.named("weight").values()}
+        return [buffer for buffer in alive if buffer not in stay]
+
+    @functools.cached_property
     def block_inputs(self) -> dict[tuple[str, int], list[int]]:
         """What the checkpoint of each block keeps: made in an earlier block's forward, freed in its own backward.
 
@@ -229,15 +238,21 @@ class Run:
         TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
         (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
         largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
+        return [buffer for buffer in self.made_outside if self.sizes[buffer] > largest]
+
+    @functools.cached_property
+    def made_outside(self) -> list[int]:
+        """What forward makes outside the blocks and a block's backward frees."""
         outside: set[int] = set()
         found = []
         for moment, events in self.step.stretches:
+            inside = moment.block >= 0
             for event in events:
-                if event >= 0 and moment.passes == "forward" and moment.block < 0:
+                if event >= 0 and not inside and moment.passes == "forward":
                     outside.add(event)
                 elif event < 0 and ~event in outside:
                     outside.remove(~event)
-                    if moment.passes == "backward" and moment.block >= 0 and self.sizes[~event] > largest:
+                    if inside and moment.passes == "backward":
                         found.append(~event)
         return found
 
