@@ -42,6 +42,9 @@ class Look:
     in_optimizer: bool
     """Whether the peak is where the optimizer's own step decides it."""
 
+    states_bytes: int
+    """What the optimizer's states take of it."""
+
 
 class Screen:
     """Looks at strategies, and keeps what they share: tapes laid out at full depth, sizes at a shape, counted work."""
@@ -90,6 +93,7 @@ class Screen:
                 max(look.host_ram_bytes for look in shapes),
                 max(look.step_seconds for look in shapes),
                 worst.in_optimizer,
+                worst.states_bytes,
             )
         return self._looks[key]
 
@@ -119,7 +123,8 @@ class Screen:
         work = StepWork(self._passes(run), optimizer)
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
-        return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer)
+        states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
+        return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer, run.trained_experts * states)
 
     def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
         """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""
