@@ -234,11 +234,14 @@ class Sizes(NamedTuple):
         return cls(nbytes, rounded, stretches)
 
 
-def allocated_peak(run: Run, base: Sizes) -> tuple[int, bool]:
+UNKNOWN = Sizes([], [], {})
+
+
+def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     """The most bytes that tensors hold at once in a whole run, and whether that is in the optimizer's step.
 
-    ``base``: of the tapes it was laid out from. (Without expandable segments a block may keep up to 1 MiB more than
-    was asked for, which is not counted here.)
+    ``base``: of the tapes it was laid out from, so as not to sum up again what is as it was. (Without expandable
+    segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
     first = len(base.nbytes)
     resized = run.sizes[:first] != base.nbytes
