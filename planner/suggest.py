@@ -342,7 +342,12 @@ class Search:
         looks = self.tightest_looks(job, lossy)
         if lossy is None:
             least = looks[0].device_bytes if looks else 0
-            looks.sort(key=lambda look: bool(look.strategy.lossy_fields(job)) or look.device_bytes > least * WORTH_LOSS)
+
+            def worse(look: Look) -> tuple[bool, bool]:
+                lossy = bool(look.strategy.lossy_fields(job))
+                return not self.has_ram(look), lossy or look.device_bytes > least * WORTH_LOSS
+
+            looks.sort(key=worse)
         priced = (self.priced(job, look.strategy) for look in looks)
         return next((found for found in priced if found), None)
 

@@ -206,3 +206,10 @@ def test_swap_takes_the_ram_that_another_phase_needs_anyway() -> None:
     ram = search.question.machine.host_ram
     assert ram is not None and before.host_ram_bytes > ram  # its text encoder waits there
     assert after.host_ram_bytes == before.host_ram_bytes and after.device_bytes < before.device_bytes
+
+
+def test_the_tightest_plan_is_one_that_the_host_can_hold() -> None:
+    search = ask_of(catalog.model("wan2.2-animate-14b"), "24GB", frames=81)
+    tightest = search.tightest(search.question.job)
+    assert tightest is not None and tightest.limit == "gpu"
+    assert tightest.host_ram_bytes <= (search.question.machine.host_ram or 0)
