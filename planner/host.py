@@ -122,8 +122,8 @@ def _held(run: Run, machine: Machine) -> Parts:
     if strategy.gradient_checkpointing == "offload":  # pinned (trainers/step.py, save_on_cpu)
         activations += sum(taken(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
         activations += run.facts.model.blocks * sum(taken(run.sizes[buffer]) for buffer in run.shared_inputs)
-    if strategy.swap_blocks:
-        weights += sum(taken(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
+    if strategy.swap_blocks:  # registered with CUDA as they lie, not torch's pinned memory (trainers/memory/swap.py)
+        weights += sum(run.sizes[buffer] for buffers in run.swapped_blocks.values() for buffer in buffers)
     if strategy.offload_optimizer == "nvme":
         optimizer += nvme.optimizer_host_bytes(run)
     if strategy.offload_params == "nvme":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from planner.job import QUANTISED, Job, Strategy
 from planner.trainable import matches
 from trainers import families, quantise
 from trainers.families.base import Family
+from trainers.memory import swap
 from trainers.optimizers import OverMasters, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,11 +142,23 @@ Fill = Callable[[str, torch.Tensor], None]
 """Gives a weight, by its full name and just allocated, its values."""
 
 
-def materialise(model: nn.Module, device: torch.device | str, fill: Fill | None = None) -> None:
+def place(
+    model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
+) -> None:
+    """Materialises a model on ``device``, but for the blocks that are swapped: those wait in host RAM."""
+    swapped = swap.swapped_blocks(model, profile, strategy)
+    materialise(model, device, fill, swap.on_host(swapped))
+    if swapped:
+        swap.BlockSwap([block for _, block in swapped], device)
+
+
+def materialise(
+    model: nn.Module, device: torch.device | str, fill: Fill | None = None, on_host: Collection[str] = ()
+) -> None:
     """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
 
-    A quantised base is quantised on the device, one half-precision weight after another. Parameters that are tied stay
-    so.
+    Those named in ``on_host`` are made in host RAM instead. A quantised base is quantised on the device, one
+    half-precision weight after another. Parameters that are tied stay so.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -153,9 +166,11 @@ def materialise(model: nn.Module, device: torch.device | str, fill: Fill | None 
             if parameter is not None and parameter in made:
                 module._parameters[name] = made[parameter]
             elif parameter is not None and parameter.is_meta:
-                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                full_name = f"{prefix}.{name}" if prefix else name
+                where = "cpu" if full_name in on_host else device
+                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
                 if fill is not None:
-                    fill(f"{prefix}.{name}" if prefix else name, weight)
+                    fill(full_name, weight)
                 quantise.store(module, name, weight)
                 made[parameter] = module._parameters[name]
                 del weight
