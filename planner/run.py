@@ -78,8 +78,8 @@ class Run:
     outside_bytes: int = 0
     """What a trainer takes on the GPU outside torch's allocator, beside the context."""
 
-    pinned: bool = True
-    """Whether what is offloaded lies in pinned host memory, which is handed out in powers of two."""
+    copies_shared_inputs: bool = False
+    """Whether offloaded checkpoints hold copies of what all blocks are given alike."""
 
     host_bytes: int = 0
     """What a trainer keeps in a process's host RAM beyond what its strategy says."""
@@ -235,7 +235,7 @@ class Run:
     @functools.cached_property
     def shared_inputs(self) -> list[int]:
         """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
-        TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
+        TI2V). A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies it for every block
         (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
         largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
         return [buffer for buffer in self.made_outside if self.sizes[buffer] > largest]

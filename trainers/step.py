@@ -23,6 +23,7 @@ from planner.trainable import matches
 from trainers import families, quantise
 from trainers.families.base import Family
 from trainers.memory import swap
+from trainers.memory.offload import InputsOnHost
 from trainers.optimizers import OverMasters, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,18 +121,20 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
         return
     calls = 0
     limit = strategy.checkpointed_blocks if mode == "partial" else None
+    on_host = InputsOnHost() if mode == "offload" else None
 
     def start_forward(*_: Any) -> None:
         nonlocal calls
         calls = 0
+        if on_host is not None:
+            on_host.begin()
 
     def run(block: nn.Module, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         if limit is not None and calls > limit:
             return block(*args)
-        hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if mode == "offload" else contextlib.nullcontext()
-        with hooks:
+        with on_host.around(*args) if on_host is not None else contextlib.nullcontext():
             return checkpoint(block.__call__, *args, use_reentrant=False)
 
     model.register_forward_pre_hook(start_forward)

@@ -9,8 +9,6 @@ Nothing is copied back, because nothing that is swapped is trained (musubi-tuner
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Strategy
-from planner.units import format_gib
+from trainers.memory.pinned import host_bytes
 
 ALIGNMENT = 256
 """Each weight begins at a multiple of this in a buffer, as it would in an allocation of its own."""
@@ -128,28 +126,9 @@ def _taken(block: nn.Module, device: torch.device) -> _Waiting:
             raise VplanError(fault, "use --weights-dtype bf16 with --swap-blocks, or no swap")
         weights.append((parameter, end))
         end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
-    waiting = _Waiting(weights, _host_bytes(end, pinned=device.type == "cuda"))
+    waiting = _Waiting(weights, host_bytes(end, pinned=device.type == "cuda"))
     for parameter, start in weights:
         source = parameter.data.reshape(-1).view(torch.uint8)
         waiting.host[start : start + source.numel()].copy_(source)
     waiting.show(waiting.host)
     return waiting
-
-
-def _host_bytes(nbytes: int, pinned: bool) -> Tensor:
-    """Host RAM of just this size. torch's own pinned memory comes in powers of two (CachingHostAllocator), so ordinary
-    memory is registered with CUDA instead."""
-    found = torch.empty(nbytes, dtype=torch.uint8)
-    if pinned and nbytes:
-        runtime = torch.cuda.cudart()
-        code = runtime.cudaHostRegister(found.data_ptr(), nbytes, 0)
-        if int(code):
-            fault = f"CUDA could not pin {format_gib(nbytes)} of host RAM (error {int(code)})"
-            raise VplanError(fault, "raise the limit (ulimit -l), or use a smaller --swap-blocks")
-        weakref.finalize(found, _unregister, found.data_ptr())
-    return found
-
-
-def _unregister(address: int) -> None:
-    with contextlib.suppress(RuntimeError):  # the driver is gone at the end of a process
-        torch.cuda.cudart().cudaHostUnregister(address)
