@@ -93,6 +93,9 @@ class Run:
     left: list[int] = field(default_factory=list)
     """What a step leaves alive for the next to replace: the batch, the loss."""
 
+    leaving: Stage | None = None
+    """What was loaded beside the model and goes before the first step."""
+
     encode: Stage | None = None
     """Text encoders and VAE that work on each batch before the model does."""
 
@@ -189,8 +192,10 @@ class Run:
             # The second call finds what the first one left; all further ones are like it.
             return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *self.validation]
         save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
+        leaving: list[tuple[PhaseName, Stage]] = [("first_step", self.leaving)] if self.leaving else []
         return [
             ("load", self.load),
+            *leaving,
             *encode,
             *[("first_step", stage) for stage in (self.first or self.step, *more, self.optimizer_first)],
             *encode,
