@@ -116,6 +116,9 @@ class Run:
     loads_on_cpu: bool = False
     """Whether a trainer makes the whole model in host RAM before it goes to the GPU."""
 
+    optimizer_launches: int = 0
+    """Operators that a trainer's own optimizer launches beyond those recorded."""
+
     loader_workers: int = 0
     """Processes that load data, per GPU."""
 
