@@ -201,9 +201,10 @@ def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
     if row.whole_run:
         return get_args(PhaseName)
     encodes = ("encode",) if "cached" not in (strategy.text_encoder, strategy.vae) else ()
+    before = encodes if row.reset_after_load else ("load", *encodes)
     if row.states_come_last:  # a forward or backward never saw optimizer states
-        return ("load", *encodes, "first_step")
-    return ("load", *encodes, "first_step", "train", "optimizer")
+        return (*before, "first_step")
+    return (*before, "first_step", "train", "optimizer")
 
 
 def _settle(row: Row) -> tuple[Job, Strategy, Machine, str]:

@@ -90,6 +90,9 @@ class Run:
     gathered_bytes: int = 0
     """The most that an engine that splits weights gathers in a forward, with its buffers."""
 
+    leaving: Stage | None = None
+    """What was loaded beside the model and goes before the first step."""
+
     encode: Stage | None = None
     """Text encoders and VAE that work on each batch before the model does."""
 
@@ -109,6 +112,9 @@ class Run:
 
     loads_on_cpu: bool = False
     """Whether a trainer makes the whole model in host RAM before it goes to the GPU."""
+
+    optimizer_launches: int = 0
+    """Operators that a trainer's own optimizer launches beyond those recorded."""
 
     loader_workers: int = 0
     """Processes that load data, per GPU."""
@@ -187,8 +193,10 @@ class Run:
             # The second call finds what the first one left; all further ones are like it.
             return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *self.validation]
         save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
+        leaving: list[tuple[PhaseName, Stage]] = [("first_step", self.leaving)] if self.leaving else []
         return [
             ("load", self.load),
+            *leaving,
             *encode,
             *[("first_step", stage) for stage in (self.first or self.step, *more, self.optimizer_first)],
             *encode,

@@ -21,8 +21,8 @@ from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run, recorded
 from planner.shapes import grid
 from planner.tape import Stage
-from planner.timing import Kind, StepWork, Traffic, Work, optimizer_work_of, step_seconds
-from planner.traffic import passes_work, traffic
+from planner.timing import StepWork, Traffic, step_seconds
+from planner.traffic import Passes, passes_work, step_work, traffic
 
 FactsGetter = Callable[[Job, Strategy, Machine], Facts]
 """Gives what is known about a question, or raises a VplanError when there is no recording for it."""
@@ -56,7 +56,7 @@ class Screen:
         self._steps: dict[tuple[object, ...], Run] = {}
         self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], Sizes] = {}
-        self._work: dict[tuple[object, ...], Mapping[Kind, Work]] = {}
+        self._work: dict[tuple[object, ...], Passes] = {}
         self._looks: dict[tuple[object, ...], Look] = {}
 
     def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
@@ -76,7 +76,7 @@ class Screen:
         """Seconds of a step's passes if nothing had to be moved: never more than a look says, and known sooner."""
         facts = self.facts(job, strategy, machine)
         return max(
-            step_seconds(StepWork(self._passes(run)), facts.gpu, strategy, job, machine, Traffic()).total
+            step_seconds(StepWork(self._passes(run)[0]), facts.gpu, strategy, job, machine, Traffic()).total
             for run in (self._empty(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
         )
 
@@ -119,8 +119,7 @@ class Screen:
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
         outside = outside_bytes(run)
-        optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
-        work = StepWork(self._passes(run), optimizer)
+        work = step_work(run, self._passes(run))
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
         states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
@@ -132,7 +131,7 @@ class Screen:
             return self._bare(job, strategy, machine, facts, where)
         return Run(job, strategy, machine, facts, grid=where)
 
-    def _passes(self, run: Run) -> Mapping[Kind, Work]:
+    def _passes(self, run: Run) -> Passes:
         key = (id(run.facts.step), run.checkpointed, *run.grid.values())
         if key not in self._work:
             self._work[key] = passes_work(run)

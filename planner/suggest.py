@@ -210,12 +210,15 @@ class Search:
             # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
             # memory is.
             engine = float(strategy.sharding in SPLIT)
-            speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
+            speed = round(math.log(seconds / fastest) / SAME_SPEED)
             memory = look.device_bytes if look else 0
             heapq.heappush(queue, ((marks, engine, speed, effort(start, strategy), memory), next(tie), strategy, look))
 
-        for strategy in self.candidates(job, lossy):
-            push(strategy, self.screen.floor_seconds(job, strategy, self.question.machine), None)
+        machine = self.question.machine
+        floors = [(each, self.screen.floor_seconds(job, each, machine)) for each in self.candidates(job, lossy)]
+        fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
+        for strategy, seconds in floors:
+            push(strategy, seconds, None)
         while queue:
             _, _, strategy, look = heapq.heappop(queue)
             if look is not None and self.seems(look, verdict):

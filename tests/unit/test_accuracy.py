@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from planner.commands import cli
 from planner.errors import VplanError
 from planner.evidence import DEFAULTS, Row, read_rows
 from planner.job import Job, Machine, Strategy
-from planner.plan import Verdict
+from planner.plan import PhaseName, PhasePeak, Verdict
 from planner.record import choices
 from planner.units import GIB
 
@@ -281,6 +282,30 @@ def test_defaults_are_fields_and_values_of_our_vocabulary() -> None:
         assert default.source
         values = choices(record, default.field)
         assert not values or default.value in values
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "seen"),
+    [
+        ({"repo": "somebody/something"}, {}, 40.0),
+        ({"repo": "a-r-r-o-w/cogvideox-factory", "where": "metrics.sh"}, {}, 30.0),
+        ({"repo": "a-r-r-o-w/cogvideox-factory", "where": "metrics.sh"}, {"batch_size": 4}, 20.0),
+        ({"repo": "a-r-r-o-w/cogvideox-factory", "where": "metrics.sh"}, {"method": "full"}, 20.0),
+    ],
+)
+def test_a_publisher_saw_the_phases_its_counter_ran_in(
+    tmp_path: Path, source: dict[str, str], changes: dict[str, Any], seen: float
+) -> None:
+    phases: dict[PhaseName, float] = {"load": 40.0, "first_step": 20.0, "train": 30.0, "optimizer": 10.0, "save": 50.0}
+    peaks = {
+        phase: PhasePeak(**dict.fromkeys(PhasePeak.model_fields, round(peak * GIB))) for phase, peak in phases.items()
+    }
+
+    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
+        return replace(predictor()(job, strategy, machine, trainer), phases=peaks)
+
+    (entry,) = compare(read(tmp_path, line(source=source, job={**WAN, **changes})), predict, after_step)
+    assert entry.predicted_gib == seen
 
 
 # ---- reading

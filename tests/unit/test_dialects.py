@@ -156,6 +156,23 @@ def test_easyanimate_validates_with_a_second_transformer() -> None:
     assert found["decode"].allocated_after_bytes == LOADED + STATES
 
 
+# ---- cogvideox-factory
+
+
+def test_encoders_leave_the_gpu_before_the_first_step_of_the_tables() -> None:
+    plain, run = done_by("diffusers"), done_by("diffusers@2024-10")
+    encoders = component_bytes(run, "cached")
+    assert run.leaving is not None and encoders > 2 * MODEL.vae.parameters
+    played = [entry for entry in play(run) if entry.run is run]
+    leaving = next(at for at, entry in enumerate(played) if entry.stage is run.leaving)
+    assert played[leaving].phase == "first_step"
+    # Each of the two parts is rounded to 512 bytes.
+    assert 0 <= played[leaving].replayed.allocated_peak_bytes - LOADED - encoders < 1024
+    assert played[leaving + 1].replayed.reserved_peak_bytes < encoders  # the cache was emptied behind them
+    assert steps(run) == steps(plain) == (LOADED + LAST_FORWARD, LOADED + STATES + LAST_FORWARD)
+    assert plain.leaving is None
+
+
 # ---- kohya's swap
 
 
