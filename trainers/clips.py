@@ -72,7 +72,7 @@ def _video_size(path: Path) -> Media:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise UnusableError("no video in it")
+                raise UnusableError("corrupt video (no picture stream in it)")
             stream = container.streams.video[0]
             count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
             if not count:

@@ -65,9 +65,10 @@ def t5(kind: str, width: int) -> torch.nn.Module:
 
 
 def smaller(name: str, config: dict[str, object], **changes: object) -> ModelProfile:
-    """A bundled model's profile with some keys of its config changed."""
+    """A bundled model's profile with some keys of its config changed, for clips of 64x64."""
     profile = catalog.model(name)
-    return profile.replace(config={**profile.config, **config}, **changes)
+    shape = profile.shape.replace(resolutions=((64, 64),))
+    return profile.replace(config={**profile.config, **config}, shape=shape, **changes)
 
 
 WAN = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8}
@@ -118,9 +119,9 @@ def cogvideox_profile(name: str = "cogvideox-2b") -> ModelProfile:
         "time_embed_dim": 8,
     }
     if "5b" in name and "1.5" not in name:
-        config |= {"sample_height": 6, "sample_width": 8}
+        config |= {"sample_height": 8, "sample_width": 8}
     else:
-        config |= {"sample_height": 6, "sample_width": 8}
+        config |= {"sample_height": 8, "sample_width": 8}
     return smaller(name, config)
 
 
@@ -133,3 +134,25 @@ def cogvideox_folder(folder: Path, profile: ModelProfile) -> Path:
     t5("T5EncoderModel", profile.config["text_embed_dim"]).save_pretrained(folder / "text_encoder")
     tokenizer().save_pretrained(folder / "tokenizer")
     return folder
+
+
+MODELS = (
+    "wan2.1-t2v-1.3b",
+    "wan2.1-i2v-14b-480p",
+    "wan2.2-i2v-a14b",
+    "wan2.2-ti2v-5b",
+    "cogvideox-2b",
+    "cogvideox-5b-i2v",
+    "cogvideox1.5-5b-i2v",
+)
+"""Bundled models whose samples can be encoded, at least one of each kind of condition."""
+
+
+def profile(name: str) -> ModelProfile:
+    """A tiny sibling of a bundled model."""
+    return {"wan": wan_profile, "cogvideox": cogvideox_profile}[catalog.model(name).family](name)
+
+
+def folder(path: Path, made: ModelProfile) -> Path:
+    """A tiny sibling's diffusers folder."""
+    return {"wan": wan_folder, "cogvideox": cogvideox_folder}[made.family](path, made)
