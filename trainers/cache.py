@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -92,8 +92,11 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False, show: 
 
 
 def empty_caption(setting: Setting) -> Path:
-    """Where `cached` has put the embeddings of the empty caption, for dropped captions and for guidance."""
-    work = Work(setting, show=False)
+    """Where `cached` has put the embeddings of the empty caption, for dropped captions and for guidance.
+
+    Any rank may ask, by itself.
+    """
+    work = Work(replace(setting, rank=0, ranks=1, wait=_alone), show=False)
     return work.store.path(work.text_key(""))
 
 
@@ -222,6 +225,7 @@ class Work:
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
         if isinstance(sample, Sample):
             frames = clips.frames(sample.clip.path, sample.indices, sample.bucket.height, sample.bucket.width)
+            encoder.size = (sample.clip.height, sample.clip.width)
             sample = torch.from_numpy(frames)
         with torch.inference_mode():
             made: Mapping[str, Tensor] = turn.encode(encoder, sample)

@@ -49,92 +49,88 @@ def tokenizer(length: int = 512) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=length,
+        chat_template="{{ messages[0]['content'][0]['text'] }} a </s>",
     )
 
 
-def t5(kind: str, width: int) -> torch.nn.Module:
-    """A T5 or UMT5 encoder of one layer."""
+def text_encoder(kind: str, width: int) -> torch.nn.Module:
+    """A text encoder of two layers (of three, for those whose last but two is taken)."""
     import transformers
 
-    config_class = {"UMT5EncoderModel": transformers.UMT5Config, "T5EncoderModel": transformers.T5Config}[kind]
-    config = config_class(
-        vocab_size=len(WORDS), d_model=width, d_kv=4, d_ff=8, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
-    )
+    words = {"vocab_size": len(WORDS), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    llm = {"hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    llm |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, **words}
+    if kind in ("UMT5EncoderModel", "T5EncoderModel"):
+        config_class = transformers.UMT5Config if kind.startswith("U") else transformers.T5Config
+        sizes = {"d_model": width, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        config = config_class(vocab_size=len(WORDS), feed_forward_proj="gated-gelu", **sizes)
+    elif kind.startswith("CLIPText"):
+        sizes = {"hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = transformers.CLIPTextConfig(projection_dim=width, max_position_embeddings=77, **sizes, **words)
+    elif kind == "LlamaModel":
+        config = transformers.LlamaConfig(**llm)
+    else:  # Qwen2-VL and 2.5-VL, whose eyes stay shut
+        config_class = getattr(transformers, kind.removesuffix("ForConditionalGeneration") + "Config")
+        eyes = {"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 2, "patch_size": 14, "intermediate_size": 8}
+        rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 0]}
+        config = config_class(text_config={**llm, "rope_scaling": rope, "rope_parameters": rope}, vision_config=eyes)
     return getattr(transformers, kind)(config)
 
 
-def smaller(name: str, config: dict[str, object], **changes: object) -> ModelProfile:
-    """A bundled model's profile with some keys of its config changed, for clips of 64x64."""
-    profile = catalog.model(name)
-    shape = profile.shape.replace(resolutions=((64, 64),))
-    return profile.replace(config={**profile.config, **config}, shape=shape, **changes)
+SMALL = {"num_layers": 2, "num_attention_heads": 2}
+CONFIGS: dict[str, dict[str, object]] = {
+    "wan": {**SMALL, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8},
+    "cogvideox": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "sample_height": 8}
+    | {"sample_width": 8},
+    "ltx": {**SMALL, "attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 8},
+    "hunyuan-video": {**SMALL, "attention_head_dim": 8, "num_refiner_layers": 1, "num_single_layers": 2}
+    | {"rope_axes_dim": [4, 2, 2], "text_embed_dim": 8, "pooled_projection_dim": 8},
+    "flux": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "joint_attention_dim": 8}
+    | {"axes_dims_rope": [4, 2, 2], "pooled_projection_dim": 8},
+    "sd3": {**SMALL, "attention_head_dim": 8, "caption_projection_dim": 16, "joint_attention_dim": 24}
+    | {"pooled_projection_dim": 16, "dual_attention_layers": []},
+    "unet": {"block_out_channels": [8, 8, 8, 8], "attention_head_dim": 2, "cross_attention_dim": 8}
+    | {"norm_num_groups": 2, "layers_per_block": 1},
+    "qwen-image": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [4, 2, 2], "joint_attention_dim": 8},
+    "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
+    "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
+}
+"""What of a published config becomes small, by family."""
 
+ENCODERS = {
+    "wan": {"text_encoder": "UMT5EncoderModel"},
+    "cogvideox": {"text_encoder": "T5EncoderModel"},
+    "ltx": {"text_encoder": "T5EncoderModel"},
+    "hunyuan-video": {"text_encoder": "LlamaModel", "text_encoder_2": "CLIPTextModel"},
+    "flux": {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"},
+    "sd3": {
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+    },
+    "unet": {"text_encoder": "CLIPTextModel"},
+    "qwen-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
+    "mochi": {"text_encoder": "T5EncoderModel"},
+    "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
+}
 
-WAN = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8}
-
-
-def wan_profile(name: str = "wan2.1-t2v-1.3b") -> ModelProfile:
-    if name.startswith("wan2.1-i2v"):
-        inputs = {**catalog.model(name).inputs, "image_tokens": 5}
-        return smaller(name, {**WAN, "image_dim": 16, "added_kv_proj_dim": 24}, inputs=inputs)
-    return smaller(name, WAN)
-
-
-def wan_folder(folder: Path, profile: ModelProfile) -> Path:
-    """A pipeline's folder as save_pretrained writes it."""
-    import transformers
-    from diffusers import AutoencoderKLWan
-
-    torch.manual_seed(0)
-    large = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-    if profile.vae.config.get("decoder_base_dim"):
-        large["decoder_base_dim"] = 3
-    AutoencoderKLWan(**{**profile.vae.config, **large}).save_pretrained(folder / "vae")
-    t5("UMT5EncoderModel", profile.config["text_dim"]).save_pretrained(folder / "text_encoder")
-    tokenizer().save_pretrained(folder / "tokenizer")
-    if profile.config.get("image_dim"):
-        vision = transformers.CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=28,
-            patch_size=14,
-        )
-        transformers.CLIPVisionModel(vision).save_pretrained(folder / "image_encoder")
-        size = {"height": 28, "width": 28}
-        transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=size).save_pretrained(
-            folder / "image_processor"
-        )
-    return folder
-
-
-def cogvideox_profile(name: str = "cogvideox-2b") -> ModelProfile:
-    config = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "text_embed_dim": 8,
-        "time_embed_dim": 8,
-    }
-    if "5b" in name and "1.5" not in name:
-        config |= {"sample_height": 8, "sample_width": 8}
-    else:
-        config |= {"sample_height": 8, "sample_width": 8}
-    return smaller(name, config)
-
-
-def cogvideox_folder(folder: Path, profile: ModelProfile) -> Path:
-    from diffusers import AutoencoderKLCogVideoX
-
-    torch.manual_seed(0)
-    small = {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2}
-    AutoencoderKLCogVideoX(**{**profile.vae.config, **small}).save_pretrained(folder / "vae")
-    t5("T5EncoderModel", profile.config["text_embed_dim"]).save_pretrained(folder / "text_encoder")
-    tokenizer().save_pretrained(folder / "tokenizer")
-    return folder
-
+VAES: dict[str, dict[str, object]] = {
+    "AutoencoderKLWan": {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "AutoencoderKLQwenImage": {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "AutoencoderKLCogVideoX": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLHunyuanVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLMagvit": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKL": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLLTXVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": [1, 1, 1, 1, 1]}
+    | {"decoder_block_out_channels": [8, 8, 8, 8], "decoder_layers_per_block": [1, 1, 1, 1, 1]},
+    "AutoencoderKLMochi": {"encoder_block_out_channels": [32, 32, 32, 32], "layers_per_block": [1, 1, 1, 1, 1]}
+    | {"decoder_block_out_channels": [32, 32, 32, 32]},
+}
 
 MODELS = (
     "wan2.1-t2v-1.3b",
@@ -144,15 +140,58 @@ MODELS = (
     "cogvideox-2b",
     "cogvideox-5b-i2v",
     "cogvideox1.5-5b-i2v",
+    "ltx-video-2b",
+    "hunyuan-video",
+    "mochi-1",
+    "easyanimate-v5.1-7b",
+    "flux.1-dev",
+    "sd3.5-medium",
+    "sd1.5",
+    "sdxl",
+    "qwen-image",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""
 
 
 def profile(name: str) -> ModelProfile:
-    """A tiny sibling of a bundled model."""
-    return {"wan": wan_profile, "cogvideox": cogvideox_profile}[catalog.model(name).family](name)
+    """A bundled model with a small config, for clips of 64x64."""
+    found = catalog.model(name)
+    config, inputs = {**found.config, **CONFIGS[found.family]}, dict(found.inputs)
+    if config.get("image_dim"):
+        config |= {"image_dim": 16, "added_kv_proj_dim": 24}
+        inputs["image_tokens"] = 5
+    if config.get("addition_embed_type"):  # SDXL
+        config |= {"block_out_channels": [8, 8, 8], "transformer_layers_per_block": 1, "cross_attention_dim": 16}
+        config |= {"addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 8 + 6 * 4}
+        inputs["pooled_dim"] = 8
+    shape = found.shape.replace(resolutions=((64, 64),))
+    return found.replace(config=config, inputs=inputs, shape=shape)
 
 
 def folder(path: Path, made: ModelProfile) -> Path:
-    """A tiny sibling's diffusers folder."""
-    return {"wan": wan_folder, "cogvideox": cogvideox_folder}[made.family](path, made)
+    """A pipeline's folder with random weights, all parts but the transformer, as save_pretrained writes it."""
+    import diffusers
+    import transformers
+
+    torch.manual_seed(0)
+    small = dict(VAES[made.vae.class_name])
+    if made.vae.config.get("decoder_base_dim"):
+        small["decoder_base_dim"] = 3
+    getattr(diffusers, made.vae.class_name)(**{**made.vae.config, **small}).save_pretrained(path / "vae")
+    encoders = ENCODERS[made.family]
+    if made.config.get("addition_embed_type"):
+        encoders = {**encoders, "text_encoder_2": "CLIPTextModelWithProjection"}
+    for part, kind in encoders.items():
+        width = made.config.get("joint_attention_dim", 8) if kind == "T5EncoderModel" else 8
+        text_encoder(kind, width).save_pretrained(path / part)
+        tokenizer(77 if kind.startswith("CLIP") else 512).save_pretrained(
+            path / part.replace("text_encoder", "tokenizer")
+        )
+    if made.config.get("image_dim"):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision = transformers.CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
+        transformers.CLIPVisionModel(vision).save_pretrained(path / "image_encoder")
+        crop = {"height": 28, "width": 28}
+        processor = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=crop)
+        processor.save_pretrained(path / "image_processor")
+    return path

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid
-from trainers.families.encoding import Encoder, Turn, pixels, sampled
+from trainers.families.encoding import Encoder, Turn, pixels, prompt_of, sampled
 
 
 class CogVideoX(Family):
@@ -106,13 +106,7 @@ class CogVideoX(Family):
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """As the pipeline does it: padded, and without a mask."""
-    from diffusers import CogVideoXPipeline
-
-    pipeline = CogVideoXPipeline(encoder.helper, encoder.model, vae=None, transformer=None, scheduler=None)
-    prompt, _ = pipeline.encode_prompt(
-        caption, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
-    )
-    return {"prompt": prompt[0]}
+    return {"prompt": prompt_of("CogVideoXPipeline", encoder, caption)[0]}
 
 
 FAMILY = CogVideoX

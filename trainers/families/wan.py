@@ -9,7 +9,7 @@ from torch import Tensor
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
-from trainers.families.encoding import Encoder, Turn, likeliest, per_channel, pixels
+from trainers.families.encoding import Encoder, Turn, likeliest, per_channel, pixels, prompt_of
 
 
 class Wan(Family):
@@ -104,13 +104,7 @@ class Wan(Family):
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """As the pipeline does it: padded, masked, and zeros behind the caption's own tokens."""
-    from diffusers import WanPipeline
-
-    pipeline = WanPipeline(encoder.helper, encoder.model, vae=None, scheduler=None)
-    prompt, _ = pipeline.encode_prompt(
-        caption, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
-    )
-    return {"prompt": prompt[0]}
+    return {"prompt": prompt_of("WanPipeline", encoder, caption)[0]}
 
 
 def encode_image(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
