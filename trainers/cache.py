@@ -113,6 +113,8 @@ class Work:
         if setting.strategy.text_encoder_dtype in QUANTISED:
             fault = f"text_encoder_dtype {setting.strategy.text_encoder_dtype} is not applied while captions are cached"
             raise VplanError(fault, "use --text-encoder-dtype bf16")
+        if setting.job.references:
+            raise VplanError("reference images cannot be read from a folder of clips yet", "write references = 0")
         self.dtype = compute_dtype(setting.strategy)
         self.tokens = grid(setting.profile, setting.job)["T"]
         turns = (*self.clip_turns, *self.text_turns)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import Flux2KleinPipeline, FluxPipeline
 from safetensors.torch import load_file, save_file
 
 from planner.errors import VplanError
@@ -73,10 +74,12 @@ def shapes_of(batch: dict[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
 # ---- what is encoded
 
 
+MODE = ("wan", "z-image", "flux2")
+"""Families whose latents are the mode of the posterior, not drawn from it."""
+
+
 def unpacked(latents: torch.Tensor) -> torch.Tensor:
     """Packed latents of a 64x64 image as the VAE takes them."""
-    from diffusers import FluxPipeline
-
     return FluxPipeline._unpack_latents(latents.reshape(1, 16, -1), 64, 64, 8)
 
 
@@ -97,6 +100,12 @@ UNDONE = {
     "flux.1-dev": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
     "sd3.5-medium": lambda latents, vae: latents[None] / vae.config.scaling_factor + vae.config.shift_factor,
     "sdxl": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "z-image": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
+    "flux.2-klein-4b": lambda latents, vae: Flux2KleinPipeline._unpatchify_latents(
+        latents.T.reshape(1, -1, 4, 4) * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+        + vae.bn.running_mean.view(1, -1, 1, 1)
+    ),
+    "hunyuan-video-1.5": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }
 """How each family's pipeline turns latents back into what its VAE decodes (diffusers 0.42, pipelines/)."""
@@ -136,7 +145,7 @@ def posterior_of(
     pixels = torch.from_numpy(data.clips.frames(clip, range(frames), 64, 64)).permute(3, 0, 1, 2)[None] / 127.5 - 1
     posterior = vae.encode(pixels if profile.vae.takes_clips else pixels[:, :, 0]).latent_dist
     generator = torch.Generator().manual_seed(int(entry.path.stem[:15], 16))
-    return vae, posterior.mode() if profile.family == "wan" else posterior.sample(generator)
+    return vae, posterior.mode() if profile.family in MODE else posterior.sample(generator)
 
 
 def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> None:

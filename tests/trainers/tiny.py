@@ -17,7 +17,7 @@ from planner.facts import ModelProfile
 WORDS = ("<pad>", "</s>", "<unk>", "a", "cat", "dog", "runs", "sits", "red", "blue")
 
 
-def write_video(path: Path, frames: int = 9, height: int = 48, width: int = 64, fps: int = 16) -> Path:
+def write_video(path: Path, frames: int = 9, height: int = 48, width: int = 64, fps: int = 16, blue: int = 0) -> Path:
     """A clip whose frames differ, encoded for real."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=fps)
@@ -26,6 +26,7 @@ def write_video(path: Path, frames: int = 9, height: int = 48, width: int = 64, 
             picture = numpy.zeros((height, width, 3), numpy.uint8)
             picture[..., 0] = 255 * number // max(1, frames - 1)  # red tells the frame
             picture[: height // 2, :, 1] = 200
+            picture[..., 2] = blue
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
     return path
@@ -40,7 +41,7 @@ def write_clips(folder: Path, count: int = 3, **shape: int) -> Path:
     """So many videos with captions beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        write_video(folder / f"{number}.mp4", **{"frames": 9 + number, **shape})
+        write_video(folder / f"{number}.mp4", **{"frames": 9 + number, "blue": 40 * number % 250, **shape})
         (folder / f"{number}.txt").write_text(f"a {WORDS[3 + number % 7]} cat")
     return folder
 
@@ -54,7 +55,8 @@ def tokenizer(length: int = 512) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         unk_token="<unk>",
         model_max_length=length,
-        chat_template="{{ messages[0]['content'][0]['text'] }} a </s>",
+        chat_template="{% set said = messages[-1]['content'] %}"
+        "{{ said if said is string else said[0]['text'] }} a </s>",
     )
 
 
@@ -74,11 +76,16 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
         config = transformers.CLIPTextConfig(projection_dim=width, max_position_embeddings=77, **sizes, **words)
     elif kind == "LlamaModel":
         config = transformers.LlamaConfig(**llm)
+    elif kind.startswith("Qwen3"):
+        layers = 28 if kind == "Qwen3ForCausalLM" else 3  # FLUX.2 takes the 9th, 18th and 27th
+        config = transformers.Qwen3Config(**{**llm, "num_hidden_layers": layers, "head_dim": 4})
     else:  # Qwen2-VL and 2.5-VL, whose eyes stay shut
-        config_class = getattr(transformers, kind.removesuffix("ForConditionalGeneration") + "Config")
-        eyes = {"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 2, "patch_size": 14, "intermediate_size": 8}
         rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 0]}
-        config = config_class(text_config={**llm, "rope_scaling": rope, "rope_parameters": rope}, vision_config=eyes)
+        llm |= {"rope_scaling": rope, "rope_parameters": rope}
+        eyes = {"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 2, "patch_size": 14, "intermediate_size": 8}
+        given = llm if kind.endswith("TextModel") else {"text_config": llm, "vision_config": eyes}
+        name = kind.removesuffix("ForConditionalGeneration").removesuffix("Model") + "Config"
+        config = getattr(transformers, name)(**given)
     return getattr(transformers, kind)(config)
 
 
@@ -97,6 +104,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     "unet": {"block_out_channels": [8, 8, 8, 8], "attention_head_dim": 2, "cross_attention_dim": 8}
     | {"norm_num_groups": 2, "layers_per_block": 1},
     "qwen-image": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [4, 2, 2], "joint_attention_dim": 8},
+    "z-image": {"n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "dim": 16, "cap_feat_dim": 8, "n_refiner_layers": 1}
+    | {"axes_dims": [4, 2, 2]},
+    "flux2": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2], "joint_attention_dim": 24}
+    | {"num_single_layers": 2},
+    "hunyuan-video-1.5": {**SMALL, "attention_head_dim": 8, "rope_axes_dim": [4, 2, 2], "text_embed_dim": 8}
+    | {"text_embed_2_dim": 8, "image_embed_dim": 8, "num_refiner_layers": 1},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -115,6 +128,9 @@ ENCODERS = {
     },
     "unet": {"text_encoder": "CLIPTextModel"},
     "qwen-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
+    "z-image": {"text_encoder": "Qwen3Model"},
+    "flux2": {"text_encoder": "Qwen3ForCausalLM"},
+    "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -126,6 +142,8 @@ VAES: dict[str, dict[str, object]] = {
     "AutoencoderKLHunyuanVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
     "AutoencoderKLMagvit": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
     "AutoencoderKL": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLFlux2": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLHunyuanVideo15": {"block_out_channels": [64, 64, 64, 64, 64], "layers_per_block": 1},
     "AutoencoderKLLTXVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": [1, 1, 1, 1, 1]}
     | {"decoder_block_out_channels": [8, 8, 8, 8], "decoder_layers_per_block": [1, 1, 1, 1, 1]},
     "AutoencoderKLMochi": {"encoder_block_out_channels": [32, 32, 32, 32], "layers_per_block": [1, 1, 1, 1, 1]}
@@ -149,6 +167,9 @@ MODELS = (
     "sd1.5",
     "sdxl",
     "qwen-image",
+    "z-image",
+    "flux.2-klein-4b",
+    "hunyuan-video-1.5",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""
 
