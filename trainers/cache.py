@@ -30,6 +30,7 @@ from trainers.clips import UnusableError
 from trainers.data import Dataset, Fault, Sample, refused
 from trainers.families.base import Family
 from trainers.families.encoding import Encoder, Turn
+from trainers.shrink import shrink
 from trainers.step import DTYPES, compute_dtype
 from trainers.store import Digests, Store
 
@@ -110,9 +111,6 @@ class Work:
         if not (self.clip_turns and self.text_turns):
             fault = f"samples of family {setting.profile.family} ({setting.profile.name}) cannot be encoded yet"
             raise VplanError(fault, "train a model of another family: `vplan models` lists them")
-        if setting.strategy.text_encoder_dtype in QUANTISED:
-            fault = f"text_encoder_dtype {setting.strategy.text_encoder_dtype} is not applied while captions are cached"
-            raise VplanError(fault, "use --text-encoder-dtype bf16")
         if setting.job.references:
             raise VplanError("reference images cannot be read from a folder of clips yet", "write references = 0")
         self.dtype = compute_dtype(setting.strategy)
@@ -209,15 +207,16 @@ class Work:
 
     def _load(self, turn: Turn) -> Encoder:
         """The encoder of a turn on the device, as the strategy wants it."""
-        strategy = self.setting.strategy
+        strategy, dtype = self.setting.strategy, self._dtype_of(turn)
         is_vae = turn.part == "vae"
-        model = parts.load(self.root, turn.part, turn.class_name, DTYPES[self._dtype_of(turn)])
+        model = parts.load(self.root, turn.part, turn.class_name, DTYPES.get(dtype, torch.bfloat16))
         if is_vae and strategy.vae_tiling:
             model.enable_tiling()
         if is_vae and strategy.vae_slicing:
             model.enable_slicing()
         helper = parts.load_helper(self.root, turn.helper) if turn.helper else None
-        return Encoder(model.to(self.setting.device), helper, self.tokens)
+        place = self.setting.device
+        return Encoder(shrink(model, dtype, place) if dtype in QUANTISED else model.to(place), helper, self.tokens)
 
     def _dtype_of(self, turn: Turn) -> str:
         return self.setting.strategy.vae_dtype if turn.part == "vae" else self.setting.strategy.text_encoder_dtype

@@ -22,12 +22,13 @@ import torch
 from diffusers import Flux2KleinPipeline, FluxPipeline
 from safetensors.torch import load_file, save_file
 
+from planner import catalog
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.shapes import grid, job_for
 from tests.trainers import tiny
-from trainers import cache, data, families, parts
+from trainers import cache, data, families, parts, shrink
 from trainers.families.base import Family
 from trainers.store import NO_ROOM, Digests, Store
 
@@ -444,9 +445,66 @@ def test_names_that_are_no_models(clips: Path, tmp_path: Path, monkeypatch: pyte
         run(clips, setting(Path("a/b/c"), tmp_path / "cache"))
 
 
-def test_what_cannot_be_encoded_is_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:
-    with pytest.raises(VplanError, match="text_encoder_dtype nf4 is not applied"):
-        run(clips, setting(model, tmp_path / "cache", strategy=FP32.replace(text_encoder_dtype="nf4")))
+REFUSED_FAMILIES = (
+    "wan2.1-vace-1.3b",
+    "wan2.2-animate-14b",
+    "flux.1-kontext-dev",
+    "flux.2-dev",
+    "qwen-image-edit",
+    "krea-2",
+    "ltx-2",
+    "latentsync-1.6-stage1",
+)
+
+
+@pytest.mark.parametrize("name", REFUSED_FAMILIES)
+def test_what_cannot_be_encoded_is_refused_by_name(model: Path, tmp_path: Path, name: str) -> None:
+    profile = catalog.model(name)
+    with pytest.raises(VplanError, match=f"{name}.* cannot be encoded yet"):
+        cache.Work(setting(model, tmp_path / "cache", profile, job=job_for(profile, {})))
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_every_bundled_model_is_encoded_or_refused(name: str) -> None:
+    family = families.family(catalog.model(name))
+    assert bool(family.clip_turns() and family.text_turns()) != (name in REFUSED_FAMILIES or "vace" in name)
+
+
+def test_references_are_refused(model: Path, clips: Path, tmp_path: Path) -> None:
+    profile = tiny.profile("flux.2-klein-4b")
+    plan = job_for(profile, {"references": 1})
+    with pytest.raises(VplanError, match="reference images"):
+        cache.Work(setting(model, tmp_path / "cache", profile, job=plan))
+
+
+# ---- packed encoders
+
+
+@pytest.mark.parametrize(("how", "bits", "error"), [("fp8", 8.5, 0.1), ("int8", 8.5, 0.03), ("nf4", 4.5, 0.3)])
+def test_packed_encoders_are_small_and_say_nearly_the_same(how: str, bits: float, error: float) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 256}
+    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(feed_forward_proj="gated-gelu", **sizes))
+    encoder = encoder.bfloat16().requires_grad_(False).eval()
+    ids = torch.randint(0, 256, (1, 12))
+    expected = encoder(ids).last_hidden_state.float()
+    packed = shrink.shrink(encoder, how, torch.device("cpu"))
+    made = packed(ids).last_hidden_state.float()
+    assert made.shape == expected.shape
+    assert 0 < (made - expected).norm() / expected.norm() < error
+    held = [buffer for module in packed.modules() if isinstance(module, shrink.Packed) for buffer in module.buffers()]
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 256 * 64
+    assert sum(buffer.nbytes for buffer in held) * 8 / weights <= bits
+    assert not [p for name, p in packed.named_parameters() if p.numel() >= shrink.SMALLEST]
+
+
+def test_captions_by_a_packed_encoder(model: Path, clips: Path, tmp_path: Path) -> None:
+    made = run(clips, setting(model, tmp_path / "cache", strategy=FP32.replace(text_encoder_dtype="int8")))
+    assert made[0].text != run(clips, setting(model, tmp_path / "cache"))[0].text
+    with pytest.raises(VplanError, match="text_encoder_dtype int4 cannot be built"):
+        run(clips, setting(model, tmp_path / "cache", strategy=FP32.replace(text_encoder_dtype="int4")))
 
 
 # ---- the store
