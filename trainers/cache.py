@@ -12,6 +12,7 @@ import gc
 import hashlib
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,6 +102,16 @@ def empty_caption(setting: Setting) -> Path:
     return work.store.path(work.text_key(""))
 
 
+def _free(encoder: Encoder) -> None:
+    """Gives an encoder's memory back before the next one is loaded."""
+    remaining = weakref.ref(encoder.model)
+    encoder.model = None
+    if remaining() is not None:  # something that is in a cycle holds it
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class Work:
     """The caching of one setting."""
 
@@ -118,6 +129,7 @@ class Work:
         turns = (*self.clip_turns, *self.text_turns)
         self.root = parts.locate(setting.source, [part for turn in turns for part in (turn.part, turn.helper) if part])
         self.files = {turn.part: parts.check(self.root, turn.part, turn.class_name) for turn in turns}
+        self.files |= {turn.helper: parts.check_helper(self.root, turn.helper) for turn in turns if turn.helper}
         self.store = Store(setting.folder)
         self.digests = Digests(setting.folder, setting.rank)
         sides = {"clip": self.clip_turns, "text": self.text_turns}
@@ -125,11 +137,8 @@ class Work:
 
     def _model_digest(self, turns: tuple[Turn, ...]) -> dict[str, str]:
         """The content of every file the encoders of some turns are made of, by name."""
-        files = {f"{turn.part}/{path.name}": path for turn in turns for path in self.files[turn.part]}
-        for turn in turns:
-            if turn.helper and (self.root / turn.helper).is_dir():
-                helper = sorted(path for path in (self.root / turn.helper).iterdir() if path.is_file())
-                files |= {f"{turn.helper}/{path.name}": path for path in helper}
+        folders = [part for turn in turns for part in (turn.part, turn.helper) if part]
+        files = {f"{part}/{path.name}": path for part in folders for path in self.files[part]}
         self._share(list(files.values()))
         return {name: self.digests.of(path) for name, path in files.items()}
 
@@ -198,11 +207,7 @@ class Work:
                 nbytes = self._keep(key, made, sample, number, last=last)
                 if done == 0:
                     self._check_space(nbytes * (len(waiting) - 1))
-            encoder.model = None
-            del encoder
-            gc.collect()
-            if self.setting.device.type == "cuda":
-                torch.cuda.empty_cache()
+            _free(encoder)
         self.setting.wait()
 
     def _load(self, turn: Turn) -> Encoder:

@@ -102,7 +102,8 @@ def scan(folder: Path) -> Scan:
         raise VplanError(f"there are no videos or images in {folder}", f"put some there ({known}), with captions")
     captions, faults = _from_table(root, tables[0]) if tables else _from_texts(root, names)
     if tables:
-        without = [name for name in names if name not in captions and not any(name == fault.name for fault in faults)]
+        known = {*captions, *(fault.name for fault in faults)}
+        without = [name for name in names if name not in known and _shown(name) not in known]
         faults += [Fault(_shown(name), f"caption missing: no row in {tables[0]}") for name in without]
     with ThreadPoolExecutor() as pool:
         looks = list(pool.map(lambda item: _look(root, *item), sorted(captions.items())))
@@ -164,17 +165,27 @@ def _from_texts(root: Path, names: Iterable[str]) -> tuple[dict[str, str], list[
     """Captions of the `.txt` files beside the clips."""
     captions, faults = {}, []
     for name in names:
+        beside = PurePosixPath(name).with_suffix(".txt").as_posix()
         try:
-            _inside(root, name)  # a bad name is the fault, not the caption that it has not
-            beside = _inside(root, PurePosixPath(name).with_suffix(".txt").as_posix())
-            captions[name] = _caption(beside.read_bytes()[: 4 * MAX_CAPTION + 1].decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            faults.append(Fault(_shown(name), "its caption is not UTF-8 text"))
+            _inside(root, name)
+            if not os.path.lexists(root / beside):
+                raise UnusableError("caption missing: no .txt of its name")
+            captions[name] = _text_of(_inside(root, beside))
         except UnusableError as error:
-            missing = not (root / name).with_suffix(".txt").exists() and (root / name).exists()
-            reason = "caption missing: no .txt of its name" if missing else str(error)
-            faults.append(Fault(_shown(name), reason))
+            faults.append(Fault(_shown(name), str(error)))
     return captions, faults
+
+
+def _text_of(file: Path) -> str:
+    """The caption in a file of its own."""
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(4 * MAX_CAPTION + 1)
+        return _caption(raw.decode("utf-8-sig") if len(raw) <= 4 * MAX_CAPTION else "." * (MAX_CAPTION + 1))
+    except UnicodeDecodeError:
+        raise UnusableError("its caption is not UTF-8 text") from None
+    except OSError as error:
+        raise UnusableError(f"its caption cannot be read ({error.strerror})") from None
 
 
 def _from_table(root: Path, table: str) -> tuple[dict[str, str], list[Fault]]:
@@ -188,7 +199,7 @@ def _from_table(root: Path, table: str) -> tuple[dict[str, str], list[Fault]]:
         if not isinstance(name, str) or not name:
             faults.append(Fault(where, "no file_name in the row" if isinstance(row, dict) else "not a JSON object"))
             continue
-        name = name.removeprefix("./")
+        name = PurePosixPath(name).as_posix()  # without ./ and //
         if name in captions or name in twice:
             twice.add(name)
             continue

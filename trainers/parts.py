@@ -20,6 +20,7 @@ from planner.folder import CONFIG, read_config
 WEIGHTS = ("diffusion_pytorch_model", "model")
 """How weight files are called: diffusers' and transformers'."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+INDEX = "model_index.json"
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is fetched of a part on the hub: configs, weights, vocabularies, chat templates."""
 
@@ -37,7 +38,7 @@ def locate(source: str, parts: Iterable[str]) -> Path:
         return folder.resolve()
     try:
         patterns = [f"{part}/{name}" for part in parts for name in FILES]
-        return Path(snapshot_download(source, allow_patterns=["model_index.json", *patterns]))
+        return Path(snapshot_download(source, allow_patterns=[INDEX, *patterns]))
     except HFValidationError:
         fault = f"model {quoted(source)} is neither a folder nor the id of a repository"
         raise VplanError(fault, "name a diffusers folder, or OWNER/NAME") from None
@@ -55,12 +56,33 @@ def check(root: Path, part: str, class_name: str) -> list[Path]:
     folder = root / part
     if not folder.is_dir():
         raise VplanError(f"{root.name} has no {part}/", f"name a whole diffusers model: {class_name} is needed there")
-    config = read_config(folder / CONFIG, root)
-    said = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
-    if said != class_name:
-        fault = f"{part}/ of {root.name} is a {quoted(said)}, and this model is trained with a {class_name}"
+    said = _classes(root, part)
+    if class_name not in said:
+        named = " or ".join(map(quoted, said)) or "something unnamed"
+        fault = f"{part}/ of {root.name} is {named}, and this model is trained with a {class_name}"
         raise VplanError(fault, "name the model of the plan, or plan for this one")
     return [folder / CONFIG, *_weights(root, part)]
+
+
+def check_helper(root: Path, part: str) -> list[Path]:
+    """Files of a tokenizer or image processor; a VplanError where there are none."""
+    files = sorted(path for path in (root / part).glob("*") if path.is_file())
+    if not files:
+        raise VplanError(f"{root.name} has no {part}/", "name a whole diffusers model")
+    return files
+
+
+def _classes(root: Path, part: str) -> list[object]:
+    """The classes that a part is said to be: by the pipeline's index, which knows what is made of it, or by its config.
+
+    An encoder may be the body of a language model, whose config names the whole.
+    """
+    config = read_config(root / part / CONFIG, root)
+    said = [config.get("_class_name"), *(config.get("architectures") or ())]
+    if (root / INDEX).exists():
+        named = read_config(root / INDEX, root).get(part)
+        said += named[1:2] if isinstance(named, list) else []
+    return list(dict.fromkeys(each for each in said if isinstance(each, str)))
 
 
 def _weights(root: Path, part: str) -> Iterator[Path]:
@@ -113,8 +135,6 @@ def load_helper(root: Path, part: str) -> Any:
     """The tokenizer or image processor in a folder."""
     import transformers
 
-    if not (root / part).is_dir():
-        raise VplanError(f"{root.name} has no {part}/", "name a whole diffusers model")
     auto = transformers.AutoTokenizer if part.startswith("tokenizer") else transformers.AutoImageProcessor
     try:
         return auto.from_pretrained(str(root / part), local_files_only=True)

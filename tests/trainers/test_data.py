@@ -106,7 +106,10 @@ def test_every_fault_is_named_and_the_rest_is_used_when_asked(tmp_path: Path) ->
         (tmp_path / f"{name}.txt").write_text("a cat")
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert "11 of 12" in refusal(tmp_path)
+    (tmp_path / "novel.mp4").write_bytes(good)
+    (tmp_path / "novel.txt").write_text("é" * 300_000)
+    os.symlink("/etc/hostname", tmp_path / "bare.mp4")  # no caption either: the name is the fault
+    assert "13 of 14" in refusal(tmp_path)
     assert refusal(tmp_path).count(": ") >= data.NAMED
     found = data.read(tmp_path, WAN, job(), data.Reading(skip_bad=True))
     assert [sample.clip.name for sample in found.samples] == ["good.mp4"]
@@ -114,6 +117,8 @@ def test_every_fault_is_named_and_the_rest_is_used_when_asked(tmp_path: Path) ->
     assert reasons["no caption.mp4"] == "caption missing: no .txt of its name"
     assert reasons["blank.mp4"].startswith("caption missing")
     assert "UTF-8" in reasons["latin.mp4"]
+    assert "longer than" in reasons["novel.mp4"]
+    assert "leads out" in reasons["bare.mp4"]
     assert reasons["short.mp4"].startswith("too short: 3 frames")
     assert "leads out" in reasons["outside.mp4"]
     assert "cannot be read" in reasons["dangling.mp4"]
