@@ -213,15 +213,18 @@ def add(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work
     return found
 
 
-def optimizer_work_of(tape: Tape, piece: str, grid: Mapping[str, int], scale: float) -> dict[Kind, Work]:
-    """The work of an optimizer step: one operator walks over all parameters, so it grows with their bytes, not by
-    block.
+def optimizer_work_of(
+    tape: Tape, piece: str, grid: Mapping[str, int], scale: float, one_by_one: bool
+) -> dict[Kind, Work]:
+    """The work of an optimizer step: its operators walk over all parameters together, or there are some for each
+    (`one_by_one`), so it grows with their bytes, not by block.
 
     `scale`: bytes of trained parameters of the full model per byte recorded.
     """
     recorded = work_of(tape, piece, grid, [run.recorded for run in tape.runs])
+    grows = {kind: scale if one_by_one or kind[0] != KERNELS else 1.0 for kind in recorded}
     return {
-        kind: amount if kind[0] == KERNELS else Work(round(amount.flops * scale), round(amount.nbytes * scale))
+        kind: Work(round(amount.flops * grows[kind]), round(amount.nbytes * grows[kind]))
         for kind, amount in recorded.items()
     }
 

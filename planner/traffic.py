@@ -15,7 +15,8 @@ Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
 def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     """The work of one step. ``passes``: when they are known already."""
     both, forward = passes or passes_work(run)
-    optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale)
+    one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
+    optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
     return StepWork(both, add(optimizer, {(KERNELS, 0): Work(run.optimizer_launches, 0)}), forward)
 
 

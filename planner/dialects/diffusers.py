@@ -5,6 +5,7 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
+from planner.components import component_name
 from planner.phases import alive, encoders, load, take_sizes
 from planner.run import SERVICE, Run, Term
 from planner.tape import Moment, Stage
@@ -18,8 +19,7 @@ def cast_on_the_gpu(run: Run) -> None:
     The holes the half copies leave stay behind (cogvideox-factory d81209b, training/cogvideox_text_to_video_sft.py:
     ``transformer.to(device, dtype=weight_dtype)``, then ``cast_training_params(dtype=float32)``).
     """
-    strategy = run.strategy
-    if run.job.method != "full" or strategy.weights_dtype != "fp32" or strategy.autocast == "none":
+    if not _halves_first(run):
         return
     weights = set(run.named("weight").values())
     halves = {}
@@ -35,6 +35,12 @@ def cast_on_the_gpu(run: Run) -> None:
         events[:] = casts
         assert moment.piece in ("load", "")
     run.load.stretches.insert(0, (run.load.stretches[0][0], list(halves.values())))
+
+
+def _halves_first(run: Run) -> bool:
+    """Whether loading begins with a stretch of half-precision weights, to be cast."""
+    strategy = run.strategy
+    return run.job.method == "full" and strategy.weights_dtype == "fp32" and strategy.autocast != "none"
 
 
 def loaded_on_the_cpu(run: Run) -> None:
@@ -77,17 +83,24 @@ TERMS: tuple[Term, ...] = (cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, en
 
 
 def encoders_at_start(run: Run) -> None:
-    """Text encoder and VAE are put on the GPU with the model even where latents and prompts come from disk, and go
-    once all is ready (cogvideox-factory 3a519f5, training/cogvideox_text_to_video_sft.py: ``text_encoder.to``,
+    """Text encoder, model and VAE are put on the GPU one after the other even where latents and prompts come from
+    disk; only then the model is cast, adapted or handed to an engine, and encoder and VAE go once all is ready
+    (cogvideox-factory 3a519f5, training/cogvideox_text_to_video_sft.py: ``text_encoder.to``, ``transformer.to``,
     ``vae.to``; ``if args.load_tensors: del vae, text_encoder``, then ``empty_cache``)."""
     first, gone = len(run.program.buffers), []
-    loads: list[tuple[Moment, list[int]]] = []
+    before: list[tuple[Moment, list[int]]] = []
+    behind: list[tuple[Moment, list[int]]] = []
+    vae = run.facts.model.vae
     for component in encoders(run, "cached", 1):
         loading, _ = load(run.program, component)
-        loads += loading.stretches
+        is_vae = component.name == component_name(vae.class_name, vae.config)
+        (behind if is_vae else before).extend(loading.stretches)
         gone += alive(loading)
     take_sizes(run, first)
-    run.load.stretches[:0] = loads
+    recorded = [at for at, (moment, _) in enumerate(run.load.stretches) if moment.piece == "load"]
+    model = 1 if _halves_first(run) else recorded[-1] + 1
+    run.load.stretches[model:model] = behind
+    run.load.stretches[:0] = before
     run.leaving = Stage("encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])])
     run.emptied_after.append(run.leaving)
 

@@ -7,8 +7,10 @@ import pytest
 from planner import catalog
 from planner.estimate import estimate
 from planner.job import Job, Links, Machine, Strategy
+from planner.layout import lay_out
 from planner.library import facts
-from planner.shapes import job_for
+from planner.rules import resolve
+from planner.shapes import grid, job_for
 from planner.tape import KINDS, Run, Tape, kept_template, read_tape
 from planner.timing import (
     BARE_LAUNCH_SECONDS,
@@ -29,6 +31,7 @@ from planner.timing import (
     total_flops,
     work_of,
 )
+from planner.traffic import step_work
 
 GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16, "E": 0}
 JOB = Job(model="wan2.1-t2v-1.3b", frames=81, height=480, width=832)
@@ -127,6 +130,19 @@ def test_launches_count_only_where_the_gpu_waits_for_them():
     many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
     assert seconds(many).total == pytest.approx(10**6 * LAUNCH_SECONDS)
     assert seconds(many, compile="cudagraphs").launch == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step", "grows"), [("adamw", "foreach", False), ("adamw", "loop", True), ("prodigy", "foreach", True)]
+)
+def test_what_steps_one_by_one_launches_for_every_parameter(optimizer, step, grows):
+    strategy = resolve(JOB, Strategy(optimizer=optimizer, optimizer_step=step), ONE)
+    known = facts(JOB, strategy, ONE)
+    run = lay_out(JOB, strategy, ONE, known, grid(known.model, JOB))
+    recorded = work_of(known.optimizer, "optimizer", run.grid, [stack.recorded for stack in known.optimizer.runs])
+    times = run.optimizer_scale if grows else 1
+    assert times == 1 or times > 2
+    assert step_work(run).optimizer[LAUNCHES].flops == round(times * recorded[LAUNCHES].flops)
 
 
 def test_accumulation_repeats_the_passes_and_not_the_optimizer():
