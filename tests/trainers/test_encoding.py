@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from planner.shapes import grid, job_for
 from tests.trainers import tiny
 from tests.trainers.caching import FP32, run, setting, shapes_of
 from trainers import cache, data, families, parts, shrink
+from trainers.families.encoding import pipeline
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,47 @@ def posterior_of(
     posterior = vae.encode(pixels if profile.vae.takes_clips else pixels[:, :, 0]).latent_dist
     generator = torch.Generator().manual_seed(int(entry.path.stem[:15], 16))
     return vae, posterior.mode() if profile.family in MODE else posterior.sample(generator)
+
+
+PROMPTS = {
+    "wan2.1-t2v-1.3b": ("WanPipeline", {"max_sequence_length": 512}, ("prompt",)),
+    "cogvideox-2b": ("CogVideoXPipeline", {}, ("prompt",)),
+    "ltx-video-2b": ("LTXPipeline", {}, ("prompt", "prompt_mask")),
+    "mochi-1": ("MochiPipeline", {}, ("prompt", "prompt_mask")),
+    "hunyuan-video": ("HunyuanVideoPipeline", {}, ("prompt", "pooled", "prompt_mask")),
+    "easyanimate-v5.1-7b": ("EasyAnimatePipeline", {}, ("prompt",)),
+    "flux.1-dev": ("FluxPipeline", {"prompt_2": None}, ("prompt", "pooled", "text_ids")),
+    "sd3.5-medium": ("StableDiffusion3Pipeline", {"prompt_2": None, "prompt_3": None}, ("prompt", "", "pooled")),
+    "sdxl": ("StableDiffusionXLPipeline", {}, ("prompt", "", "pooled")),
+    "sd1.5": ("StableDiffusionPipeline", {"num_images_per_prompt": 1}, ("prompt",)),
+    "qwen-image": ("QwenImagePipeline", {"max_sequence_length": 512}, ("prompt",)),
+    "flux.2-klein-4b": ("Flux2KleinPipeline", {}, ("prompt", "text_ids")),
+}
+"""How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_captions_are_encoded_as_the_whole_pipeline_does(tmp_path: Path, name: str) -> None:
+    profile = tiny.profile(name)
+    folder = tiny.folder(tmp_path / "model", profile)
+    plan = job_for(profile, {"height": 64, "width": 64})
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    work = cache.Work(setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy), show=False)
+    key = work.text_key("a red cat")
+    work.encode("captions", work.text_turns, {key: "a red cat"})
+    kind, arguments, names = PROMPTS[name]
+    encoders = {turn.part: parts.load(folder, turn.part, turn.class_name, torch.float32) for turn in work.text_turns}
+    helpers = {turn.helper: parts.load_helper(folder, turn.helper) for turn in work.text_turns}
+    whole = pipeline(kind, **encoders, **helpers)
+    if "do_classifier_free_guidance" in inspect.signature(whole.encode_prompt).parameters:
+        arguments = {**arguments, "do_classifier_free_guidance": False}
+    told = whole.encode_prompt("a red cat", device=torch.device("cpu"), **arguments)
+    made = work.store.load(key)
+    for place, tensor in zip(names, told, strict=False):
+        if place:
+            expected = tensor if place in work.family.shared else tensor[0]
+            torch.testing.assert_close(made[place], expected.to(made[place].dtype), msg=place)
+    assert made.keys() == set(names) - {""}
 
 
 def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> None:
