@@ -52,7 +52,7 @@ def frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixel
                 picture = ImageOps.exif_transpose(image).convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UnusableError(f"broken image ({_short(error)})") from None
-        return numpy.asarray(_fit(picture, height, width))[None]
+        return numpy.stack([numpy.asarray(_fit(picture, height, width))])
     return _video_frames(path, indices, height, width)
 
 

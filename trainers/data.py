@@ -102,8 +102,8 @@ def scan(folder: Path) -> Scan:
         raise VplanError(f"there are no videos or images in {folder}", f"put some there ({known}), with captions")
     captions, faults = _from_table(root, tables[0]) if tables else _from_texts(root, names)
     if tables:
-        known = {*captions, *(fault.name for fault in faults)}
-        without = [name for name in names if name not in known and _shown(name) not in known]
+        told = {*captions, *(fault.name for fault in faults)}
+        without = [name for name in names if name not in told and _shown(name) not in told]
         faults += [Fault(_shown(name), f"caption missing: no row in {tables[0]}") for name in without]
     with ThreadPoolExecutor() as pool:
         looks = list(pool.map(lambda item: _look(root, *item), sorted(captions.items())))

@@ -60,12 +60,11 @@ class EasyAnimate(Family):
         clip, scale = pixels(encoder, frames), encoder.model.config.scaling_factor
         made = {"latents": sampled(encoder, clip) * scale}
         if self.config["in_channels"] > self.profile.vae.latent_channels:
-            given = torch.full_like(clip, -1.0)
-            given[:, :, 0] = clip[:, :, 0]
+            clip[:, :, 1:] = -1.0
             if self.config.get("add_noise_in_inpaint_model"):
                 deviation = torch.exp(torch.randn(1, generator=encoder.generator) * 0.5 - 3.0).item()
-                given[:, :, 0] += deviation * torch.randn(clip[:, :, 0].shape, generator=encoder.generator).to(clip)
-            masked = likeliest(encoder, given) * scale
+                clip[:, :, 0] += deviation * torch.randn(clip[:, :, 0].shape, generator=encoder.generator).to(clip)
+            masked = likeliest(encoder, clip) * scale
             mask = masked.new_zeros(1, 1, *masked.shape[2:])
             mask[:, :, 0] = 1.0
             made["inpaint"] = torch.cat([mask, masked], dim=1)

@@ -31,7 +31,7 @@ class Encoder:
     @property
     def device(self) -> torch.device:
         """Where the encoder is."""
-        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+        return next(self.model.parameters()).device
 
 
 def pipeline(name: str, **given: Any) -> Any:
@@ -70,18 +70,21 @@ class Turn(NamedTuple):
 
 def pixels(encoder: Encoder, frames: Tensor) -> Tensor:
     """(1, 3, F, H, W) between -1 and 1, as VAEs take clips, in the encoder's dtype."""
-    scaled = frames.to(encoder.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1.0
-    return scaled.to(encoder.model.dtype)
+    count, height, width, _ = frames.shape
+    clip = torch.empty((1, 3, count, height, width), device=encoder.device, dtype=encoder.model.dtype)
+    for number, frame in enumerate(frames):  # one by one: the whole clip in fp32 would be what nobody planned for
+        clip[0, :, number] = frame.to(encoder.device).permute(2, 0, 1).float() / 127.5 - 1.0
+    return clip
 
 
 def sampled(encoder: Encoder, clip: Tensor) -> Tensor:
     """Latents drawn from the VAE's posterior, in fp32, as most published trainers do it."""
-    return encoder.model.encode(clip).latent_dist.sample(encoder.generator).float()  # type: ignore[no-any-return]
+    return encoder.model.encode(clip).latent_dist.sample(encoder.generator).float()
 
 
 def likeliest(encoder: Encoder, clip: Tensor) -> Tensor:
     """The mode of the VAE's posterior, in fp32."""
-    return encoder.model.encode(clip).latent_dist.mode().float()  # type: ignore[no-any-return]
+    return encoder.model.encode(clip).latent_dist.mode().float()
 
 
 def packed(latents: Tensor) -> Tensor:

@@ -74,13 +74,13 @@ class Wan(Family):
         wan/modules/vae.py); for image-to-video the condition that diffusers' WanImageToVideoPipeline prepares."""
         clip = pixels(encoder, frames)
         made = {"latents": self.normalised(encoder, clip)}
-        if self.image_to_video:
-            given = torch.cat([clip[:, :, :1], torch.zeros_like(clip[:, :, 1:])], dim=2)
-            mask = made["latents"].new_zeros(1, self.profile.vae.temporal, *made["latents"].shape[2:])
-            mask[:, :, 0] = 1.0
-            made["condition"] = torch.cat([mask, self.normalised(encoder, given)], dim=1)
         if self.first_frame_given:
             made["first_frame"] = self.normalised(encoder, clip[:, :, :1])
+        if self.image_to_video:
+            clip[:, :, 1:] = 0.0
+            mask = made["latents"].new_zeros(1, self.profile.vae.temporal, *made["latents"].shape[2:])
+            mask[:, :, 0] = 1.0
+            made["condition"] = torch.cat([mask, self.normalised(encoder, clip)], dim=1)
         return {name: tensor[0] for name, tensor in made.items()}
 
     def normalised(self, encoder: Encoder, clip: Tensor) -> Tensor:
