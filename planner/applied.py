@@ -121,6 +121,9 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         yield "fp16, whose gradients vanish without loss scaling,", "use bf16"
     if strategy.offload_optimizer != "none" and alone:
         yield "an optimizer in host RAM outside ZeRO and FSDP", "use --zero-stage 2, or --offload-optimizer none"
+    if strategy.sharding.startswith("zero") and strategy.compute_dtype != strategy.weights(job.method):
+        fix = "give the two the same format"
+        yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
     if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
         yield "offload_optimizer under zero-1", "use --zero-stage 2"
     if profile.experts == 2:

@@ -99,7 +99,7 @@ def _all(folder: Path) -> Iterator[Path]:
 
 def check(checkpoint: Path, run: str) -> dict[str, Any]:
     """The manifest of a whole, unchanged checkpoint of this run; a VplanError says what is wrong with it."""
-    name = quoted(str(checkpoint))
+    name = f"checkpoint {quoted(checkpoint.name)}"
     fix = "name another, or --resume auto for the newest whole one"
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ runs. `planner.checkpoints` makes the folder count and says which one is whole.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -123,10 +124,15 @@ def trained_weights(checkpoint: Path) -> Weights:
 
 
 def load_state(checkpoint: Path, engine: Alone) -> None:
-    """This rank's optimizer state."""
+    """This rank's optimizer state; a VplanError when the file holds more than plain data."""
     rank = dist.get_rank() if dist.is_initialized() and not engine.replicated else 0
     path = checkpoint / state_file(rank)
-    engine.load_state(torch.load(path, map_location="cpu", weights_only=True))
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        fault = f"{path} holds more than tensors and numbers, which no run of ours writes"
+        raise VplanError(fault, "name another checkpoint") from None
+    engine.load_state(state)
 
 
 def load_average(checkpoint: Path, average: Average, steps: int) -> None:

@@ -7,6 +7,7 @@ that weights are written and read alike under every sharding; `state` is what th
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,7 @@ class Ddp(Alone):
     def __init__(self, trainee: step.Trainee, strategy: Strategy, finds_unused: bool) -> None:
         super().__init__(trainee)
         device = next(trainee.model.parameters()).device
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.8
         trainee.model = self.wrapped = DistributedDataParallel(
             trainee.model,
             device_ids=[device] if device.type == "cuda" else None,
