@@ -132,7 +132,7 @@ class Zero(Alone):
         parameter = self.parameters[name]
         if not self.stage_3:
             return parameter.detach()
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([parameter]):
             return parameter.detach().clone()
