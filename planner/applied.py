@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from planner import catalog
 from planner.errors import VplanError
-from planner.job import Job, Machine, Strategy
+from planner.facts import ModelProfile
+from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.plan import Plan
 from planner.rules import check, resolve
 from planner.shapes import check_blocks, check_job
@@ -56,17 +57,35 @@ EVERY_VALUE = frozenset({
 """Strategy fields that may say anything."""
 
 
-def settled(plan: Plan) -> Plan:
-    """The plan's three records with open fields filled in, or a VplanError for what contradicts or is not applied."""
+TRAINED: dict[str, tuple[object, ...]] = {
+    **{field: applied for field, applied in VALUES.items() if field != "gradient_accumulation"},
+    "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
+    "offload_optimizer": ("none", "cpu"),
+    "offload_params": ("none", "cpu"),
+    "ema": ("none", "gpu", "cpu"),
+}
+"""The same of `vplan train`, which has a loop around the step, and other processes beside it."""
+
+
+def settled(plan: Plan, *, trained: bool = False) -> Plan:
+    """The plan's three records with open fields filled in, or a VplanError for what contradicts or is not applied.
+
+    `trained`: by `vplan train`; else by a probe, which is one process and a few single steps.
+    """
     strategy = resolve(plan.job, plan.strategy, plan.machine)
     profile = catalog.model(plan.job.model)
     check_job(profile, plan.job)
     check_blocks(profile, strategy)
     check(plan.job, strategy, plan.machine)
     if plan.trainer != "vplan":
-        raise VplanError(f"the plan is for {plan.trainer}; a probe runs vplan's own step", 'write trainer = "vplan"')
-    for what, fix in _not_applied(plan.job, strategy, plan.machine):
-        raise VplanError(f"{what} is not applied by vplan's training step yet, so it cannot be measured", fix)
+        does = "vplan trains by" if trained else "a probe runs"
+        raise VplanError(f"the plan is for {plan.trainer}; {does} vplan's own step", 'write trainer = "vplan"')
+    if trained:
+        for what, fix in _not_trained(profile, plan.job, strategy):
+            raise VplanError(f"{what} is not applied by vplan's training yet", fix)
+    else:
+        for what, fix in _not_applied(plan.job, strategy, plan.machine):
+            raise VplanError(f"{what} is not applied by vplan's training step yet, so it cannot be measured", fix)
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 
@@ -74,13 +93,43 @@ def _not_applied(job: Job, strategy: Strategy, machine: Machine) -> Iterator[tup
     """What is asked for and not applied, and what to write instead."""
     if machine.world > 1:
         yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"
+    yield from _neither(job, strategy, VALUES)
+
+
+def _neither(job: Job, strategy: Strategy, values: dict[str, tuple[object, ...]]) -> Iterator[tuple[str, str]]:
+    """What nobody applies, and values of fields that are none of those listed."""
     if job.method == "sample":
         yield "method sample", "write method = lora or full"
     if job.references:
         yield f"references {job.references}", "write references = 0"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"
-    for field, values in VALUES.items():
+    for field, applied in values.items():
         value = getattr(strategy, field)
-        if value not in values:
-            yield f"{field} {value}", f"write {field} = {' or '.join(map(str, values))}"
+        if value not in applied:
+            yield f"{field} {value}", f"write {field} = {' or '.join(map(str, applied))}"
+
+
+def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """What training asks for beside the step's own switches."""
+    yield from _neither(job, strategy, TRAINED)
+    alone = strategy.sharding in ("none", "ddp")
+    if strategy.weights(job.method) in QUANTISED and not alone:
+        fix = "use --sharding ddp, or --weights-dtype bf16"
+        yield f"a base in {strategy.weights(job.method)} under {strategy.sharding}", fix
+    if "fp16" in (strategy.autocast, strategy.weights(job.method)) or _computes_in_fp16(strategy):
+        yield "fp16, whose gradients vanish without loss scaling,", "use bf16"
+    if strategy.offload_optimizer != "none" and alone:
+        yield "an optimizer in host RAM outside ZeRO and FSDP", "use --zero-stage 2, or --offload-optimizer none"
+    if strategy.sharding.startswith("zero") and strategy.compute_dtype != strategy.weights(job.method):
+        fix = "give the two the same format"
+        yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
+    if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
+        yield "offload_optimizer under zero-1", "use --zero-stage 2"
+    if profile.experts == 2:
+        yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
+
+
+def _computes_in_fp16(strategy: Strategy) -> bool:
+    """Whether DeepSpeed or FSDP2 would run the model in fp16."""
+    return strategy.sharding in SPLIT and strategy.compute_dtype == "fp16"

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from planner.errors import VplanError
 
 GRACE_SECONDS = 30.0
 """To wait for a killed process: the driver frees its memory before it is gone."""
+
+
+TICK_SECONDS = 0.25
 
 
 class Ended(NamedTuple):
@@ -43,6 +46,30 @@ def run_worker(command: list[str], log: Path, time_limit: float) -> Ended:
         return Ended(process.wait(time_limit))
     except subprocess.TimeoutExpired:
         return Ended(None)
+    finally:
+        end_tree(process)
+
+
+def watch_worker(command: list[str], log: Path, environment: Mapping[str, str], tick: Callable[[], None]) -> Ended:
+    """Run a process to its end, however long it takes, with its output added to `log` and `tick` called meanwhile.
+
+    Its whole tree is gone after, also when `tick` raises or the user interrupts.
+    """
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=dict(environment),
+        )
+    try:
+        while True:
+            try:
+                return Ended(process.wait(TICK_SECONDS))
+            except subprocess.TimeoutExpired:
+                tick()
     finally:
         end_tree(process)
 

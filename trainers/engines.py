@@ -42,7 +42,7 @@ def deepspeed_config(job: Job, strategy: Strategy, settings: Settings) -> dict[s
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation,
         "gradient_clipping": MAX_GRAD_NORM,
-        "bf16": {"enabled": strategy.compute_dtype != "fp16"},
+        "bf16": {"enabled": strategy.compute_dtype == "bf16"},
         "fp16": {"enabled": strategy.compute_dtype == "fp16"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

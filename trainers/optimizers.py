@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,20 @@ class SteppedInBackward:
         optimizer = self.optimizers[parameter]  # type: ignore[index]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers: what a learning rate is written into."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, parameter by parameter in their order."""
+        return {"each": [optimizer.state_dict() for optimizer in self.optimizers.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        for optimizer, kept in zip(self.optimizers.values(), state["each"], strict=True):
+            optimizer.load_state_dict(kept)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -68,6 +83,24 @@ class OverMasters:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: a step leaves no gradients."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer over the masters."""
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the states, and the masters where they are not the parameters themselves."""
+        copies = [None if master is parameter else master.detach() for parameter, master in self.masters.items()]
+        return {"masters": copies, "over_masters": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave; the parameters themselves are loaded elsewhere."""
+        for master, kept in zip(self.masters.values(), state["masters"], strict=True):
+            if kept is not None:
+                master.copy_(kept)
+        self.optimizer.load_state_dict(state["over_masters"])
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
 from planner.trainable import matches
-from trainers import families, quantise
+from trainers import draws, families, quantise
 from trainers.families.base import Family
 from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
@@ -31,6 +31,31 @@ MAX_GRAD_NORM = 1.0
 """Gradient clipping of the published trainers (diffusers examples, finetrainers, DiffSynth)."""
 
 
+Batch = dict[str, torch.Tensor]
+"""What `Family.batch` makes; in training also each sample's seed (`draws.SEEDS`), last."""
+
+
+class Engine:
+    """How backward and step run: here as in a process that trains alone. `trainers.parallel` has the others."""
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; ``last`` of those that make one optimizer step."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of a loss to what is there."""
+        loss.backward()
+
+    def step(self, trainee: Trainee) -> None:
+        """Clips the gradients, steps and frees them; nothing when backward has done that already."""
+        assert trainee.optimizer is not None
+        if isinstance(trainee.optimizer, SteppedInBackward):
+            return
+        torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM, foreach=True)
+        trainee.optimizer.step()
+        trainee.optimizer.zero_grad(set_to_none=True)
+
+
 @dataclass
 class Trainee:
     """A model, its trainable parameters by name, and their optimizer (none when only sampling)."""
@@ -38,6 +63,7 @@ class Trainee:
     model: nn.Module
     trainable: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer | SteppedInBackward | OverMasters | None = None
+    engine: Engine = field(default_factory=Engine)
 
 
 def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None) -> nn.Module:
@@ -204,16 +230,18 @@ def compute_dtype(strategy: Strategy) -> torch.dtype:
     return DTYPES.get(strategy.weights_dtype or "bf16", DTYPES[strategy.compute_dtype])
 
 
-def forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
+def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> torch.Tensor:
     """The loss (scalar) of one batch, with its graph."""
-    inputs, target = family.inputs_and_target(batch)
-    with autocast(strategy, next(iter(batch.values())).device):
+    device = next(iter(batch.values())).device
+    with draws.from_seeds(batch.get(draws.SEEDS), device):
+        inputs, target = family.inputs_and_target(batch)
+    with autocast(strategy, device):
         outputs = trainee.model(**inputs, return_dict=False)
     return family.loss(family.prediction(outputs), target, inputs)
 
 
 @torch.no_grad()
-def sample_forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> Any:
+def sample_forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> Any:
     """The model's prediction for one batch of noisy latents, without a graph: one step of sampling.
 
     A tensor, or as many as the family's `prediction` says.
@@ -225,17 +253,26 @@ def sample_forward(trainee: Trainee, family: Family, batch: dict[str, torch.Tens
 
 def optimizer_step(trainee: Trainee) -> None:
     """Clips the gradients, steps and frees them; nothing when backward has done that already."""
-    assert trainee.optimizer is not None
-    if isinstance(trainee.optimizer, SteppedInBackward):
-        return
-    torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM, foreach=True)
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad(set_to_none=True)
+    trainee.engine.step(trainee)
 
 
-def train_step(trainee: Trainee, family: Family, batch: dict[str, torch.Tensor], strategy: Strategy) -> torch.Tensor:
+def train_step(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> torch.Tensor:
     """One optimisation step on one batch; returns the detached loss."""
-    loss = forward(trainee, family, batch, strategy)
-    loss.backward()
+    return accumulated_step(trainee, family, [batch], strategy)
+
+
+def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
+    """One optimisation step on the micro-batches of this process; returns the mean of their losses, detached.
+
+    As many as ``gradient_accumulation`` says; one is on the device at a time where ``batches`` makes them so.
+    """
+    count, number, losses = strategy.gradient_accumulation, 0, []
+    for number, batch in enumerate(batches, start=1):
+        with trainee.engine.micro_batch(last=number == count):
+            loss = forward(trainee, family, batch, strategy)
+            trainee.engine.backward(loss if count == 1 else loss / count)
+        losses.append(loss.detach())
+        del loss
+    assert number == count, f"{number} micro-batches for a step of {count}"
     optimizer_step(trainee)
-    return loss.detach()
+    return losses[0] if count == 1 else torch.stack(losses).mean()

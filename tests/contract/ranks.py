@@ -23,15 +23,19 @@ ENVIRONMENT = {
     "WORLD_SIZE": str(WORLD),
 }
 PRELOADED = [
+    "accelerate",
     "deepspeed",
     "diffusers.models.transformers.cogvideox_transformer_3d",
     "diffusers.models.transformers.transformer_wan",
+    "peft",
     "planner.catalog",
     "tests.contract.ranks",
+    "tests.contract.training",
     "torch.distributed.fsdp",
     "trainers.engines",
     "trainers.families.cogvideox",
     "trainers.families.wan",
+    "trainers.train",
 ]
 """What every rank would import again: seconds each."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.facts import ModelProfile
+from trainers import draws
 from trainers.families.encoding import Turn
 
 Grid = Mapping[str, int]
@@ -114,7 +115,7 @@ class Family:
 
 def flow_matching(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Noisy latents, timesteps in [0, 1), and the velocity ``noise - latents`` to predict (arXiv 2210.02747)."""
-    noise = torch.randn_like(latents)
-    sigmas = torch.sigmoid(torch.randn(latents.shape[0], device=latents.device))
+    noise = draws.normal_like(latents)
+    sigmas = torch.sigmoid(draws.normal(latents.shape[0], latents.device))
     spread = sigmas.view(-1, *[1] * (latents.ndim - 1)).to(latents.dtype)
     return (1.0 - spread) * latents + spread * noise, sigmas, noise - latents

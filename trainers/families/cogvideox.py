@@ -10,6 +10,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor
 
 from planner.facts import ModelProfile
+from trainers import draws
 from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, pixels, prompt_of, sampled
 
@@ -43,8 +44,8 @@ class CogVideoX(Family):
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         latents = batch["latents"]
         steps = self.scheduler.config["num_train_timesteps"]
-        timesteps = torch.randint(0, steps, (latents.shape[0],), device=latents.device)
-        noisy = self.scheduler.add_noise(latents, torch.randn_like(latents), timesteps)
+        timesteps = draws.integers(steps, latents.shape[0], latents.device)
+        noisy = self.scheduler.add_noise(latents, draws.normal_like(latents), timesteps)
         inputs = {"hidden_states": noisy, "encoder_hidden_states": batch["prompt"], "timestep": timesteps}
         if "image" in batch:
             inputs["hidden_states"] = torch.cat([noisy, batch["image"]], dim=2)

@@ -13,6 +13,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 
 from planner.facts import ModelProfile
+from trainers import draws
 from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
 
@@ -46,9 +47,9 @@ class Unet(Family):
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         latents = batch["latents"]
-        noise = torch.randn_like(latents)
+        noise = draws.normal_like(latents)
         steps = self.scheduler.config["num_train_timesteps"]
-        timesteps = torch.randint(0, steps, (latents.shape[0],), device=latents.device)
+        timesteps = draws.integers(steps, latents.shape[0], latents.device)
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         inputs = {"sample": noisy, "timestep": timesteps, "encoder_hidden_states": batch["prompt"]}
         if "condition" in batch:

@@ -1,0 +1,319 @@
+"""`vplan train`: runs a plan on data, from the first check to the finished weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import click
+
+from planner import catalog, checkpoints, doctor, launch
+from planner.applied import settled
+from planner.commands import USAGE
+from planner.commands.common import DONE, Verb, examples, json_option, show
+from planner.commands.request import Asked, request_options
+from planner.errors import VplanError, quoted
+from planner.follow import Follower
+from planner.plan import Plan, read_plan, write_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.plan import Estimate
+
+PLAN, ENTRIES, CACHE, FINAL, ASIDE = "plan.toml", "entries.jsonl", "cache", "final", "checkpoints.before"
+SCHEDULES = get_args(launch.Schedule)
+RATES = {"lora": 1e-4, "full": 1e-5}
+"""What the published trainers use (diffusers examples/cogvideo, finetrainers examples/training)."""
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan train plan.toml --data clips/ --output run/ --weights Wan2.1-T2V-1.3B-Diffusers/",
+        "vplan train wan2.1-t2v-1.3b --gpu 24GB --data clips/ --output run/ --weights Wan2.1-T2V-1.3B-Diffusers/",
+        "vplan train plan.toml --data clips/ --output run/ --steps 2000 --log-with tensorboard",
+    ),
+)
+@request_options(searched=True)
+@click.option("--data", required=True, metavar="DIR", help="Clips or images with their captions.")
+@click.option("--output", required=True, metavar="DIR", help="Where the run keeps all it writes.")
+@click.option("--weights", metavar="DIR", help="The model as diffusers saves it; an own model's folder by itself.")
+@click.option("--steps", type=click.IntRange(1, 10**5), default=1000, show_default=True, metavar="N", help="In all.")
+@click.option("--learning-rate", type=float, metavar="X", help="[default: 1e-4 for lora, 1e-5 for full]")
+@click.option(
+    "--lr-scheduler",
+    type=click.Choice(SCHEDULES),
+    default="constant",
+    show_default=True,
+    metavar="NAME",
+    help=f"One of {', '.join(SCHEDULES)}.",
+)
+@click.option("--warmup-steps", type=click.IntRange(0, 10**5), default=0, metavar="N", help="Steps of rising rate.")
+@click.option("--seed", type=click.IntRange(0, 10**5), default=0, show_default=True, metavar="N")
+@click.option(
+    "--checkpoint-every", type=click.IntRange(1, 10**5), default=50, show_default=True, metavar="N", help="Steps."
+)
+@click.option("--keep", type=click.IntRange(1, 10**5), default=2, show_default=True, metavar="N", help="Checkpoints.")
+@click.option(
+    "--resume",
+    default="auto",
+    show_default=True,
+    metavar="auto|no|DIR",
+    help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
+)
+@click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
+@click.option("--log-with", metavar="NAME", help="Also tell one of accelerate's trackers: tensorboard, wandb.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, metavar="N", help="This computer's number, from 0.")
+@click.option("--main-address", metavar="HOST", help="The first computer's address, where there are --nodes.")
+@click.option("--print-command", is_flag=True, help="Do all but start the ranks; print how to.")
+@click.option(
+    "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
+)
+@json_option
+def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) -> int:
+    """Train a plan, or a model that is planned for first.
+
+    The plan is checked against what is free now, the data is encoded once and kept, and training goes on from its last
+    checkpoint when the same command is given again. Exit code 3: it does not fit; 4: it ended for another reason.
+    """
+    place = Path(output).expanduser().absolute()
+    if not Path(data).expanduser().is_dir():
+        raise VplanError(f"there is no folder {quoted(data)}", "name the folder of your clips: --data DIR")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VplanError(f"cannot make {quoted(output)}: {error.strerror}", "name another --output") from None
+    with locked(place), contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
+        plan = settled(_plan(asked, place), trained=True)
+        stack.close()
+        return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json)
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Keeps a second run out of an output folder; the system lets go of the lock however we end."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (output / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise VplanError(f"another run is writing into {output}", "name another --output, or wait") from None
+        yield
+
+
+def _plan(asked: Asked, output: Path) -> Plan:
+    """The plan that was named, or the one a former call chose here, or the best one there is."""
+    kept = output / PLAN
+    if asked.plan is not None:
+        request = asked.settle()
+        plan = Plan(job=request.job, strategy=request.strategy, machine=request.machine, trainer=asked.trainer)
+        if not asked.typed:
+            plan = plan.replace(ladder=asked.plan.ladder)
+        write_plan(plan, kept)
+        return plan
+    if asked.model is None:
+        raise VplanError(
+            "no plan and no model", "name one: vplan train plan.toml, or vplan train wan2.1-t2v-1.3b", USAGE
+        )
+    if kept.exists():
+        plan = read_plan(kept)
+        _check_same(asked, plan, kept)
+        click.echo(f"going on with {kept}", err=True)
+        return plan
+    _suggest(asked, kept)
+    click.echo(f"the plan is in {kept}", err=True)
+    return read_plan(kept)
+
+
+def _check_same(asked: Asked, plan: Plan, path: Path) -> None:
+    """What was typed must be what the kept plan says."""
+    fix = "leave it out, or name another --output"
+    if catalog.model(asked.model or "").name != catalog.model(plan.job.model).name:
+        raise VplanError(f"{path} trains {plan.job.model}", fix)
+    for record, said in ((plan.job, asked.job), (plan.strategy, asked.strategy), (plan.machine, asked.machine)):
+        for name, value in said.items():
+            if name not in ("model", "gpu") and name in asked.typed and getattr(record, name) != value:
+                raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
+
+
+def _suggest(asked: Asked, path: Path) -> None:
+    """Runs `vplan suggest` with what was typed, on the card that is here where none was named."""
+    from planner.commands import suggest
+
+    context = click.get_current_context()
+    known = {parameter.name for parameter in suggest.command.params}
+    said = {name: value for name, value in context.params.items() if name in known}
+    if asked.gpu is None:
+        said["gpu"] = _card_here()
+    code = context.invoke(suggest.command, **{**said, "output": str(path), "as_json": False})
+    if code:
+        path.unlink(missing_ok=True)
+        raise VplanError(f"no way to train {asked.model} fits", "see above for the nearest, and what to relax", code)
+
+
+def _card_here() -> str:
+    _, cards = doctor.gpus()
+    known = [card["known_as"] for card in cards if card.get("known_as")]
+    if not known:
+        raise VplanError("no --gpu, and no card that we know is here", "add one, as --gpu 24GB", USAGE)
+    return str(known[0])
+
+
+class _Train:
+    """One call of the command, its plan at hand."""
+
+    def __init__(self, plan: Plan, data: Path, output: Path, said: dict[str, Any]) -> None:
+        self.plan, self.data, self.output, self.said = plan, data, output, said
+        self.device: Literal["cuda", "cpu"] = said["device"]
+        self.notes: list[str] = []
+        self.nodes = launch.Nodes(said["node_rank"], said["main_address"])
+        machine = plan.machine
+        if self.nodes.rank >= machine.nodes:
+            raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
+        if machine.nodes > 1 and not self.nodes.address:
+            raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
+        profile = catalog.model(plan.job.model)
+        if said["weights"] is None and not profile.is_own:
+            raise VplanError("no --weights", f"name the folder of {profile.title} as diffusers saves it", USAGE)
+        self.weights = said["weights"] or str(own_folder(profile.origin))
+
+    def run(self, as_json: bool) -> int:
+        """Checks, prepares, trains, and says how it ended."""
+        entries = self._entries()
+        launch.check_installed(self.plan, self.said["log_with"])
+        estimate, warnings = launch.preflight(self.plan, self.device)
+        for warning in warnings:
+            self._note(f"warning: {warning}")
+        resume = self._resume()
+        if not entries.is_file():
+            self._raise_unless_ok(self._prepare(entries))
+        return self._train(entries, resume, estimate, as_json)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        click.echo(text, err=True)
+
+    def _entries(self) -> Path:
+        """The list of cached samples: the data folder's own where it is one, else the cache's."""
+        own = self.data / ENTRIES
+        return own if own.is_file() else self.output / CACHE / ENTRIES
+
+    def _prepare(self, entries: Path) -> launch.Outcome:
+        wanted = launch.Preparation(
+            plan=self.plan,
+            data=str(self.data),
+            weights=self.weights,
+            entries=str(entries),
+            device=self.device,
+            skip_bad=self.said["skip_bad"],
+        )
+        return launch.prepare(wanted, self.output, lambda: None)
+
+    def _resume(self) -> Path | None:
+        """The checkpoint to go on from. To begin anew moves the old ones aside; nothing finished is removed."""
+        said, run = self.said["resume"], checkpoints.run_id(self.output)
+        folder = self.output / checkpoints.FOLDER
+        if said == "no":
+            if folder.exists():
+                aside = next(path for n in range(10**6) if not (path := self.output / f"{ASIDE}-{n}").exists())
+                folder.rename(aside)
+                self._note(f"the checkpoints of before are in {aside}")
+            return None
+        if said != "auto":
+            found = Path(said).expanduser().absolute()
+            checkpoints.check(found, run)
+            return found
+        newest, faults = checkpoints.newest(self.output, run)
+        for fault in faults:
+            self._note(f"warning: left out: {fault}")
+        if newest:
+            self._note(f"going on from {newest}")
+        elif faults:
+            raise VplanError("no checkpoint is whole", "begin anew with --resume no, which keeps them aside")
+        return newest
+
+    def _train(self, entries: Path, resume: Path | None, estimate: Estimate | None, as_json: bool) -> int:
+        said, output = self.said, self.output
+        request = launch.Request(
+            plan=self.plan,
+            entries=str(entries),
+            weights=self.weights,
+            output=str(output),
+            run=checkpoints.run_id(output),
+            device=self.device,
+            steps=said["steps"],
+            learning_rate=said["learning_rate"] or RATES[self.plan.job.method],
+            schedule=said["lr_scheduler"],
+            warmup_steps=said["warmup_steps"],
+            seed=said["seed"],
+            checkpoint_every=said["checkpoint_every"],
+            keep=said["keep"],
+            resume=str(resume) if resume else None,
+            log_with=said["log_with"],
+        )
+        if said["print_command"]:
+            folder = launch.write_request(output / launch.RUN_FOLDER, request)
+            words = launch.command(self.plan, folder, self.nodes)
+            show({"command": words}, as_json, lambda console: console.print(shlex.join(words), soft_wrap=True))
+            return DONE
+        high = estimate.high_bytes if estimate and self.device == "cuda" else None
+        done = json.loads((resume / checkpoints.MANIFEST).read_text(encoding="utf-8"))["step"] if resume else 0
+        with Follower(output / launch.METRICS, request.steps, request.checkpoint_every, high, done) as follower:
+            ended = launch.run(request, self.nodes, follower.tick)
+        self.notes += follower.warnings
+        self._raise_unless_ok(ended)
+        last = follower.last or {}
+        answer = {
+            "output": str(output),
+            "weights": str(output / FINAL),
+            "checkpoint": str(output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
+            "steps": request.steps,
+            "resumed_from": done,
+            "loss": last.get("loss"),
+            "step_seconds": follower.step_seconds,
+            "peak": follower.peaks or None,
+            "notes": self.notes,
+        }
+        show(answer, as_json, lambda console: _render(console, answer))
+        return DONE
+
+    def _raise_unless_ok(self, ended: launch.Outcome) -> None:
+        """One message for whatever ended it, with where to go on from."""
+        if ended.name == "ok":
+            return
+        newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
+        left = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        message, fix = ended.message, ended.fix
+        if ended.name in ("oom", "host-oom"):
+            shape = ended.shape or {}
+            size = f" at {shape['frames']}x{shape['height']}x{shape['width']}" if shape else ""
+            message = f"out of {'GPU' if ended.name == 'oom' else 'host'} memory{size}: {message}"
+            fix = "plan for less, as with --gradient-checkpointing full, and give the command again"
+        if ended.name == "nan":
+            fix = "try a lower --learning-rate, and look at the data of that step"
+        raise VplanError(f"{message}; {left}", fix, ended.exit_code)
+
+
+def own_folder(origin: str) -> Path:
+    """The folder of the model that a profile was recorded from: a pipeline's, or the component's own."""
+    place = Path(origin).parent
+    return place.parent if place.name in ("transformer", "unet") else place
+
+
+def _render(console: Console, answer: dict[str, Any]) -> None:
+    loss = answer["loss"]
+    console.print(f"trained to step {answer['steps']}" + ("" if loss is None else f", loss {loss:.4f}"))
+    console.print(f"weights: {answer['weights']}")
+    console.print(f"checkpoint: {answer['checkpoint']}")

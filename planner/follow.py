@@ -1,0 +1,97 @@
+"""Following a run from outside: the lines its first rank writes, as progress with the time left, and as a summary."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from planner.units import format_gib, format_seconds
+
+RECENT = 20
+"""Steps whose median says how long one takes."""
+
+
+class Follower:
+    """Reads a metrics file as it grows. On a terminal it draws a bar; elsewhere it says a line at each checkpoint."""
+
+    def __init__(self, path: Path, steps: int, every: int, high_bytes: int | None, done: int = 0) -> None:
+        """`done`: the steps of the checkpoint that is taken up, whose lines have been read before."""
+        self.path, self.steps, self.every, self.high_bytes, self.done = path, steps, every, high_bytes, done
+        self.last: dict[str, Any] | None = None
+        self.peaks: dict[str, int] = {}
+        self.warnings: list[str] = []
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._inode = path.stat().st_ino if path.is_file() else None
+        self._read = path.stat().st_size if path.is_file() else 0
+        """What is there already is of an earlier call, and the run will write it anew."""
+        console = Console(stderr=True)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("loading", total=steps)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def tick(self) -> None:
+        """Takes in what was written since the last call."""
+        for line in self._new_lines():
+            numbers = json.loads(line)
+            if numbers["step"] > self.done:
+                self._take(numbers)
+
+    def _new_lines(self) -> list[str]:
+        """Whole lines that are new, in a file that may have been written anew."""
+        if not self.path.is_file():
+            return []
+        with self.path.open(encoding="utf-8") as file:
+            inode = self.path.stat().st_ino
+            if inode != self._inode:
+                self._inode, self._read = inode, 0
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._read += len(whole.encode())
+        return whole.splitlines()
+
+    def _take(self, line: dict[str, Any]) -> None:
+        self.last = line
+        self._seconds.append(line["seconds"])
+        for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
+            if line[name] is not None:
+                self.peaks[name] = max(self.peaks.get(name, 0), line[name])
+        peak = self.peaks.get("device_bytes", 0)
+        if self.high_bytes is not None and peak > self.high_bytes and not self.warnings:
+            said = f"step {line['step']} took {format_gib(peak)} on the device, and the plan expects at most"
+            self.warnings.append(f"{said} {format_gib(self.high_bytes)}")
+            click.echo(f"warning: {self.warnings[-1]}", err=True)
+        self._bar.update(self._task, completed=line["step"], description=self._words(line))
+        if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
+            click.echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the latest steps."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    def _words(self, line: dict[str, Any]) -> str:
+        seconds = self.step_seconds or 0.0
+        words = [f"loss {line['loss']:.4f}", f"{seconds:.2f} s a step"]
+        if (left := self.steps - line["step"]) > 0:
+            words.append(f"{format_seconds(left * seconds)} left")
+        if "device_bytes" in self.peaks:
+            words.append(f"peak {format_gib(self.peaks['device_bytes'])}")
+        return ", ".join(words)

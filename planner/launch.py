@@ -1,0 +1,255 @@
+"""Starting a training run: what every rank is told, the launcher that starts them, and how it ended.
+
+The ranks are `trainers/train.py`, started through `vplan.py` by torch's own launcher where there are several. They and
+all they started are gone when `run` returns, also when it ends by an error or an interrupt.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import vplan
+from planner import catalog, doctor
+from planner.errors import NotRecordedError, VplanError
+from planner.estimate import estimate
+from planner.library import facts
+from planner.plan import Estimate, Plan
+from planner.probe import LIBRARIES
+from planner.process import Ended, read_json, watch_worker, write_json
+from planner.record import Count, CountOrZero, Flag, Positive, Record
+from planner.units import format_gib
+
+REQUEST, METRICS, LOG = "request.json", "metrics.jsonl", "log.txt"
+RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
+NAN, OUT_OF_MEMORY = 73, 75
+"""Exit codes of a rank. What happened is in its result file; these are for whoever reads the launcher's log."""
+
+PORT = 29500
+"""Where ranks of several machines meet (torchrun's default)."""
+
+FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Beginnings of environment variables by which another launcher would have a say."""
+
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
+
+
+class Request(Record):
+    """What every rank is told."""
+
+    plan: Plan
+    entries: str
+    """file that lists the cached samples"""
+    weights: str
+    """folder of the published weights"""
+    output: str
+    run: str
+    """id of the run in that folder"""
+    device: Literal["cuda", "cpu"] = "cuda"
+    steps: Count
+    """optimizer steps in all"""
+    learning_rate: Positive
+    schedule: Schedule = "constant"
+    warmup_steps: CountOrZero = 0
+    seed: CountOrZero = 0
+    checkpoint_every: Count
+    keep: Count
+    resume: str | None = None
+    """checkpoint to take up; whoever asks has checked it"""
+    log_with: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint and a tracker keep of it."""
+        names = ("steps", "learning_rate", "schedule", "warmup_steps", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+class Preparation(Record):
+    """What the process that encodes the data is told."""
+
+    plan: Plan
+    data: str
+    """folder of clips and captions"""
+    weights: str
+    entries: str
+    """file that will list the cached samples, in the folder of the cache"""
+    device: Literal["cuda", "cpu"] = "cuda"
+    skip_bad: Flag = False
+
+
+class Nodes(NamedTuple):
+    """This computer among those that train together."""
+
+    rank: int = 0
+    address: str | None = None
+    """of the first one"""
+
+
+class Outcome(NamedTuple):
+    """How a run ended: `ok`, `nan`, `oom`, `host-oom`, `refused` or `crash`, and in words why."""
+
+    name: str
+    message: str = ""
+    fix: str = ""
+    exit_code: int = 0
+    shape: Mapping[str, Any] | None = None
+    """of the batch that ran out of memory"""
+
+
+def result_file(rank: int) -> str:
+    """Where a rank tells how it ended."""
+    return f"result-{rank:05d}.json"
+
+
+def command(plan: Plan, folder: Path, nodes: Nodes) -> list[str]:
+    """The command line that starts this computer's ranks on the request in a folder."""
+    worker = vplan.command("worker", "train", str(folder))
+    machine = plan.machine
+    if machine.world == 1 and plan.strategy.sharding == "none":
+        return worker
+    # -P: a folder called torch where the user stands is not ours to run.
+    launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(machine.gpus)]
+    if machine.nodes == 1:
+        return [*launcher, "--standalone", *worker[1:]]
+    where = ["--master-addr", nodes.address or "127.0.0.1", "--master-port", str(PORT)]
+    return [*launcher, "--nnodes", str(machine.nodes), "--node-rank", str(nodes.rank), *where, *worker[1:]]
+
+
+def environment(device: str) -> dict[str, str]:
+    """What the ranks see: ours without other launchers' words."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    if device == "cpu":
+        kept["DS_ACCELERATOR"] = "cpu"
+        kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept
+
+
+def run(request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
+    """Trains to the end; `tick` is called a few times a second. Request, results and log are in OUTPUT/run."""
+    folder = write_request(Path(request.output) / RUN_FOLDER, request)
+    return _run(command(request.plan, folder, nodes), folder, request.device, tick)
+
+
+def prepare(wanted: Preparation, output: Path, tick: Callable[[], None]) -> Outcome:
+    """Encodes the data in a process of its own; request, result and log are in OUTPUT/prepare."""
+    folder = write_request(output / PREPARE_FOLDER, wanted)
+    Path(wanted.entries).parent.mkdir(parents=True, exist_ok=True)
+    return _run(vplan.command("worker", "prepare", str(folder)), folder, wanted.device, tick)
+
+
+def write_request(folder: Path, request: Record) -> Path:
+    """Puts a request where the worker that is named the folder finds it; what an earlier one told is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("result-*.json"):
+        path.unlink()
+    write_json(folder / REQUEST, request.to_json())
+    return folder
+
+
+def _run(words: list[str], folder: Path, device: str, tick: Callable[[], None]) -> Outcome:
+    ended = watch_worker(words, folder / LOG, environment(device), tick)
+    tick()
+    return outcome(folder, ended)
+
+
+def outcome(folder: Path, ended: Ended) -> Outcome:
+    """What the ranks told; where none says why, how the first of them to fail ended."""
+    told = [read_json(path) for path in sorted(folder.glob("result-*.json"))]
+    for name in ("refused", "oom", "host-oom", "nan"):
+        for result in (result for result in told if result.get("outcome") == name):
+            code = result.get("exit_code", 3 if "oom" in name else 4)
+            return Outcome(name, result["message"], result.get("fix", ""), code, result.get("shape"))
+    if ended.returncode == 0 and told and all(result.get("outcome") == "ok" for result in told):
+        return Outcome("ok")
+    log = folder / LOG
+    return Outcome("crash", f"{_cause(told, ended)}; its last words: {_last_words(log)}", f"read {log}", 4)
+
+
+def _cause(told: list[dict[str, Any]], ended: Ended) -> str:
+    unfinished = [str(result["rank"]) for result in told if result.get("outcome") != "ok"]
+    where = f" in {told[0]['phase']}" if told and "phase" in told[0] else ""
+    if len(told) == 1:
+        code = ended.returncode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"training ended with {how}{where}"
+    return f"a rank died{where}, and the others were ended (ranks {', '.join(unfinished)})"
+
+
+def _last_words(log: Path) -> str:
+    """The last line that an error wrote, before a launcher's own report of it."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _is_error(line)]
+    return (errors or lines or ["it said nothing"])[-1][:500]
+
+
+def _is_error(line: str) -> bool:
+    """`SomeError: why`, as a traceback ends, after the rank that torchrun may put in front."""
+    words = line.split("]: ", 1)[-1].split(": ", 1)
+    return len(words) == 2 and words[0].replace(".", "").isidentifier() and words[0].endswith(("Error", "Exception"))
+
+
+def check_installed(plan: Plan, log_with: str | None) -> None:
+    """Name what is missing before anything starts."""
+    strategy = plan.strategy
+    needed = ["torch", "diffusers", "peft", "accelerate", "safetensors"]
+    needed += LIBRARIES.get(strategy.optimizer, ()) + LIBRARIES.get(strategy.weights_dtype or "", ())
+    needed += ["deepspeed"] if strategy.sharding.startswith("zero") else []
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            raise VplanError(f"training this plan needs {package}", "install it: pip install 'vplan[train]'")
+    if log_with and importlib.util.find_spec(log_with) is None:
+        raise VplanError(f"--log-with {log_with} needs {log_with}", f"install it: pip install {log_with}")
+
+
+def preflight(plan: Plan, device: str) -> tuple[Estimate | None, list[str]]:
+    """The estimate of a plan before it trains, and what to warn of; a VplanError (exit 3) when it does not fit.
+
+    With a GPU it must fit into what is free on each that will train. On the CPU nothing of a GPU is asked for; what
+    has no recording trains there all the same.
+    """
+    profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
+    try:
+        known = facts(plan.job, plan.strategy, plan.machine, profile, card)
+        found = estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+    except NotRecordedError as error:
+        if device == "cuda":
+            raise
+        return None, [f"not estimated: {error.message}"]
+    if found.verdict == "no":
+        fault = f"the plan does not fit: {format_gib(found.low_bytes)} at least, and {card.title} gives"
+        if found.limit == "host":
+            fault = f"the plan needs {format_gib(found.host_ram_bytes)} of host RAM, and it has"
+            raise VplanError(f"{fault} {format_gib(plan.machine.host_ram or 0)}", _suggest(plan), 3)
+        raise VplanError(f"{fault} {format_gib(found.budget_bytes)}", _suggest(plan), 3)
+    warnings = [f"it is tight: up to {format_gib(found.high_bytes)}"] if found.verdict == "tight" else []
+    if device == "cuda":
+        warnings += _on_this_machine(plan, found)
+    return found, warnings
+
+
+def _on_this_machine(plan: Plan, found: Estimate) -> Iterator[str]:
+    """What stands against an estimate on the cards that are here, as they are now."""
+    driver, cards = doctor.gpus()
+    if driver["error"]:
+        fix = "train where one is; `--device cpu` is for tiny models"
+        raise VplanError(f"training needs a GPU, and NVML says {driver['error']}", fix)
+    if len(cards) < plan.machine.gpus:
+        raise VplanError(f"the plan is for {plan.machine.gpus} GPUs, and this machine has {len(cards)}", _suggest(plan))
+    for number, card in enumerate(cards[: plan.machine.gpus]):
+        free = card.get("free_bytes")
+        if free is None:
+            yield f"GPU {number} does not say how much of it is free"
+        elif found.low_bytes > free:
+            fault = (
+                f"GPU {number} has {format_gib(free)} free, and the plan needs {format_gib(found.low_bytes)} at least"
+            )
+            raise VplanError(fault, "end what else runs there, or plan for less", 3)
+        elif found.high_bytes > free:
+            yield f"GPU {number} has {format_gib(free)} free, and the plan may need {format_gib(found.high_bytes)}"
+
+
+def _suggest(plan: Plan) -> str:
+    return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan that does"

@@ -1,0 +1,71 @@
+"""Two ranks train what one trains: the same losses and the same weights from the same global batch, however it is
+split, before and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from tests.contract import training  # noqa: E402
+from tests.trainers import runs  # noqa: E402
+
+SHARDINGS = ["ddp", "zero-1", "zero-2", "zero-3", "fsdp"]
+TOLERANCE = 1e-5
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPLAN_HOME", str(root / "home"))
+        yield runs.Place(root, "wan")
+
+
+def alone(place: runs.Place, strategy: dict[str, Any], **job: Any) -> Path:
+    """One rank with the whole global batch."""
+    output = place.root / "alone" / "-".join(map(str, [*strategy.items(), *job.items()]))
+    if not output.exists():
+        plan = place.plan(strategy, batch_size=2, **job)
+        check(training.train(place.request(output, plan, steps=STEPS).to_json(), world=1))
+    return output
+
+
+def request(place: runs.Place, output: Path, sharding: str, strategy: dict[str, Any], **said: Any) -> dict[str, Any]:
+    job = said.pop("job", {})
+    plan = place.plan({"adapter_dtype": "fp32", **strategy, "sharding": sharding}, gpus=2, **job)
+    return place.request(output, plan, steps=said.pop("steps", STEPS), **said).to_json()
+
+
+def check(told: list[dict[str, Any]]) -> None:
+    assert [rank["outcome"] for rank in told] == ["ok"] * len(told), told
+
+
+def compare(found: Path, wanted: Path) -> None:
+    assert runs.losses(found) == pytest.approx(runs.losses(wanted), abs=TOLERANCE)
+    ours, theirs = runs.tensors(found / "final"), runs.tensors(wanted / "final")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name].float(), tensor.float(), atol=2e-4), name
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
+    place: runs.Place, tmp_path: Path, sharding: str, method: str
+) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    first = request(place, once, sharding, {}, job={"method": method}, checkpoint_every=STEPS)
+    half = request(place, twice, sharding, {}, job={"method": method}, steps=3, checkpoint_every=3)
+    last = {**half, "steps": STEPS, "resume": str(twice / "checkpoints" / "step-00000003")}
+    for asked in (first, half, last):
+        check(training.train(asked))
+    compare(once, alone(place, {}, method=method))
+    assert runs.losses(once) == runs.losses(twice)
+    a, b = runs.tensors(once / "final"), runs.tensors(twice / "final")
+    assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())

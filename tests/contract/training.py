@@ -1,0 +1,53 @@
+"""Training at two ranks on the CPU, in processes that a fork server starts: what one rank runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from typing import Any
+
+from tests.contract import ranks
+from tests.trainers import runs
+
+Told = dict[str, Any]
+
+
+def train(request: dict[str, Any], world: int = ranks.WORLD) -> list[Told]:
+    """Runs a request on so many ranks, all of them new; what each told."""
+    context = ranks._fork_server()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    queue = context.Queue()
+    arguments = (port, world, request, os.environ["VPLAN_HOME"], queue)
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    answers = dict(queue.get(timeout=ranks.SECONDS) for _ in processes)
+    for process in processes:
+        process.join(ranks.SECONDS)
+    failed = [answer for answer in answers.values() if isinstance(answer, str)]
+    assert not failed, failed[0]
+    return [answers[rank] for rank in range(world)]
+
+
+def _rank(rank: int, port: int, world: int, request: dict[str, Any], home: str, queue: Any) -> None:
+    os.environ.update(ranks.ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), VPLAN_HOME=home)
+    if world == 1:  # as `vplan train` starts it, without a launcher
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            del os.environ[name]
+    import torch
+
+    from planner.launch import Request
+
+    torch.set_num_threads(1)
+    try:
+        queue.put((rank, runs.train(Request.read(request))))
+    except Exception as error:
+        queue.put((rank, f"{error}\n{traceback.format_exc()[-3000:]}"))
+        raise
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

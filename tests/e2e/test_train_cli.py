@@ -1,0 +1,149 @@
+"""`vplan train` as people call it: processes, exit codes, kills at any moment, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import vplan  # noqa: E402
+from planner import checkpoints  # noqa: E402
+from planner.plan import read_plan, write_plan  # noqa: E402
+from tests.trainers import runs  # noqa: E402
+
+PATIENCE = 300
+"""Seconds for a process on a busy machine; nobody measures them."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("cli")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPLAN_HOME", str(root / "home"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        made = runs.Place(root, "wan")
+        write_plan(made.plan(), root / "plan.toml")
+        write_plan(made.plan({"sharding": "ddp"}, gpus=2), root / "two.toml")
+        yield made
+
+
+def words(place: runs.Place, output: Path, *more: str, plan: str = "plan.toml") -> list[str]:
+    said = ["--data", str(place.root / "data"), "--output", str(output), "--device", "cpu"]
+    return vplan.command("train", str(place.root / plan), *said, "--learning-rate", "0.01", *more)
+
+
+def run(*said: Any, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words(*said, **how), capture_output=True, text=True, check=False, timeout=PATIENCE)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+
+
+def lines(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_from_a_plan_to_a_lora_file_with_a_kill_and_a_resume(place: runs.Place, tmp_path: Path) -> None:
+    """Killed five times, the last with the parent alone; each call goes on, and the end is the uninterrupted one's."""
+    whole = run(place, tmp_path / "whole", "--steps", "60", "--checkpoint-every", "5", "--json")
+    assert whole.returncode == 0, whole.stderr
+    answer = json.loads(whole.stdout)
+    assert answer["steps"] == 60 and Path(answer["weights"]).is_dir()
+    output = tmp_path / "killed"
+    finished: set[str] = set()
+    for number, steps in enumerate((7, 14, 23, 38, 52)):
+        process = subprocess.Popen(
+            words(place, output, "--steps", "60", "--checkpoint-every", "5"), stderr=subprocess.DEVNULL
+        )
+        wait_for(lambda steps=steps: lines(output) >= steps, process)
+        tree = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        if number != 4:
+            for child in tree:
+                child.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(tree, timeout=60)
+        assert not alive, "workers end with their parent"
+        newest, _ = checkpoints.newest(output, checkpoints.run_id(output))
+        assert newest is not None and finished <= {newest.name} | finished
+        assert int(newest.name[5:]) > steps - 11  # no more is lost than since the last checkpoint and its writing
+        finished.add(newest.name)
+    done = run(place, output, "--steps", "60", "--checkpoint-every", "5")
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stderr
+    assert runs.losses(output) == runs.losses(tmp_path / "whole")
+    wanted, found = runs.tensors(tmp_path / "whole" / "final"), runs.tensors(output / "final")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+
+
+def test_a_rank_that_dies_takes_the_others_with_it(place: runs.Place, tmp_path: Path) -> None:
+    said = words(place, tmp_path / "out", "--steps", "9999", "--checkpoint-every", "5", plan="two.toml")
+    process = subprocess.Popen(said, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: lines(tmp_path / "out") >= 7, process)  # type: ignore[arg-type]
+    tree = psutil.Process(process.pid).children(recursive=True)
+    told = json.loads((tmp_path / "out" / "run" / "result-00001.json").read_text())
+    os.kill(told["pid"], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert "a rank died" in stderr and "the last good checkpoint is" in stderr
+    assert "Traceback" not in stderr
+    assert stderr.count("error:") == 1
+    assert not psutil.wait_procs(tree, timeout=1)[1]
+
+
+def test_what_cannot_be_is_said_in_two_lines(place: runs.Place, tmp_path: Path) -> None:
+    cases = [
+        ((), {"OUTPUT": "x"}, ("--learning-rate", "1e30", "--steps", "5"), 4, "no number"),
+        ((), {}, ("--resume", str(tmp_path)), 1, "is no checkpoint"),
+        ((), {}, ("--optimizer", "muon"), 1, "optimizer muon"),
+        ((), {}, ("--weights", str(tmp_path)), 1, "config.json"),
+    ]
+    for number, (_, _, more, code, named) in enumerate(cases):
+        done = run(place, tmp_path / f"out-{number}", *more)
+        assert done.returncode == code, (more, done.stderr)
+        assert named in done.stderr and "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_a_second_run_in_the_same_folder_is_refused(place: runs.Place, tmp_path: Path) -> None:
+    from planner.commands.train import locked
+
+    with locked(tmp_path):
+        done = run(place, tmp_path)
+    assert done.returncode == 1 and "another run is writing" in done.stderr
+
+
+def test_the_printed_command_trains(place: runs.Place, tmp_path: Path) -> None:
+    done = run(place, tmp_path, "--steps", "2", "--print-command", "--json")
+    assert done.returncode == 0, done.stderr
+    command = json.loads(done.stdout)["command"]
+    ended = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=False, timeout=PATIENCE)
+    assert ended.returncode in (0, 130)
+
+
+def test_a_model_is_planned_for_first(place: runs.Place, tmp_path: Path) -> None:
+    """The plan that suggest chooses is written and said, and then trained like any other."""
+    said = ["--data", str(place.root / "data"), "--output", str(tmp_path), "--weights", str(place.root / "model")]
+    job = ["--frames", "5", "--height", "32", "--width", "48", "--gpu", "24GB", "--device", "cpu", "--steps", "1"]
+    done = subprocess.run(
+        vplan.command("train", "wan2.1-t2v-1.3b", *said, *job, "--json"),
+        capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "num_layers" in json.loads(done.stdout)["error"]["message"]  # the folder holds another architecture
+    assert read_plan(tmp_path / "plan.toml").job.model == "wan2.1-t2v-1.3b"
+    assert "the plan is in" in done.stderr

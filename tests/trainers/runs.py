@@ -1,0 +1,161 @@
+"""Tiny models as folders, cached samples for them, and requests to train them: what the tests of training share."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from safetensors.torch import save_file
+
+from planner import catalog, checkpoints
+from planner.applied import settled
+from planner.commands import own
+from planner.job import Bucket, Job, Machine, Strategy
+from planner.launch import Request
+from planner.plan import Plan
+from trainers import step
+from trainers.families import family
+from trainers.loader import Entry, write_entries
+
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 32,
+    "freq_dim": 16,
+    "text_dim": 8,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+COG = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "text_embed_dim": 8,
+    "time_embed_dim": 8,
+    "max_text_seq_length": 6,
+    "num_layers": 2,
+    "sample_height": 8,
+    "sample_width": 8,
+    "sample_frames": 9,
+}
+TINY = {"wan": ("wan2.1-t2v-1.3b", WAN), "cogvideox": ("cogvideox-2b", COG)}
+SHAPES = {
+    "wan": (Bucket(frames=5, height=32, width=48), Bucket(frames=1, height=48, width=32)),
+    "cogvideox": (Bucket(frames=9, height=64, width=64),),
+}
+TEXT = {"wan": None, "cogvideox": 6}
+"""Prompt lengths where the tiny table of positions is shorter than the published one."""
+PLAIN = {"weights_dtype": "fp32", "autocast": "none", "compute_dtype": "fp32"}
+"""No rounding that hides a difference."""
+
+
+def make_model(folder: Path, kind: str) -> str:
+    """A tiny random transformer saved as diffusers does it, known by name; `VPLAN_HOME` must be a test's own."""
+    assert "nobody" not in os.environ["VPLAN_HOME"]
+    published, tiny = TINY[kind]
+    profile = catalog.model(published)
+    torch.manual_seed(7)
+    model = getattr(diffusers, profile.diffusers_class).from_config({**profile.config, **tiny})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.1)
+    model.save_pretrained(folder / "transformer")
+    return own.keep(*own.read(str(folder), f"tiny-{kind}")).profile.name
+
+
+def make_entries(folder: Path, name: str, kind: str, each: int = 3) -> Path:
+    """Random samples as caching leaves them."""
+    profile = catalog.model(name)
+    made = family(profile)
+    torch.manual_seed(3)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for bucket in SHAPES[kind]:
+        for number in range(each):
+            job = Job(model=name, **bucket.model_dump(exclude={"batch_size"}), text_tokens=TEXT[kind])
+            batch = made.batch(catalog.grid(profile, job), "cpu", torch.float32)
+            stem = folder / f"{bucket.frames}x{bucket.height}x{bucket.width}-{number}"
+            one = {key: tensor[0].contiguous() for key, tensor in batch.items()}
+            prompt = {"prompt": one.pop("prompt")}
+            save_file(one, f"{stem}.latents.safetensors")
+            save_file(prompt, f"{stem}.text.safetensors")
+            entries.append(Entry(Path(f"{stem}.latents.safetensors"), Path(f"{stem}.text.safetensors"), bucket))
+    write_entries(folder / "entries.jsonl", entries)
+    return folder / "entries.jsonl"
+
+
+class Place:
+    """A tiny model with its samples in one folder; made once for many runs."""
+
+    def __init__(self, root: Path, kind: str) -> None:
+        self.root, self.kind = root, kind
+        self.model = make_model(root / "model", kind)
+        self.entries = make_entries(root / "data", self.model, kind)
+
+    def plan(self, strategy: dict[str, Any] | None = None, gpus: int = 1, **job: Any) -> Plan:
+        bucket = SHAPES[self.kind][0]
+        shape = {"frames": bucket.frames, "height": bucket.height, "width": bucket.width, "lora_rank": 4}
+        shape |= {"text_tokens": TEXT[self.kind]}
+        return settled(
+            Plan(
+                job=Job.read({"model": self.model, **shape, **job}),
+                strategy=Strategy.read({**PLAIN, **(strategy or {})}),
+                machine=Machine(gpu="24GB", gpus=gpus),
+            ),
+            trained=True,
+        )
+
+    def request(self, output: Path, plan: Plan | None = None, **said: Any) -> Request:
+        output.mkdir(parents=True, exist_ok=True)
+        asked = {
+            "plan": plan or self.plan(),
+            "entries": str(self.entries),
+            "weights": str(self.root / "model"),
+            "output": str(output),
+            "run": checkpoints.run_id(output),
+            "device": "cpu",
+            "steps": 4,
+            "learning_rate": 1e-2,
+            "checkpoint_every": 2,
+            "keep": 2,
+        }
+        return Request(**{**asked, **said})
+
+
+class Told:
+    """A report that stays in memory."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {}
+
+    def tell(self, **facts: Any) -> None:
+        self.told.update(facts)
+
+
+def train(request: Request) -> dict[str, Any]:
+    """Trains in this process; what it told."""
+    from trainers import train as worker
+
+    told = Told()
+    worker.run(request, told)
+    return told.told
+
+
+def losses(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All finished weights."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+__all__ = ["SHAPES", "Place", "losses", "step", "tensors", "train"]

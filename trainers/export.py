@@ -1,0 +1,77 @@
+"""The finished weights, as diffusers reads them: a LoRA file for ``load_lora_weights``, or the whole model's folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import diffusers
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from planner import checkpoints
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import Job
+from trainers.average import Average
+from trainers.checkpoint import barrier, gather, is_first
+from trainers.parallel import Alone
+from trainers.weights import saved_buffers
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name that pipelines look for (diffusers loaders.lora_base)."""
+
+
+def part(profile: ModelProfile) -> str:
+    """What pipelines call the model: the prefix of its LoRA weights, and its folder."""
+    return "unet" if profile.family == "unet" else "transformer"
+
+
+def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average: Average | None) -> None:
+    """Writes the trained weights, or their average where the plan keeps one; all ranks call together."""
+    trained = engine.trainee.trainable
+    found = gather(trained, average.whole if average else engine.whole)
+    if job.method == "full":
+        found |= gather((name for name in engine.parameters if name not in trained), engine.whole)
+    if is_first():
+        partial = folder.with_name(f".partial-{folder.name}")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            if job.method == "lora":
+                save_file(lora_tensors(found, part(profile)), partial / LORA_FILE, metadata={"format": "pt"})
+            else:
+                whole_model(found, profile, engine).save_pretrained(partial / part(profile))
+            for path in partial.rglob("*"):
+                checkpoints.sync(path)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(partial, folder)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            fix = "make room there and give the same command again"
+            raise VplanError(f"cannot write {folder}: {reason}", fix, 4) from None
+    barrier()
+
+
+def lora_tensors(trained: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
+
+    Alpha equals the rank, which is what a file without alphas says.
+    """
+    return {f"{prefix}.{name.replace('.default.', '.')}": tensor for name, tensor in trained.items()}
+
+
+def whole_model(tensors: dict[str, Tensor], profile: ModelProfile, engine: Alone) -> torch.nn.Module:
+    """A plain model on the CPU around trained tensors, whatever engine split the one that trained."""
+    from accelerate import init_empty_weights
+
+    model_class = getattr(diffusers, profile.diffusers_class)
+    with init_empty_weights():
+        model: torch.nn.Module = model_class.from_config(profile.config)
+    model.load_state_dict({**tensors, **saved_buffers(engine.plain)}, strict=False, assign=True)
+    lacking = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    assert not lacking, lacking[:3]
+    return model

@@ -1,0 +1,221 @@
+"""From cached samples to batches: which sample comes when, on which rank, and the files stacked into one batch.
+
+The global batch of a step depends on the seed and the step alone, never on how many ranks share it, so a run can be
+split, killed and taken up again without a sample being seen twice or left out. Nothing is kept between steps: the
+position is the number of steps that are done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from planner import catalog
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import Bucket, Job
+from trainers.draws import SEEDS, sample_seed
+from trainers.families.base import Family
+from trainers.step import Batch
+
+CACHED_ORDERS = 2
+"""Epochs whose order is remembered: the one that runs and the next."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sample as caching left it: two safetensors files that together hold `Family.batch` without its first axis."""
+
+    path: Path
+    """latents and what else the clip gives"""
+    text: Path
+    """prompt embeddings"""
+    bucket: Bucket
+
+
+def write_entries(path: Path, entries: Iterable[Entry]) -> None:
+    """Lists samples in a file of JSON lines, whole or not at all; files below its folder by their path from there."""
+    root = path.parent.absolute()
+
+    def told(file: Path) -> str:
+        whole = file.absolute()
+        return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(whole)
+
+    lines = [
+        {"path": told(entry.path), "text": told(entry.text), "bucket": entry.bucket.to_json()} for entry in entries
+    ]
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The samples that `write_entries` listed."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        root = path.parent
+        return [
+            Entry(root / line["path"], root / line["text"], Bucket.read(line["bucket"], path.name)) for line in lines
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, VplanError):
+            raise
+        raise VplanError(f"{path} is no list of cached samples", "remove it and let it be made again") from None
+
+
+class Step(NamedTuple):
+    """The samples of one optimizer step, all of one shape, in the order of the global batch."""
+
+    bucket: Bucket
+    batch_size: int
+    """on one rank, in one micro-batch"""
+    samples: tuple[int, ...]
+    """numbers of entries: micro-batch by micro-batch, rank by rank"""
+
+
+class Sampler:
+    """Which entries every step trains on: shuffled anew each epoch, one shape a step.
+
+    What a shape's entries lack of a whole global batch is filled up with its own first ones of that epoch (torch's
+    DistributedSampler does so): no entry is left out, however few there are of its shape.
+    """
+
+    def __init__(self, entries: Sequence[Entry], job: Job, world: int, accumulation: int, seed: int) -> None:
+        if not entries:
+            raise VplanError("there is not one sample to train on", "put clips and their captions into --data")
+        self.entries = tuple(entries)
+        self.world, self.accumulation, self.seed = world, accumulation, seed
+        self._shapes: dict[Bucket, list[int]] = {}
+        for number, entry in enumerate(self.entries):
+            self._shapes.setdefault(entry.bucket, []).append(number)
+        self._batch_sizes = {bucket: bucket.batch_size or job.batch_size for bucket in self._shapes}
+        self.steps_per_epoch = sum(-(-len(found) // self._global(bucket)) for bucket, found in self._shapes.items())
+        self._order = lru_cache(CACHED_ORDERS)(self._shuffled)
+
+    def _global(self, bucket: Bucket) -> int:
+        return self._batch_sizes[bucket] * self.world * self.accumulation
+
+    def step(self, number: int) -> Step:
+        """The samples of a step, counted from 0."""
+        epoch, index = divmod(number, self.steps_per_epoch)
+        return self._order(epoch)[index]
+
+    def _shuffled(self, epoch: int) -> list[Step]:
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
+        steps = []
+        for bucket, found in self._shapes.items():
+            size = self._global(bucket)
+            order = [found[place] for place in torch.randperm(len(found), generator=generator).tolist()]
+            whole = -(-len(order) // size) * size
+            order = (order * -(-whole // len(order)))[:whole]
+            batch_size = self._batch_sizes[bucket]
+            steps += [Step(bucket, batch_size, tuple(order[at : at + size])) for at in range(0, whole, size)]
+        return [steps[place] for place in torch.randperm(len(steps), generator=generator).tolist()]
+
+    def position(self, done: int) -> dict[str, int | str]:
+        """What a checkpoint keeps after so many steps: enough to see that a resumed run has the same order."""
+        named = [[entry.path.name, entry.text.name, entry.bucket.to_json()] for entry in self.entries]
+        sizes = [self._global(bucket) for bucket in self._shapes]
+        digest = hashlib.sha256(json.dumps([named, sizes, self.seed]).encode()).hexdigest()
+        return {"steps": done, "epoch": done // self.steps_per_epoch, "order": digest[:32]}
+
+    def resume(self, position: dict[str, int | str]) -> int:
+        """The steps that were done when a position was kept; a VplanError when the order is another one now."""
+        done = int(position["steps"])
+        if self.position(done) != position:
+            fault = "the data, the global batch or the seed is another than that of the checkpoint"
+            raise VplanError(fault, "give the same --data, plan and --seed, or begin anew with --resume no")
+        return done
+
+
+class Stacker:
+    """Turns entries of one shape into a batch on the CPU, checked against what the family says a batch holds."""
+
+    def __init__(self, profile: ModelProfile, job: Job, kind: Family, dtype: torch.dtype) -> None:
+        self.profile, self.job, self.kind, self.dtype = profile, job, kind, dtype
+        self._templates: dict[Bucket, tuple[Batch, frozenset[str]]] = {}
+
+    def batch(self, entries: Sequence[Entry]) -> Batch:
+        """The tensors of some entries, stacked; what all samples of a shape share (tables of positions) once."""
+        template, shared = self.template(entries[0].bucket)
+        samples = [self._sample(entry, template, shared) for entry in entries]
+        return {
+            name: samples[0][name] if name in shared else torch.stack([sample[name] for sample in samples])
+            for name in template
+        }
+
+    def template(self, bucket: Bucket) -> tuple[Batch, frozenset[str]]:
+        """A batch of two without values, and the names of what does not grow with the batch."""
+        if bucket not in self._templates:
+            grid = catalog.grid(self.profile, self.job, bucket.replace(batch_size=2))
+            two, three = (self.kind.batch({**grid, "B": size}, "meta", self.dtype) for size in (2, 3))
+            shared = frozenset(name for name in two if two[name].shape == three[name].shape)
+            self._templates[bucket] = two, shared
+        return self._templates[bucket]
+
+    def _sample(self, entry: Entry, template: Batch, shared: frozenset[str]) -> Batch:
+        found = {**_read(entry.path), **_read(entry.text)}
+        fix = "remove the cache folder and let it be made again"
+        if missing := template.keys() - found.keys():
+            raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
+        for name, wanted in template.items():
+            shape = wanted.shape if name in shared else wanted.shape[1:]
+            if found[name].shape != shape:
+                where = entry.text if name in _read(entry.text) else entry.path
+                fault = f"{name} in {where.name} has the shape {tuple(found[name].shape)}, not {tuple(shape)}"
+                raise VplanError(fault, fix)
+            found[name] = found[name].to(wanted.dtype)
+        return found
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
+        raise VplanError(f"cannot read {path}: {reason}", "remove it and let it be made again") from None
+
+
+class Loader:
+    """The micro-batches of one rank on its device; the next one is read while this one trains."""
+
+    def __init__(self, sampler: Sampler, stacker: Stacker, rank: int, device: torch.device, last_step: int) -> None:
+        self.sampler, self.stacker, self.rank, self.device, self.last_step = sampler, stacker, rank, device, last_step
+        self._thread = ThreadPoolExecutor(1, "vplan-loader")
+        self._ahead: dict[tuple[int, int], Future[Batch]] = {}
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        """The micro-batches of a step, counted from 0, each with the seeds of its samples."""
+        for micro in range(self.sampler.accumulation):
+            ready = self._ahead.pop((step, micro), None) or self._thread.submit(self._load, step, micro)
+            following = (step, micro + 1) if micro + 1 < self.sampler.accumulation else (step + 1, 0)
+            if following[0] < self.last_step:
+                self._ahead[following] = self._thread.submit(self._load, *following)
+            batch = ready.result()
+            moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items() if name != SEEDS}
+            yield {**moved, SEEDS: batch[SEEDS]}
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _load(self, step: int, micro: int) -> Batch:
+        wanted = self.sampler.step(step)
+        first = (micro * self.sampler.world + self.rank) * wanted.batch_size
+        places = range(first, first + wanted.batch_size)
+        batch = self.stacker.batch([self.sampler.entries[wanted.samples[place]] for place in places])
+        if self.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        seeds = [sample_seed(self.sampler.seed, step, place) for place in places]
+        return {**batch, SEEDS: torch.tensor(seeds, dtype=torch.int64)}

@@ -1,0 +1,250 @@
+"""Training with others: DDP, DeepSpeed's ZeRO and FSDP2 around the one step, and what a checkpoint takes out of them.
+
+An engine is set up after the weights are loaded. `whole` gives the trained weights back as they are without it, so
+that weights are written and read alike under every sharding; `state` is what this rank alone has to keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from planner.facts import ModelProfile
+from planner.job import Job, Strategy
+from planner.zero import DEEPSPEED, Settings
+from trainers import step
+from trainers.engines import deepspeed_config, shard
+from trainers.families import family
+from trainers.optimizers import make_optimizer
+
+LOCAL, SHAPE, DIM = "local", "whole shape", "split along"
+"""A share of a tensor in a state."""
+
+
+class Alone(step.Engine):
+    """One process, or one that others only share gradients with: it has all weights and the whole optimizer."""
+
+    replicated = True
+    """Whether every rank has the same state, so that one of them keeps it for all."""
+
+    def __init__(self, trainee: step.Trainee) -> None:
+        self.trainee = trainee
+        self.plain = trainee.model
+        """the model without what an engine puts around it"""
+        self.parameters = dict(trainee.model.named_parameters())
+
+    def whole(self, name: str) -> Tensor:
+        """A weight as it is without sharding, where it lies; all ranks ask together."""
+        return self.parameters[name].detach()
+
+    def state(self) -> dict[str, Any]:
+        """What this rank keeps of the optimizer: plain tensors, numbers and lists."""
+        assert self.trainee.optimizer is not None
+        return self.trainee.optimizer.state_dict()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes up what `state` gave on the same rank of as many."""
+        assert self.trainee.optimizer is not None
+        self.trainee.optimizer.load_state_dict(state)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Where learning rates are written."""
+        assert self.trainee.optimizer is not None
+        return self.trainee.optimizer.param_groups
+
+
+class Ddp(Alone):
+    """DistributedDataParallel: gradients are averaged in backward of the last micro-batch."""
+
+    def __init__(self, trainee: step.Trainee, strategy: Strategy, finds_unused: bool) -> None:
+        super().__init__(trainee)
+        device = next(trainee.model.parameters()).device
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.8
+        trainee.model = self.wrapped = DistributedDataParallel(
+            trainee.model,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            find_unused_parameters=finds_unused,
+            gradient_as_bucket_view=strategy.grad_buckets == "view",
+            init_sync=False,  # every rank has read the same files; `check_alike` looks
+        )
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[no-any-return]
+
+
+class Fsdp(Alone):
+    """FSDP2: parameters are DTensors; gradients are reduced in every micro-batch and added up as shares."""
+
+    replicated = False
+
+    def whole(self, name: str) -> Tensor:
+        parameter = self.parameters[name].detach()
+        assert isinstance(parameter, DTensor)
+        return parameter.full_tensor()
+
+    def state(self) -> dict[str, Any]:
+        return _map(super().state(), _as_share)  # type: ignore[no-any-return]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        first = next(iter(self.trainee.trainable.values()))
+        assert isinstance(first, DTensor)
+        super().load_state(_map(state, lambda value: _from_share(value, first)))
+
+
+class Zero(Alone):
+    """DeepSpeed: it averages, clips and steps itself, at the last of as many micro-batches as its config says."""
+
+    replicated = False
+
+    def __init__(self, trainee: step.Trainee, job: Job, strategy: Strategy, settings: Settings) -> None:
+        super().__init__(trainee)
+        import deepspeed
+
+        config = deepspeed_config(job, strategy, settings)
+        self.deepspeed, *_ = deepspeed.initialize(model=trainee.model, optimizer=trainee.optimizer, config=config)
+        self.stage_3 = strategy.sharding == "zero-3"
+        trainee.model = self.deepspeed
+        self.inner = self.deepspeed.optimizer
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:  # type: ignore[override]
+        yield
+        if not last:
+            self.deepspeed.step()  # only counts
+
+    def backward(self, loss: Tensor) -> None:
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def step(self, trainee: step.Trainee) -> None:
+        self.deepspeed.step()
+
+    def whole(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        if not self.stage_3:
+            return parameter.detach()
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """This rank's fp32 shares, in the order DeepSpeed steps them."""
+        found = self.inner.fp32_partitioned_groups_flat if self.stage_3 else self.inner.single_partition_of_fp32_groups
+        return list(found)
+
+    def state(self) -> dict[str, Any]:
+        states = self.inner.optimizer.state
+        return {"masters": [m.detach() for m in self.masters], "states": [dict(states[m]) for m in self.masters]}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        for master, kept, values in zip(self.masters, state["masters"], state["states"], strict=True):
+            master.copy_(kept)
+            there = self.inner.optimizer.state[master]
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    value = value.to(master.device)
+                there[key] = value
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.inner.optimizer.param_groups
+        return found
+
+
+def set_up(
+    model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
+    settings: Settings = DEEPSPEED,
+) -> tuple[step.Trainee, Alone]:  # fmt: skip
+    """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
+    if strategy.sharding == "fsdp":
+        device = next(model.parameters()).device.type
+        shard(model, profile, job, strategy, init_device_mesh(device, (dist.get_world_size(),)))
+    trainable = step.trainable_parameters(model)
+    trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
+    engine: Alone
+    if strategy.sharding == "fsdp":
+        engine = Fsdp(trainee)
+    elif strategy.sharding == "ddp":
+        kind = family(profile)
+        engine = Ddp(trainee, strategy, any(kind.without_gradient(name, profile.blocks) for name in trainable))
+    elif strategy.sharding.startswith("zero"):
+        engine = Zero(trainee, job, strategy, settings)
+    else:
+        engine = Alone(trainee)
+    trainee.engine = engine
+    return trainee, engine
+
+
+def check_alike(trainable: dict[str, nn.Parameter], device: torch.device) -> None:
+    """All ranks must begin with the same trained weights; nobody sends them around."""
+    total = torch.stack([parameter.detach().double().abs().sum() for parameter in trainable.values()]).sum()
+    ends = torch.stack([total, -total]).to(device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    assert ends[0] == -ends[1], "ranks have read different weights"
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of one number of each rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def split_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as a parameter is; the tensor itself where nothing is cut."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    cut = distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return cut.to_local()
+
+
+def join_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """The whole tensor of which every rank has a part, as it has of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    spread = DTensor.from_local(
+        part.to(parameter.device), parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+    return spread.full_tensor()
+
+
+def _map(value: Any, change: Any) -> Any:
+    """A nested state with every tensor, or share of one, changed."""
+    if isinstance(value, dict) and LOCAL not in value:
+        return {key: _map(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map(inner, change) for inner in value]
+    return change(value)
+
+
+def _as_share(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    (placement,) = value.placements
+    return {LOCAL: value.to_local(), SHAPE: list(value.shape), DIM: getattr(placement, "dim", None)}
+
+
+def _from_share(value: Any, like: DTensor) -> Any:
+    if not isinstance(value, dict):
+        return value
+    shape = torch.Size(value[SHAPE])
+    stride = torch.empty(shape, device="meta").stride()
+    placement = Replicate() if value[DIM] is None else Shard(value[DIM])
+    local = value[LOCAL].to(like.to_local().device)
+    return DTensor.from_local(local, like.device_mesh, [placement], run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,54 @@
+"""The worker before training: encodes a folder of clips and captions, and lists what training reads.
+
+A process of its own, so that the encoders and all they left on the GPU are gone before the model is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from planner import catalog
+from planner.errors import VplanError
+from planner.launch import REQUEST, Preparation, result_file
+from planner.process import read_json
+from trainers.probe import Report, end_with_parent, set_allocator
+
+
+def main(arguments: list[str]) -> int:
+    """Prepares what the request in the folder named by the only argument asks for."""
+    folder = Path(arguments[0])
+    end_with_parent()
+    wanted = Preparation.read(read_json(folder / REQUEST), REQUEST)
+    report = Report(folder / result_file(0))
+    report.tell(rank=0, phase="encode")
+    set_allocator(wanted.plan.strategy.expandable_segments)
+    try:
+        prepare(wanted)
+    except VplanError as error:
+        report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
+        return error.exit_code
+    report.tell(outcome="ok")
+    return 0
+
+
+def prepare(wanted: Preparation) -> None:
+    """Encodes what is not in the cache yet and writes the list of samples beside it."""
+    import torch
+
+    from trainers.cache import Setting, cached
+    from trainers.data import read
+    from trainers.loader import write_entries
+
+    plan = wanted.plan
+    profile = catalog.model(plan.job.model)
+    entries = Path(wanted.entries)
+    setting = Setting(
+        profile=profile,
+        job=plan.job,
+        strategy=plan.strategy,
+        source=wanted.weights,
+        folder=entries.parent,
+        device=torch.device(wanted.device),
+    )
+    dataset = read(Path(wanted.data), profile, plan.job)
+    write_entries(entries, cached(dataset, setting, skip_bad=wanted.skip_bad))

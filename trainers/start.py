@@ -1,0 +1,93 @@
+"""Where ranks find each other: accelerate's state as the plan needs it, and proof that it is what came about.
+
+Each mistake that is refused here runs without a word otherwise, as so many independent trainings (accelerate 1.15 on
+the CPU: ``--cpu`` starts one process; several without ``cpu=True`` do not know of each other; under DeepSpeed without a
+backend named ``num_processes`` is 1; its own FSDP never engages).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import VplanError
+from planner.job import Job, Machine, Strategy
+from planner.zero import DEEPSPEED
+from trainers.engines import deepspeed_config
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from planner.launch import Request
+
+
+def find_device(name: str) -> torch.device:
+    """This rank's device; a VplanError when there is none of that kind."""
+    if name == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not torch.cuda.is_available():
+        fix = "train where one is; `--device cpu` is for tiny models"
+        raise VplanError(f"training needs a GPU, and torch {torch.__version__} finds none on this machine", fix)
+    if local >= torch.cuda.device_count():
+        fault = f"the plan is for GPU {local + 1} of this machine, and torch sees {torch.cuda.device_count()}"
+        raise VplanError(fault, "plan for fewer GPUs, or look at CUDA_VISIBLE_DEVICES")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def start(job: Job, strategy: Strategy, machine: Machine, device: torch.device, request: Request) -> Accelerator:
+    """Accelerate's state for a plan, checked. It finds the ranks and keeps the trackers; the step is ours."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    together = "WORLD_SIZE" in os.environ
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    handlers = [InitProcessGroupKwargs(backend=backend)] if together else []
+    said: dict[str, Any] = {"kwargs_handlers": handlers, "log_with": request.log_with, "project_dir": request.output}
+    zero = strategy.sharding.startswith("zero")
+    if zero:
+        said["deepspeed_plugin"] = _plugin(job, strategy)
+    else:
+        said["cpu"] = device.type == "cpu"
+    accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **said)
+    check(accelerator, strategy, machine, backend)
+    if request.log_with:
+        accelerator.init_trackers("vplan", {"model": job.model, "method": job.method, **request.settings()})
+    return accelerator
+
+
+def _plugin(job: Job, strategy: Strategy) -> Any:
+    import deepspeed
+    from accelerate import DeepSpeedPlugin
+
+    if not torch.cuda.is_available():  # else every start compiles it, for half a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return DeepSpeedPlugin(hf_ds_config=deepspeed_config(job, strategy, DEEPSPEED))
+
+
+def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backend: str) -> None:
+    """Refuses a start that is another than the plan's: ranks, kind of distribution, backend."""
+    from accelerate.utils import DistributedType
+
+    found, world = accelerator.num_processes, machine.world
+    if found != world:
+        fault = f"the plan is for {world} processes, and accelerate found {found}"
+        raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
+    split = strategy.sharding in ("ddp", "fsdp") or world > 1
+    wanted = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU} if split else {DistributedType.NO}
+    if strategy.sharding.startswith("zero"):
+        wanted = {DistributedType.DEEPSPEED}
+    if accelerator.distributed_type not in wanted:
+        names = " or ".join(sorted(kind.value for kind in wanted))
+        fault = f"sharding {strategy.sharding} needs distributed type {names}, not {accelerator.distributed_type.value}"
+        raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
+    if wanted == {DistributedType.NO}:
+        return
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        raise VplanError(f"there is no process group of {world} ranks", "start it with `vplan train`", 4)
+    if dist.get_backend() != backend:
+        fault = f"ranks talk through {dist.get_backend()}, and this device needs {backend}"
+        raise VplanError(fault, "start it with `vplan train`", 4)

@@ -1,0 +1,220 @@
+"""The training worker: one rank of `vplan train`. It sets up what the plan says, checks that it came about, and loops.
+
+The step is `trainers.step`, the same that is recorded and probed. Everything random is made of the run's seed and the
+number of the step, so nothing but the weights and the optimizer's state has to be kept to go on exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from planner import catalog, checkpoints
+from planner.errors import VplanError
+from planner.launch import METRICS, NAN, OUT_OF_MEMORY, REQUEST, Request, result_file
+from planner.plan import plan_to_toml
+from planner.process import read_json
+from trainers.probe import Report, end_with_parent, set_allocator
+
+FINAL = "final"
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one rank of the request in the folder named by the only argument."""
+    folder = Path(arguments[0])
+    end_with_parent()
+    request = Request.read(read_json(folder / REQUEST), REQUEST)
+    rank = int(os.environ.get("RANK", "0"))
+    report = Report(folder / result_file(rank))
+    report.tell(rank=rank, pid=os.getpid())
+    set_allocator(request.plan.strategy.expandable_segments)
+    return run(request, report)
+
+
+def run(request: Request, report: Report) -> int:
+    """Trains, and tells how it ended; an error that nobody foresaw is the caller's."""
+    from trainers.checkpoint import NotFiniteError
+    from trainers.measure import out_of_memory
+
+    try:
+        Training(request, report).train()
+    except VplanError as error:
+        report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
+        return error.exit_code
+    except NotFiniteError as error:
+        report.tell(outcome="nan", message=str(error))
+        return NAN
+    except (RuntimeError, MemoryError) as error:
+        outcome = out_of_memory(error)
+        if outcome is None:
+            raise
+        report.tell(outcome=outcome, message=" ".join(str(error).split())[:1000])
+        return OUT_OF_MEMORY
+    report.tell(outcome="ok")
+    return 0
+
+
+class Training:
+    """One rank from its start to the finished file."""
+
+    def __init__(self, request: Request, report: Report) -> None:
+        from trainers.families import family
+        from trainers.start import find_device, start
+        from trainers.watching import Metrics, Watch
+
+        self.request, self.report = request, report
+        self.output = Path(request.output)
+        self.profile = catalog.model(request.plan.job.model)
+        self.strategy = request.plan.strategy
+        targets = request.plan.job.lora_targets or self.profile.lora.targets
+        self.job = request.plan.job.replace(lora_targets=targets)
+        self.kind = family(self.profile)
+        report.tell(phase="start")
+        self.device = find_device(request.device)
+        self.watch = Watch(self.device)
+        self.accelerator = start(self.job, self.strategy, request.plan.machine, self.device, request)
+        self.rank = self.accelerator.process_index
+        report.tell(phase="load")
+        self.loader = self._loader()
+        manifest = self._set_up()
+        self.metrics = Metrics(self.output / METRICS, self.done) if self.rank == 0 else None
+        self.rate = rates(request)
+        report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
+
+    def train(self) -> None:
+        """All steps that are left, with a checkpoint every so many, and the finished weights."""
+        from trainers import export
+
+        request = self.request
+        try:
+            for number in range(self.done, request.steps):
+                self._step(number)
+                if self.done % request.checkpoint_every == 0 or self.done == request.steps:
+                    self._save()
+            self.report.tell(phase="save")
+            export.finish(self.output / FINAL, self.profile, self.job, self.engine, self.average)
+        finally:
+            self.loader.close()
+            self.watch.close()
+        self.accelerator.end_training()
+
+    def _loader(self) -> Any:
+        """The batches of this rank, over the samples that were cached."""
+        from trainers import loader, step
+
+        plan, request = self.request.plan, self.request
+        entries = loader.read_entries(Path(request.entries))
+        accumulation = self.strategy.gradient_accumulation
+        sampler = loader.Sampler(entries, self.job, plan.machine.world, accumulation, request.seed)
+        stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy))
+        return loader.Loader(sampler, stacker, self.rank, self.device, request.steps)
+
+    def _set_up(self) -> dict[str, Any] | None:
+        """Model, engine, optimizer and average: as published, or as a checkpoint left them; returns its manifest."""
+        from trainers import checkpoint, parallel, step, weights
+        from trainers.average import Average
+
+        request, job, strategy = self.request, self.job, self.strategy
+        source = weights.published(weights.model_folder(Path(request.weights), self.profile, job), self.profile)
+        resume = Path(request.resume) if request.resume else None
+        manifest = json.loads((resume / checkpoints.MANIFEST).read_text(encoding="utf-8")) if resume else None
+        self.done = self._take_up(manifest) if manifest else 0
+        model = step.build_model(self.profile, job, strategy)
+        trained = checkpoint.trained_weights(resume) if resume else None
+        weights.load(model, source, self.device, request.seed, trained)
+        self.trainee, self.engine = parallel.set_up(model, self.profile, job, strategy, request.learning_rate)
+        if request.plan.machine.world > 1 and strategy.sharding == "ddp":
+            parallel.check_alike(self.trainee.trainable, self.device)
+        self.average = Average(self.trainee.trainable, strategy.ema) if strategy.ema != "none" else None
+        if resume and manifest:
+            checkpoint.load_state(resume, self.engine)
+            if self.average:
+                checkpoint.load_average(resume, self.average, manifest["average_steps"])
+        return manifest
+
+    def _take_up(self, manifest: dict[str, Any]) -> int:
+        """The steps a checkpoint has done; a VplanError where its state does not belong to this plan."""
+        for name, now in self._layout().items():
+            then = manifest["layout"][name]
+            if then != now:
+                fault = f"the checkpoint was written with {name} {then}, and the plan has {now}"
+                raise VplanError(fault, f"give {name} {then} again, or begin anew with --resume no")
+        return int(self.loader.sampler.resume(manifest["position"]))
+
+    def _layout(self) -> dict[str, Any]:
+        """What decides the form of a checkpoint's tensors."""
+        job, strategy = self.job, self.strategy
+        return {
+            "model": job.model,
+            "method": job.method,
+            "lora_rank": job.lora_rank if job.method == "lora" else None,
+            "lora_targets": list(job.lora_targets or ()) if job.method == "lora" else None,
+            "trainable": list(job.trainable),
+            "optimizer": strategy.optimizer,
+            "step inside backward": strategy.optimizer_step == "backward",
+            "master_weights": strategy.master_weights,
+            "ema": strategy.ema != "none",
+            "sharding": strategy.sharding if strategy.sharding not in ("none", "ddp") else "none or ddp",
+            "ranks": self.request.plan.machine.world if not self._is_replicated() else None,
+        }
+
+    def _is_replicated(self) -> bool:
+        return self.strategy.sharding in ("none", "ddp")
+
+    def _step(self, number: int) -> None:
+        """One optimizer step, the number of steps before it given; its line goes into the metrics."""
+        from trainers import parallel, step
+        from trainers.checkpoint import NotFiniteError
+
+        began = time.perf_counter()
+        rate = self.rate(number)
+        for group in self.engine.param_groups():
+            group["lr"] = rate
+        sampler = self.loader.sampler
+        shape = sampler.step(number).bucket
+        self.report.told["shape"] = shape.to_json()
+        loss = step.accumulated_step(self.trainee, self.kind, self.loader.batches(number), self.strategy)
+        if self.average:
+            self.average.update()
+        mean = float(parallel.mean_over_ranks(loss))
+        if not math.isfinite(mean):
+            raise NotFiniteError(f"the loss of step {number + 1} is no number")
+        self.done = number + 1
+        line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
+        line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        line |= {"seconds": round(time.perf_counter() - began, 6), **self.watch.peaks()}
+        if self.metrics:
+            self.metrics.write(line)
+        self.accelerator.log({name: value for name, value in line.items() if value is not None}, step=self.done)
+
+    def _save(self) -> None:
+        from trainers import checkpoint
+
+        request = self.request
+        manifest = {
+            "run": request.run,
+            "step": self.done,
+            "position": self.loader.sampler.position(self.done),
+            "layout": self._layout(),
+            "settings": request.settings(),
+        }
+        folder = self.output / checkpoints.FOLDER
+        checkpoint.save(folder, self.engine, self.average, manifest, plan_to_toml(request.plan), request.keep)
+        self.report.tell(saved=self.done)
+
+
+def rates(request: Request) -> Any:
+    """The learning rate by the number of steps done, on diffusers' schedules (`diffusers.optimization`)."""
+    import torch
+    from diffusers.optimization import get_scheduler
+
+    highest = 1.0 if request.plan.strategy.optimizer == "prodigy" else request.learning_rate
+    unused = torch.optim.SGD([torch.zeros(1)], lr=highest)
+    steps, warmup = request.steps, request.warmup_steps
+    scheduler = get_scheduler(request.schedule, unused, num_warmup_steps=warmup, num_training_steps=steps)
+    (factor,) = scheduler.lr_lambdas
+    return lambda done: highest * factor(done)
