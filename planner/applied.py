@@ -26,7 +26,6 @@ VALUES: dict[str, tuple[object, ...]] = {
     "offload_optimizer": ("none",),
     "offload_gradients": ("none",),
     "offload_params": ("none",),
-    "swap_blocks": (0,),
     "text_encoder": ("cached",),
     "vae": ("cached",),
     "validation_mode": ("off",),
@@ -44,6 +43,7 @@ EVERY_VALUE = frozenset({
     "gradient_checkpointing",
     "checkpointed_blocks",
     "expandable_segments",
+    "swap_blocks",
     # What these act on is refused above, so no value of theirs means anything yet.
     "grad_buckets",
     "text_encoder_dtype",
@@ -104,6 +104,11 @@ def _neither(job: Job, strategy: Strategy, values: dict[str, tuple[object, ...]]
         yield f"references {job.references}", "write references = 0"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"
+    if strategy.swap_blocks and job.method == "full":
+        yield "swap_blocks of weights that are trained", "write swap_blocks = 0"
+    weights = strategy.weights(job.method)
+    if strategy.swap_blocks and weights in QUANTISED:
+        yield f"swap_blocks of weights in {weights}", "write swap_blocks = 0, or weights_dtype = bf16"
     for field, applied in values.items():
         value = getattr(strategy, field)
         if value not in applied:

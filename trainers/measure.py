@@ -145,7 +145,7 @@ def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
     report.tell(losses=losses, step_seconds=seconds)
     with meter.phase("load"):
         model = step.build_model(wanted.profile, wanted.job, strategy)
-        step.materialise(model, meter.device, randomise)
+        step.place(model, wanted.profile, strategy, meter.device, randomise)
         trainee = step.Trainee(model, step.trainable_parameters(model))
         trainee.optimizer = make_optimizer(trainee.trainable, strategy)
     with meter.phase("first_step"):

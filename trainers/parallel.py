@@ -67,7 +67,9 @@ class Ddp(Alone):
 
     def __init__(self, trainee: step.Trainee, strategy: Strategy, finds_unused: bool) -> None:
         super().__init__(trainee)
-        device = next(trainee.model.parameters()).device
+        device = next(iter(trainee.trainable.values())).device
+        frozen = [name for name, weight in trainee.model.named_parameters() if not weight.requires_grad]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainee.model, frozen)  # some are swapped
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.8
         trainee.model = self.wrapped = DistributedDataParallel(
             trainee.model,

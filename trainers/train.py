@@ -117,6 +117,7 @@ class Training:
         """Model, engine, optimizer and average: as published, or as a checkpoint left them; returns its manifest."""
         from trainers import checkpoint, parallel, step, weights
         from trainers.average import Average
+        from trainers.memory import swap
 
         request, job, strategy = self.request, self.job, self.strategy
         source = weights.published(weights.model_folder(Path(request.weights), self.profile, job), self.profile)
@@ -125,7 +126,8 @@ class Training:
         self.done = self._take_up(manifest) if manifest else 0
         model = step.build_model(self.profile, job, strategy)
         trained = checkpoint.trained_weights(resume) if resume else None
-        weights.load(model, source, self.device, request.seed, trained)
+        swapped = swap.swapped_blocks(model, self.profile, strategy)
+        weights.load(model, source, self.device, request.seed, trained, swapped)
         self.trainee, self.engine = parallel.set_up(model, self.profile, job, strategy, request.learning_rate)
         if request.plan.machine.world > 1 and strategy.sharding == "ddp":
             parallel.check_alike(self.trainee.trainable, self.device)

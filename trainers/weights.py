@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from planner.facts import ModelProfile
 from planner.job import Job
 from trainers import step
 from trainers.draws import sample_seed
+from trainers.memory import swap
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 SINGLE = "diffusion_pytorch_model.safetensors"
@@ -77,11 +78,19 @@ def published(folder: Path, profile: ModelProfile) -> Weights:
     return Weights(folder, _file_names(folder))
 
 
-def load(model: nn.Module, weights: Weights, device: torch.device, seed: int, trained: Weights | None = None) -> None:
+def load(
+    model: nn.Module,
+    weights: Weights,
+    device: torch.device,
+    seed: int,
+    trained: Weights | None = None,
+    swapped: Sequence[tuple[str, nn.Module]] = (),
+) -> None:
     """Allocates a built model on the device with its weights from files.
 
-    ``trained`` are a checkpoint's weights, by the names of what trains. A new adapter begins as peft's does
-    (``init_lora_weights="gaussian"``: B is zero, so that the model begins as it was), the same on every rank.
+    The frozen weights of ``swapped`` blocks stay in host RAM. ``trained`` are a checkpoint's weights, by the names of
+    what trains. A new adapter begins as peft's does (``init_lora_weights="gaussian"``: B is zero, so that the model
+    begins as it was), the same on every rank.
     """
     kept = trained.names if trained else frozenset()
     wanted = {_published(name) for name, _ in model.named_parameters() if "lora_" not in name}
@@ -96,12 +105,14 @@ def load(model: nn.Module, weights: Weights, device: torch.device, seed: int, tr
         else:
             weights.fill(_published(name), weight)
 
-    step.materialise(model, device, fill)
+    step.materialise(model, device, fill, swap.on_host(swapped))
     for name, buffer in saved_buffers(model).items():
         weights.fill(name, buffer)
     names = {name for name, _ in model.named_parameters()}
     if strange := kept - names:
         raise VplanError(f"the checkpoint has {_some(strange)}, which the model lacks", "begin anew with --resume no")
+    if swapped:
+        swap.BlockSwap([block for _, block in swapped], device)
 
 
 @torch.no_grad()

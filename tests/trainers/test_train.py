@@ -117,6 +117,21 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(wan: runs.Place, tmp_p
     assert len(set(found[0])) == 5
 
 
+def test_swapped_blocks_and_offloaded_checkpoints_train_the_same(wan: runs.Place, tmp_path: Path) -> None:
+    ways = {
+        "plain": {"gradient_checkpointing": "full"},
+        "swapped": {"gradient_checkpointing": "full", "swap_blocks": 1},
+        "away": {"gradient_checkpointing": "offload", "swap_blocks": 1},
+    }
+    for name, strategy in ways.items():
+        assert runs.train(wan.request(tmp_path / name, wan.plan(strategy), steps=3))["outcome"] == "ok"
+    plain = runs.tensors(tmp_path / "plain" / "final")
+    for name in ways:
+        assert runs.losses(tmp_path / name) == runs.losses(tmp_path / "plain")
+        found = runs.tensors(tmp_path / name / "final")
+        assert all(torch.equal(found[key], weight) for key, weight in plain.items())
+
+
 def test_an_average_follows_the_weights_and_is_what_is_written(wan: runs.Place, tmp_path: Path) -> None:
     """Its decay is (1 + n) / (10 + n): after the first step 2/11."""
     plain, averaged = tmp_path / "plain", tmp_path / "averaged"
@@ -260,7 +275,11 @@ def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: 
         ("wan2.1-t2v-1.3b", {"autocast": "fp16"}, "fp16"),
         ("wan2.1-t2v-1.3b", {"offload_optimizer": "cpu"}, "optimizer in host RAM"),
         ("wan2.1-t2v-1.3b", {"validation_mode": "on"}, "validation_mode on"),
-        ("wan2.1-t2v-1.3b", {"swap_blocks": 4, "gradient_checkpointing": "full"}, "swap_blocks 4"),
+        (
+            "wan2.1-t2v-1.3b",
+            {"swap_blocks": 4, "gradient_checkpointing": "full", "weights_dtype": "int8"},
+            "swap_blocks of weights in int8",
+        ),
         ("wan2.1-t2v-1.3b", {"sharding": "zero-2", "weights_dtype": "nf4"}, "nf4 under zero-2"),
         ("wan2.2-t2v-a14b", {}, "noise levels"),
     ],

@@ -217,7 +217,10 @@ def test_every_field_is_judged() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"swap_blocks": 4, "gradient_checkpointing": "full"}, "swap_blocks 4 is not applied"),
+        (
+            {"swap_blocks": 4, "gradient_checkpointing": "full", "weights_dtype": "fp8"},
+            "swap_blocks of weights in fp8 is not applied",
+        ),
         ({"offload_optimizer": "cpu"}, "offload_optimizer cpu is not applied"),
         ({"sharding": "zero-2", "gpus": 2}, "training on 2 GPUs is not applied"),
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
@@ -333,10 +336,10 @@ def test_a_grid_goes_on_where_it_was_stopped(measuring: list[int], tmp_path: Pat
 
 
 def test_all_plans_are_read_before_one_runs(measuring: list[int], tmp_path: Path) -> None:
-    write_plan(plan(swap_blocks=2, gradient_checkpointing="full"), tmp_path / "swap.toml")
-    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), str(tmp_path / "swap.toml")])
+    write_plan(plan(ema="gpu"), tmp_path / "ema.toml")
+    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), str(tmp_path / "ema.toml")])
     assert (result.exit_code, measuring) == (1, [])
-    assert "swap_blocks" in result.stderr
+    assert "ema gpu" in result.stderr
 
 
 # ---- the monitor
