@@ -78,8 +78,8 @@ class Run:
     outside_bytes: int = 0
     """What a trainer takes on the GPU outside torch's allocator, beside the context."""
 
-    pinned: bool = True
-    """Whether what is offloaded lies in pinned host memory, which is handed out in powers of two."""
+    copies_shared_inputs: bool = False
+    """Whether offloaded checkpoints hold copies of what all blocks are given alike."""
 
     host_bytes: int = 0
     """What a trainer keeps in a process's host RAM beyond what its strategy says."""
@@ -89,9 +89,6 @@ class Run:
 
     gathered_bytes: int = 0
     """The most that an engine that splits weights gathers in a forward, with its buffers."""
-
-    left: list[int] = field(default_factory=list)
-    """What a step leaves alive for the next to replace: the batch, the loss."""
 
     leaving: Stage | None = None
     """What was loaded beside the model and goes before the first step."""
@@ -164,14 +161,15 @@ class Run:
     def drop(self, stage: Stage, buffers: Iterable[int]) -> None:
         """Removes every event of the buffers from a stage."""
         dropped = set(buffers)
+        dropped |= {~buffer for buffer in dropped}
         stage.stretches = [
-            (moment, [event for event in events if (event if event >= 0 else ~event) not in dropped])
+            (moment, events if dropped.isdisjoint(events) else [event for event in events if event not in dropped])
             for moment, events in stage.stretches
         ]
 
     def named(self, category: str) -> dict[str, int]:
         """Name -> buffer of a category's named buffers."""
-        return {name: buffer for (kind, name), buffer in self.program.named.items() if kind == category}
+        return self.program.named.get(category, {})
 
     @property
     def samples(self) -> bool:
@@ -209,6 +207,18 @@ class Run:
         ]
 
     @functools.cached_property
+    def left(self) -> list[int]:
+        """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
+        alive: dict[int, None] = {}
+        for event in self.step.ops:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        stay = {*self.named("gradient").values(), *self.named("weight").values()}
+        return [buffer for buffer in alive if buffer not in stay]
+
+    @functools.cached_property
     def block_inputs(self) -> dict[tuple[str, int], list[int]]:
         """What the checkpoint of each block keeps: made in an earlier block's forward, freed in its own backward.
 
@@ -233,18 +243,24 @@ class Run:
     @functools.cached_property
     def shared_inputs(self) -> list[int]:
         """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
-        TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
+        TI2V). A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies it for every block
         (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
         largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
+        return [buffer for buffer in self.made_outside if self.sizes[buffer] > largest]
+
+    @functools.cached_property
+    def made_outside(self) -> list[int]:
+        """What forward makes outside the blocks and a block's backward frees."""
         outside: set[int] = set()
         found = []
         for moment, events in self.step.stretches:
+            inside = moment.block >= 0
             for event in events:
-                if event >= 0 and moment.passes == "forward" and moment.block < 0:
+                if event >= 0 and not inside and moment.passes == "forward":
                     outside.add(event)
                 elif event < 0 and ~event in outside:
                     outside.remove(~event)
-                    if moment.passes == "backward" and moment.block >= 0 and self.sizes[~event] > largest:
+                    if inside and moment.passes == "backward":
                         found.append(~event)
         return found
 

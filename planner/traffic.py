@@ -50,7 +50,8 @@ def traffic(run: Run) -> Traffic:
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
         host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
-        host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
+        if run.copies_shared_inputs:
+            host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split

@@ -65,7 +65,11 @@ def read(folder: Path, *rows: dict[str, Any], **options: Any) -> list[Row]:
 
 
 def predictor(
-    allocated: float = 17.0, reserved: float = 18.0, device: float = 19.0, verdict: Verdict = "fits"
+    allocated: float = 17.0,
+    reserved: float = 18.0,
+    device: float = 19.0,
+    verdict: Verdict = "fits",
+    allowed: tuple[float, float] = (0.975, 1.05),
 ) -> verb.Predict:
     """Predicts the same GiB for everything."""
     prediction = Prediction(
@@ -74,6 +78,8 @@ def predictor(
         device_bytes=round(device * GIB),
         verdict=verdict,
         basis="recorded",
+        low=allowed[0],
+        high=allowed[1],
     )
     return lambda job, strategy, machine, trainer: prediction
 
@@ -421,6 +427,35 @@ def test_summary(tmp_path: Path) -> None:
     assert found["unsupported"] == 1
 
 
+@pytest.mark.parametrize(
+    ("counter", "low", "high", "inside"),
+    [
+        ("reserved", 10.0, 17.54, False),  # predicted 18 GiB, low..high 17.55..18.9
+        ("reserved", 10.0, 17.56, True),
+        ("reserved", 18.89, 25.0, True),
+        ("reserved", 18.91, 25.0, False),
+        ("allocated", 17.84, 17.84, True),  # 17 GiB: 16.575..17.85
+        ("allocated", 17.86, 17.86, False),
+        ("unknown", 10.0, 16.57, False),  # 17 to 19 GiB: 16.575..19.95
+        ("unknown", 10.0, 16.58, True),
+        ("unknown", 19.94, 25.0, True),
+        ("unknown", 19.96, 25.0, False),
+    ],
+)
+def test_inside_low_and_high(tmp_path: Path, counter: str, low: float, high: float, inside: bool) -> None:
+    (entry,) = judged(tmp_path, line(measured={"counter": counter, "low_gib": low, "high_gib": high}))
+    assert entry.inside is inside
+
+
+def test_coverage_counts_measured_peaks_alone(tmp_path: Path) -> None:
+    found = summary(many(tmp_path))["coverage"]  # 20..22, 18 and 15 GiB against 17.55..18.9
+    assert found == {"n": 3, "inside_pct": pytest.approx(100 / 3), "median_width_pct": pytest.approx(7.5)}
+    wider = judged(tmp_path, line(id="1"), line(id="2"), allowed=(0.9, 1.2))
+    found = summary([*many(tmp_path), *wider, *wider])["coverage"]
+    assert found == {"n": 7, "inside_pct": pytest.approx(500 / 7), "median_width_pct": pytest.approx(30)}
+    assert summary(judged(tmp_path, own("oom")))["coverage"] == {"n": 0, "inside_pct": None, "median_width_pct": None}
+
+
 def test_json_has_exactly_the_promised_names(tmp_path: Path) -> None:
     found = json.loads(json.dumps(answer(many(tmp_path)), allow_nan=False))
     assert set(found) == {"rows", "summary"}
@@ -433,7 +468,8 @@ def test_json_has_exactly_the_promised_names(tmp_path: Path) -> None:
         for row in found["rows"]
     )
     counters = {"allocated", "reserved", "device", "unknown", "allocated_after_step"}
-    assert set(found["summary"]) == counters | {"by_implementation", "verdict", "unsupported"}
+    assert set(found["summary"]) == counters | {"by_implementation", "verdict", "coverage", "unsupported"}
+    assert list(found["summary"]["coverage"]) == ["n", "inside_pct", "median_width_pct"]
 
 
 def test_worst_first(tmp_path: Path) -> None:
@@ -494,3 +530,4 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
         assert part in text
     assert "unsupported rows: 1\nwho: model 'hidream-i1' is not known\n" in text
     assert "verdicts of 7 runs: 1 said fits and ran out, 0 said no and ran\n" in text
+    assert "low..high of 4 peaks: 25.0 % hold the measured one, median width 7.5 %\n" in text
