@@ -23,7 +23,7 @@ def cast_on_the_gpu(run: Run) -> None:
         return
     weights = set(run.named("weight").values())
     halves = {}
-    for moment, events in run.load.stretches:
+    for position, (moment, events) in enumerate(run.load.stretches):
         casts = []
         for event in events:
             if event in weights:
@@ -32,7 +32,7 @@ def cast_on_the_gpu(run: Run) -> None:
                 casts += [event, ~halves[event]]
             else:
                 casts.append(event)
-        events[:] = casts
+        run.load.stretches[position] = (moment, casts)
         assert moment.piece in ("load", "")
     run.load.stretches.insert(0, (run.load.stretches[0][0], list(halves.values())))
 
