@@ -29,6 +29,10 @@ FRAMEWISE = {"AutoencoderKLHunyuanVideo": (5, 3)}
 """VAEs that take a long clip in overlapping tiles of frames: (latent frames of a tile, of the stride). HunyuanVideo:
 16+1 frames, 12 apart (diffusers, ``use_framewise_encoding``)."""
 
+KEPT_IN_FP32 = {"T5EncoderModel": ".wo.weight", "UMT5EncoderModel": ".wo.weight"}
+"""Weights that ``from_pretrained`` leaves in fp32 where the rest is loaded in fp16, by the end of their names
+(transformers modeling_t5.py and modeling_umt5.py ``_keep_in_fp32_modules``; bf16 is not held back)."""
+
 SPLIT_OVER = 2**30
 """Numbers in the input of a convolution from which on it is split in time, copied and joined (diffusers
 autoencoder_kl_cogvideox.py, CogVideoXSafeConv3d). Tapes hold whole ones."""

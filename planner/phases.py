@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from planner.components import (
     CHUNKS,
     FRAMEWISE,
+    KEPT_IN_FP32,
     SPLIT_OVER,
     SPLITTING,
     chunks_of,
@@ -130,6 +131,11 @@ def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str,
             assert isinstance(size, int)
             program.sizes.append(int(size * kept))
             program.buffers[buffer] = len(program.sizes) - 1
+    kept_whole = KEPT_IN_FP32.get(component.name.partition("-")[0], "")
+    if component.dtype == "fp16" and kept_whole:
+        for name, buffer in _weights(program, component).items():
+            if name.endswith(kept_whole):
+                program.resize(buffer, 2 * _bytes(program, buffer))
     if component.offload == "layers":
         blocks = _taken_out(program, component.tape, stage, component.part.name)
     elif component.offload != "none":

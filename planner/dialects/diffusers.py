@@ -6,7 +6,7 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 from __future__ import annotations
 
 from planner.components import component_name
-from planner.phases import alive, encoders, load, take_sizes
+from planner.phases import Component, alive, encoders, load, take_sizes, weights_on_gpu, work
 from planner.run import SERVICE, Run, Term
 from planner.tape import Moment, Stage
 
@@ -23,7 +23,7 @@ def cast_on_the_gpu(run: Run) -> None:
         return
     weights = set(run.named("weight").values())
     halves = {}
-    for moment, events in run.load.stretches:
+    for position, (moment, events) in enumerate(run.load.stretches):
         casts = []
         for event in events:
             if event in weights:
@@ -32,7 +32,7 @@ def cast_on_the_gpu(run: Run) -> None:
                 casts += [event, ~halves[event]]
             else:
                 casts.append(event)
-        events[:] = casts
+        run.load.stretches[position] = (moment, casts)
         assert moment.piece in ("load", "")
     run.load.stretches.insert(0, (run.load.stretches[0][0], list(halves.values())))
 
@@ -79,7 +79,37 @@ def clip_as_loaded(run: Run) -> None:
     run.free(run.optimizer, [clip])
 
 
-TERMS: tuple[Term, ...] = (cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded)
+def _is_vae(run: Run, component: Component) -> bool:
+    vae = run.facts.model.vae
+    return component.name == component_name(vae.class_name, vae.config)
+
+
+def validation_prompts(run: Run) -> None:
+    """Validation encodes its prompts anew. The pipeline brings its text encoders, which stay beside the model until the
+    sample is decoded; offloaded, they have the GPU for themselves before the model denoises (``log_validation`` of
+    cogvideox-factory and of diffusers' examples: ``pipe.to(accelerator.device)``, ``enable_model_cpu_offload``)."""
+    if not run.validation or run.strategy.text_encoder != "cached":
+        return
+    first, denoise, decode = len(run.program.buffers), run.validation[0][1], run.validation[-1][1]
+    apart = run.strategy.validation_mode == "offload"
+    moved = weights_on_gpu(run) if apart else []
+    coming: list[tuple[Moment, list[int]]] = [(SERVICE, [~buffer for buffer in moved])]
+    for component in encoders(run, "cached", 1):
+        if _is_vae(run, component):
+            continue
+        loading, blocks = load(run.program, component)
+        done = work(run.program, component, blocks)
+        leaving = (SERVICE, [~buffer for buffer in alive(loading)])
+        coming += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+        (coming if apart else decode.stretches).append(leaving)
+    denoise.stretches[:0] = [*coming, (SERVICE, moved)]
+    take_sizes(run, first)
+
+
+TERMS: tuple[Term, ...] = (
+    *(cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
+    validation_prompts,
+)
 
 
 def encoders_at_start(run: Run) -> None:
@@ -90,11 +120,9 @@ def encoders_at_start(run: Run) -> None:
     first, gone = len(run.program.buffers), []
     before: list[tuple[Moment, list[int]]] = []
     behind: list[tuple[Moment, list[int]]] = []
-    vae = run.facts.model.vae
     for component in encoders(run, "cached", 1):
         loading, _ = load(run.program, component)
-        is_vae = component.name == component_name(vae.class_name, vae.config)
-        (behind if is_vae else before).extend(loading.stretches)
+        (behind if _is_vae(run, component) else before).extend(loading.stretches)
         gone += alive(loading)
     take_sizes(run, first)
     recorded = [at for at, (moment, _) in enumerate(run.load.stretches) if moment.piece == "load"]
@@ -105,5 +133,10 @@ def encoders_at_start(run: Run) -> None:
     run.emptied_after.append(run.leaving)
 
 
-OLDER: dict[str, tuple[Term, ...]] = {"2024-10": (encoders_at_start,)}
+def cache_kept(run: Run) -> None:
+    """Nothing empties the allocator's cache between a step and its validation (the same script, ``log_validation``)."""
+    run.empty_cache_before_validation = False
+
+
+OLDER: dict[str, tuple[Term, ...]] = {"2024-10": (encoders_at_start, cache_kept)}
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5)."""

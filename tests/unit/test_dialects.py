@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner import dialects, host, library
-from planner.dialects import easyanimate, latentsync, musubi_tuner
+from planner.dialects import diffusers, easyanimate, latentsync, musubi_tuner
 from planner.estimate import NCCL_BYTES, estimate, play
 from planner.job import Machine, Strategy
 from planner.layout import lay_out
@@ -171,6 +171,22 @@ def test_encoders_leave_the_gpu_before_the_first_step_of_the_tables() -> None:
     assert played[leaving + 1].replayed.reserved_peak_bytes < encoders  # the cache was emptied behind them
     assert steps(run) == steps(plain) == (LOADED + LAST_FORWARD, LOADED + STATES + LAST_FORWARD)
     assert plain.leaving is None
+
+
+@pytest.mark.parametrize("mode", ["on", "offload"])
+def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
+    run = laid_out()
+    run.strategy = run.strategy.replace(validation_mode=mode)
+    run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    diffusers.validation_prompts(run)
+    found = {entry.phase: entry for entry in play(run)}
+    encoders = component_bytes(run, "cached") - 2 * MODEL.vae.parameters
+    weights = LOADED - 2 * (4096 * 2 + 16 * 8) * 1024  # all but cuBLAS's workspaces
+    before = LOADED + STATES - (weights if mode == "offload" else 0)
+    assert found["denoise"].replayed.allocated_peak_bytes >= before + encoders > LOADED + STATES
+    stay = encoders if mode == "on" else 0
+    assert 0 <= found["denoise"].allocated_after_bytes - LOADED - STATES - stay < 512
+    assert found["decode"].allocated_after_bytes == LOADED + STATES
 
 
 # ---- kohya's swap

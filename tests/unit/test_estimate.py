@@ -14,6 +14,7 @@ from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.margin import interval
 from planner.plan import Estimate
+from planner.rules import resolve
 from planner.shapes import job_for
 from planner.units import GIB
 
@@ -109,6 +110,17 @@ def test_what_encodes_in_every_step_is_there_beside_the_states() -> None:
     assert resident.phases["load"].allocated_bytes >= cached.phases["load"].allocated_bytes + weights
     assert swapped.phases["load"].allocated_bytes == cached.phases["load"].allocated_bytes
     assert swapped.phases["encode"].allocated_bytes > cached.phases["encode"].allocated_bytes
+
+
+def test_t5_in_fp16_keeps_its_widest_weights_in_fp32() -> None:
+    model = catalog.model("cogvideox-2b")
+    job = job_for(model, {"model": model.name, "frames": 49, "height": 480, "width": 720})
+    where = Machine(gpu="a100-80gb", host_ram=128 * GIB)
+    peaks = {}
+    for dtype in ("bf16", "fp16"):
+        strategy = resolve(job, Strategy(text_encoder_dtype=dtype, vae_tiling=True), where)
+        peaks[dtype] = estimate(job, strategy, where, facts(job, strategy, where)).phases["encode"].allocated_bytes
+    assert peaks["fp16"] - peaks["bf16"] == 24 * 4096 * 10240 * 2
 
 
 def test_validation_denoises_and_decodes_beside_the_states() -> None:
