@@ -59,7 +59,7 @@ def main(kills: int) -> None:
         for ours, theirs in zip(entries, alone, strict=True):
             torch.testing.assert_close(load_file(ours.path), load_file(theirs.path), rtol=0, atol=0)
         print(
-            f"{hit} kills, {len(torn)} left half-written files behind (never taken), {len(before)} samples were finished"
+            f"{hit} kills, {len(torn)} left half-written files behind (never taken), {len(before)} files were finished"
         )
         print(f"finished samples lost or made again: {lost}; all {len(entries)} are those of a run nobody killed")
 
