@@ -156,7 +156,7 @@ def allowed_roots(root: Path) -> Iterator[Path]:
     """Folders a file of `root` may lie in: its own; in a Hugging Face cache the blobs its snapshots are links to."""
     yield root
     for parent in (root, *root.parents):
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+        if parent.name == "snapshots" and parent.parent.name.startswith(("models--", "datasets--")):
             yield parent.parent / "blobs"
 
 

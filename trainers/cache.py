@@ -132,8 +132,7 @@ class Work:
         self.files |= {turn.helper: parts.check_helper(self.root, turn.helper) for turn in turns if turn.helper}
         self.store = Store(setting.folder)
         self.digests = Digests(setting.folder, setting.rank)
-        sides = {"clip": self.clip_turns, "text": self.text_turns}
-        self._models = {side: self._model_digest(turns) for side, turns in sides.items()}
+        self._sides = {"clip": self._about("clip", self.clip_turns), "text": self._about("text", self.text_turns)}
 
     def _model_digest(self, turns: tuple[Turn, ...]) -> dict[str, str]:
         """The content of every file the encoders of some turns are made of, by name."""
@@ -149,39 +148,39 @@ class Work:
         self.setting.wait()
         self.digests.read()
 
+    def _about(self, side: str, turns: tuple[Turn, ...]) -> str:
+        """What all samples of a side depend on, as text."""
+        profile, strategy = self.setting.profile, self.setting.strategy
+        batch = self.family.batch({**grid(profile, self.setting.job), "B": 1}, "meta", self.dtype)
+        facts = {
+            "format": FORMAT,
+            "family": [profile.family, self.family.encoding],
+            "side": side,
+            "encoders": self._model_digest(turns),
+            "dtypes": {turn.part: self._dtype_of(turn) for turn in turns},
+            # siblings share encoders, and take other things of a clip (a condition, padded frames)
+            "holds": sorted(batch),
+            "stored": str(self.dtype),
+        }
+        if side == "clip":
+            facts |= {"config": profile.config, "inputs": profile.inputs, "tiling": strategy.vae_tiling}
+        return json.dumps(facts, sort_keys=True)
+
     def clip_keys(self, dataset: Dataset) -> list[str]:
         """What each sample's clip is kept under."""
         self._share([sample.clip.path for sample in dataset.samples])
-        strategy = self.setting.strategy
-        settings: dict[str, object] = {turn.part: self._dtype_of(turn) for turn in self.clip_turns}
-        settings |= {"tiling": strategy.vae_tiling}
-        return [
-            self._key(
-                "clip",
-                settings,
-                file=self.digests.of(sample.clip.path),
-                shape=[sample.bucket.frames, sample.bucket.height, sample.bucket.width],
-                indices=sample.indices,
-            )
-            for sample in dataset.samples
-        ]
+        keys = []
+        for clip, bucket, indices in dataset.samples:
+            shape = [bucket.frames, bucket.height, bucket.width]
+            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices))
+        return keys
 
     def text_key(self, caption: str) -> str:
         """What a caption is kept under."""
-        settings = {turn.part: self._dtype_of(turn) for turn in self.text_turns}
-        return self._key("text", settings, caption=caption, tokens=self.tokens)
+        return self._key("text", caption=caption, tokens=self.tokens)
 
-    def _key(self, side: str, settings: Mapping[str, Any], **sample: Any) -> str:
-        facts = {
-            "format": FORMAT,
-            "family": [self.setting.profile.family, self.family.encoding],
-            "side": side,
-            "model": self._models[side],
-            "stored": str(self.dtype),
-            "settings": settings,
-            "sample": sample,
-        }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    def _key(self, side: str, **sample: Any) -> str:
+        return hashlib.sha256((self._sides[side] + json.dumps(sample, sort_keys=True)).encode()).hexdigest()
 
     def encode(self, what: str, turns: tuple[Turn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False) -> None:
         """Every turn over this rank's part of the samples that are not cached yet, one encoder after another."""
@@ -230,7 +229,8 @@ class Work:
         """What one encoder makes of one sample."""
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
         if isinstance(sample, Sample):
-            frames = clips.frames(sample.clip.path, sample.indices, sample.bucket.height, sample.bucket.width)
+            indices = sample.indices[: turn.frames]
+            frames = clips.frames(sample.clip.path, indices, sample.bucket.height, sample.bucket.width)
             encoder.size = (sample.clip.height, sample.clip.width)
             sample = torch.from_numpy(frames)
         with torch.inference_mode():

@@ -55,6 +55,9 @@ class Packed(nn.Module):
     weight = None
     """Encoders that look at a layer's weight before they use it find none, and leave their activations alone."""
 
+    packed: Tensor
+    scale: Tensor
+
     def __init__(self, module: nn.Module, how: str, device: torch.device) -> None:
         super().__init__()
         weight = module.weight.data.to(device)

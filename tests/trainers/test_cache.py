@@ -111,6 +111,12 @@ def test_everything_a_sample_depends_on_changes_its_name(
     assert (after[1] != before[1]) == (changed in ("dtype", "stored", "tokenizer", "version"))
 
 
+def test_siblings_with_the_same_encoders_take_other_things_of_a_clip(model: Path, clips: Path, tmp_path: Path) -> None:
+    text, image = (setting(model, tmp_path / "cache", tiny.profile(f"wan2.2-{kind}-a14b")) for kind in ("t2v", "i2v"))
+    made = [load_file(run(clips, one)[0].path).keys() for one in (text, image)]
+    assert made == [{"latents"}, {"latents", "condition"}]
+
+
 # ---- kills, ranks, full disks
 
 

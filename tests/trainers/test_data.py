@@ -162,6 +162,16 @@ def test_faults_of_a_table(tmp_path: Path) -> None:
     assert [found.name for found in data.scan(tmp_path / "data").clips] == ["0.mp4"]
 
 
+def test_a_dataset_in_a_hugging_face_cache_is_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "datasets--me--cats" / "blobs", tmp_path / "datasets--me--cats" / "snapshots" / "1234"
+    blobs.mkdir(parents=True)
+    tiny.write_clips(snapshot, 2)
+    for path in list(snapshot.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    assert len(data.read(snapshot, WAN, job()).samples) == 2
+
+
 def test_folders_that_are_none(tmp_path: Path) -> None:
     assert "no videos or images" in refusal(tmp_path)
     assert "cannot read" in refusal(tmp_path / "nowhere")

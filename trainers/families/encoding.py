@@ -66,6 +66,8 @@ class Turn(NamedTuple):
     """tensors of one sample without the batch dimension, named as in `Family.batch`"""
     helper: str = ""
     """folder of its tokenizer or image processor"""
+    frames: int | None = None
+    """how many of a clip's first frames it looks at; all when not given"""
 
 
 def pixels(encoder: Encoder, frames: Tensor) -> Tensor:

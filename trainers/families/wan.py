@@ -63,7 +63,7 @@ class Wan(Family):
     def clip_turns(self) -> tuple[Turn, ...]:
         vae = Turn("vae", self.profile.vae.class_name, self.encode_clip)
         if self.config.get("image_dim"):
-            return Turn("image_encoder", "CLIPVisionModel", encode_image, "image_processor"), vae
+            return Turn("image_encoder", "CLIPVisionModel", encode_image, "image_processor", frames=1), vae
         return (vae,)
 
     def text_turns(self) -> tuple[Turn, ...]:
