@@ -293,6 +293,8 @@ class _Train:
         """One message for whatever ended it, with where to go on from."""
         if ended.name == "ok":
             return
+        if ended.name == "refused" and ended.exit_code == 1:  # before anything was trained
+            raise VplanError(ended.message, ended.fix, ended.exit_code)
         newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
         left = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         message, fix = ended.message, ended.fix
