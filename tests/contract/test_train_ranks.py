@@ -70,6 +70,7 @@ def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
     a, b = runs.tensors(once / "final"), runs.tensors(twice / "final")
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
+
 OFFLOADED = {"offload_optimizer": "cpu", "offload_params": "cpu"}
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {"gradient_accumulation": 2, "grad_buckets": "copy", "ema": "gpu"}),

@@ -147,3 +147,21 @@ def test_a_model_is_planned_for_first(place: runs.Place, tmp_path: Path) -> None
     assert "attention_head_dim = 12" in json.loads(done.stdout)["error"]["message"]
     assert read_plan(tmp_path / "plan.toml").job.model == "wan2.1-t2v-1.3b"
     assert "the plan is in" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="limits of another process are Linux's")
+def test_out_of_memory_goes_on_with_the_next_plan(place: runs.Place, tmp_path: Path) -> None:
+    """The worker may take no more address space in the middle; what comes next recomputes, from the last checkpoint."""
+    output = tmp_path / "out"
+    said = words(place, output, "--steps", "120", "--checkpoint-every", "5", "--json")
+    process = subprocess.Popen(said, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: lines(output) >= 7, process)  # type: ignore[arg-type]
+    told = json.loads((output / "run" / "result-00000.json").read_text())
+    psutil.Process(told["pid"]).rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    (note,) = [note for note in json.loads(stdout)["notes"] if "memory" in note]
+    assert "out of host memory at" in note and "gradient_checkpointing none -> full" in note
+    assert read_plan(output / "plan.toml").strategy.gradient_checkpointing == "full"
+    assert read_plan(output / "plan.before-0.toml").strategy.gradient_checkpointing == "none"
+    assert len(runs.losses(output)) == 120
