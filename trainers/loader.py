@@ -7,6 +7,7 @@ position is the number of steps that are done.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,7 +100,7 @@ class Sampler:
         self._shapes: dict[Bucket, list[int]] = {}
         for number, entry in enumerate(self.entries):
             self._shapes.setdefault(entry.bucket, []).append(number)
-        self._batch_sizes = {bucket: bucket.batch_size or job.batch_size for bucket in self._shapes}
+        self._batch_sizes = {bucket: _batch_size(bucket, job) for bucket in self._shapes}
         self.steps_per_epoch = sum(-(-len(found) // self._global(bucket)) for bucket, found in self._shapes.items())
         self._order = lru_cache(CACHED_ORDERS)(self._shuffled)
 
@@ -125,7 +126,7 @@ class Sampler:
 
     def position(self, done: int) -> dict[str, int | str]:
         """What a checkpoint keeps after so many steps: enough to see that a resumed run has the same order."""
-        named = [[entry.path.name, entry.text.name, entry.bucket.to_json()] for entry in self.entries]
+        named = [[entry.path.name, entry.text.name] for entry in self.entries]
         sizes = [self._global(bucket) for bucket in self._shapes]
         digest = hashlib.sha256(json.dumps([named, sizes, self.seed]).encode()).hexdigest()
         return {"steps": done, "epoch": done // self.steps_per_epoch, "order": digest[:32]}
@@ -137,6 +138,14 @@ class Sampler:
             fault = "the data, the global batch or the seed is another than that of the checkpoint"
             raise VplanError(fault, "give the same --data, plan and --seed, or begin anew with --resume no")
         return done
+
+
+def _batch_size(bucket: Bucket, job: Job) -> int:
+    """As the job says of that shape; caching may have been for a job of other batches."""
+    for shape in job.buckets:
+        if (shape.frames, shape.height, shape.width) == (bucket.frames, bucket.height, bucket.width):
+            return shape.batch_size or job.batch_size
+    return bucket.batch_size or job.batch_size
 
 
 class Stacker:
@@ -183,6 +192,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
+            raise MemoryError(f"no memory to read {path.name}") from None
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
         raise VplanError(f"cannot read {path}: {reason}", "remove it and let it be made again") from None
 

@@ -20,6 +20,7 @@ from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
 from planner.follow import Follower
 from planner.plan import Plan, read_plan, write_plan
+from planner.stepdown import difference, next_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,7 +93,8 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
     with locked(place), contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
-        plan = settled(_plan(asked, place), trained=True)
+        found = _plan(asked, place)
+        plan = settled(found, trained=True).replace(ladder=found.ladder)
         stack.close()
         return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json)
 
@@ -244,9 +246,9 @@ class _Train:
             raise VplanError("no checkpoint is whole", "begin anew with --resume no, which keeps them aside")
         return newest
 
-    def _train(self, entries: Path, resume: Path | None, estimate: Estimate | None, as_json: bool) -> int:
+    def _request(self, entries: Path, resume: Path | None) -> launch.Request:
         said, output = self.said, self.output
-        request = launch.Request(
+        return launch.Request(
             plan=self.plan,
             entries=str(entries),
             weights=self.weights,
@@ -263,16 +265,24 @@ class _Train:
             resume=str(resume) if resume else None,
             log_with=said["log_with"],
         )
-        if said["print_command"]:
-            folder = launch.write_request(output / launch.RUN_FOLDER, request)
-            words = launch.command(self.plan, folder, self.nodes)
-            show({"command": words}, as_json, lambda console: console.print(shlex.join(words), soft_wrap=True))
-            return DONE
-        high = estimate.high_bytes if estimate and self.device == "cuda" else None
-        done = json.loads((resume / checkpoints.MANIFEST).read_text(encoding="utf-8"))["step"] if resume else 0
-        with Follower(output / launch.METRICS, request.steps, request.checkpoint_every, high, done) as follower:
-            ended = launch.run(request, self.nodes, follower.tick)
-        self.notes += follower.warnings
+
+    def _train(self, entries: Path, resume: Path | None, estimate: Estimate | None, as_json: bool) -> int:
+        """Trains to the end, with the next plan of the ladder from the last checkpoint when memory runs out."""
+        output = self.output
+        begun = _steps_of(resume)
+        while True:
+            request = self._request(entries, resume)
+            if self.said["print_command"]:
+                return self._print_command(request, as_json)
+            high = estimate.high_bytes if estimate and self.device == "cuda" else None
+            every, done = request.checkpoint_every, _steps_of(resume) or 0
+            with Follower(output / launch.METRICS, request.steps, every, high, done) as follower:
+                ended = launch.run(request, self.nodes, follower.tick)
+            self.notes += follower.warnings
+            if ended.name not in ("oom", "host-oom") or self.plan.machine.nodes > 1 or not self._step_down(ended):
+                break
+            resume, _ = checkpoints.newest(output, request.run)
+            estimate = None
         self._raise_unless_ok(ended)
         last = follower.last or {}
         answer = {
@@ -280,7 +290,7 @@ class _Train:
             "weights": str(output / FINAL),
             "checkpoint": str(output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
             "steps": request.steps,
-            "resumed_from": done,
+            "resumed_from": begun,
             "loss": last.get("loss"),
             "step_seconds": follower.step_seconds,
             "peak": follower.peaks or None,
@@ -289,21 +299,53 @@ class _Train:
         show(answer, as_json, lambda console: _render(console, answer))
         return DONE
 
+    def _print_command(self, request: launch.Request, as_json: bool) -> int:
+        folder = launch.write_request(self.output / launch.RUN_FOLDER, request)
+        words = launch.command(self.plan, folder, self.nodes)
+        show({"command": words}, as_json, lambda console: console.print(shlex.join(words), soft_wrap=True))
+        return DONE
+
+    def _step_down(self, ended: launch.Outcome) -> bool:
+        """Takes the next plan and keeps the one that ran out beside it; False when there is none."""
+        found = next_plan(self.plan)
+        if found is None:
+            return False
+        kept = self.output / PLAN
+        kept.replace(next(path for n in range(10**6) if not (path := self.output / f"plan.before-{n}.toml").exists()))
+        write_plan(found, kept)
+        self._note(f"warning: {_memory(ended)}; going on from the last checkpoint with {difference(self.plan, found)}")
+        self.plan = found
+        return True
+
     def _raise_unless_ok(self, ended: launch.Outcome) -> None:
         """One message for whatever ended it, with where to go on from."""
         if ended.name == "ok":
             return
+        if ended.name == "refused" and ended.exit_code == 1:  # before anything was trained
+            raise VplanError(ended.message, ended.fix, ended.exit_code)
         newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
         left = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         message, fix = ended.message, ended.fix
         if ended.name in ("oom", "host-oom"):
-            shape = ended.shape or {}
-            size = f" at {shape['frames']}x{shape['height']}x{shape['width']}" if shape else ""
-            message = f"out of {'GPU' if ended.name == 'oom' else 'host'} memory{size}: {message}"
+            message = f"{_memory(ended)}: {message}"
             fix = "plan for less, as with --gradient-checkpointing full, and give the command again"
         if ended.name == "nan":
             fix = "try a lower --learning-rate, and look at the data of that step"
         raise VplanError(f"{message}; {left}", fix, ended.exit_code)
+
+
+def _memory(ended: launch.Outcome) -> str:
+    """Which memory was short, and at which shape."""
+    shape = ended.shape
+    size = f" at {shape['frames']}x{shape['height']}x{shape['width']}" if shape else ""
+    return f"out of {'GPU' if ended.name == 'oom' else 'host'} memory{size}"
+
+
+def _steps_of(checkpoint: Path | None) -> int | None:
+    """The steps a checkpoint has done."""
+    if checkpoint is None:
+        return None
+    return int(json.loads((checkpoint / checkpoints.MANIFEST).read_text(encoding="utf-8"))["step"])
 
 
 def own_folder(origin: str) -> Path:

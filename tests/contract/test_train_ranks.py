@@ -69,3 +69,27 @@ def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
     assert runs.losses(once) == runs.losses(twice)
     a, b = runs.tensors(once / "final"), runs.tensors(twice / "final")
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+OFFLOADED = {"offload_optimizer": "cpu", "offload_params": "cpu"}
+STRATEGIES: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {"gradient_accumulation": 2, "grad_buckets": "copy", "ema": "gpu"}),
+    ("zero-1", {"gradient_accumulation": 2}),
+    ("zero-2", {"gradient_accumulation": 2, "ema": "cpu", "offload_optimizer": "cpu"}),
+    ("zero-3", {"gradient_accumulation": 2, "gradient_checkpointing": "full", **OFFLOADED}),
+    ("fsdp", {"gradient_accumulation": 2, "ema": "gpu", "gradient_checkpointing": "full"}),
+    ("fsdp", OFFLOADED),
+]
+
+
+@pytest.mark.parametrize(("sharding", "strategy"), STRATEGIES)
+def test_what_else_a_plan_says_holds_at_two_ranks(
+    place: runs.Place, tmp_path: Path, sharding: str, strategy: dict[str, Any]
+) -> None:
+    """Accumulation, averages and offload, taken up from a checkpoint in the middle."""
+    half = request(place, tmp_path, sharding, strategy, job={"method": "full"}, steps=3, checkpoint_every=3)
+    last = {**half, "steps": STEPS, "resume": str(tmp_path / "checkpoints" / "step-00000003")}
+    for asked in (half, last):
+        check(training.train(asked))
+    same = {name: strategy[name] for name in ("gradient_accumulation", "ema") if name in strategy}
+    compare(tmp_path, alone(place, same, method="full"))
