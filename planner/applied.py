@@ -17,7 +17,7 @@ from planner.shapes import check_blocks, check_job
 VALUES: dict[str, tuple[object, ...]] = {
     "weights_dtype": ("fp32", "bf16", "fp16", "fp8", "int8", "nf4"),
     "master_weights": ("none", "fp32"),
-    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
+    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"),
     "optimizer_step": ("foreach", "fused", "loop", "backward"),
     "gradient_accumulation": (1,),
     "ema": ("none",),
@@ -65,19 +65,19 @@ def settled(plan: Plan) -> Plan:
     check(plan.job, strategy, plan.machine)
     if plan.trainer != "vplan":
         raise VplanError(f"the plan is for {plan.trainer}; a probe runs vplan's own step", 'write trainer = "vplan"')
-    for what, fix in _not_applied(plan.job, strategy, plan.machine):
+    for what, fix in _not_applied(plan.job, strategy, plan.machine, profile.shape.references):
         raise VplanError(f"{what} is not applied by vplan's training step yet, so it cannot be measured", fix)
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 
-def _not_applied(job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
-    """What is asked for and not applied, and what to write instead."""
+def _not_applied(job: Job, strategy: Strategy, machine: Machine, references: int) -> Iterator[tuple[str, str]]:
+    """What is asked for and not applied, and what to write instead. The model's step takes ``references`` images."""
     if machine.world > 1:
         yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"
     if job.method == "sample":
         yield "method sample", "write method = lora or full"
-    if job.references:
-        yield f"references {job.references}", "write references = 0"
+    if job.references not in (0, references):
+        yield f"references {job.references}", f"write references = {references}"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"
     for field, values in VALUES.items():

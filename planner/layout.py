@@ -53,8 +53,7 @@ TRANSFORMS: tuple[Term, ...] = (
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
     ("context_parallel", frozenset({1}), "use --sharding fsdp, or --gradient-checkpointing offload"),
-    ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
-    ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
+    ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use --attention sdpa"),
 )
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""
 
@@ -95,11 +94,13 @@ def _refuse_on_host(strategy: Strategy) -> None:
     torchao and FSDP2 run an optimizer's own Python there, one parameter at a time."""
     zero = strategy.sharding.startswith("zero")
     known = ("adamw", "lion") if zero else ("adamw", "adafactor")
-    if strategy.optimizer in known:
+    if strategy.optimizer in known or (strategy.optimizer == "came" and strategy.sharding not in SPLIT):
         return
     why = {
         "prodigy": "finds one rate over all parameters, and in host RAM each is stepped alone",
+        "muon": "is two optimizers, one for what is no matrix, and in host RAM all are stepped by one",
         "adafactor": "has no CPU kernel in DeepSpeed",
+        "came": "has no CPU kernel in DeepSpeed, and over fsdp's shares no row is whole",
     }.get(strategy.optimizer, "steps with bitsandbytes' kernels, which are the GPU's")
     fault = f"{strategy.optimizer} {why}, so offload_optimizer cannot take it"
     raise VplanError(fault, f"use --optimizer {' or '.join(known)}")

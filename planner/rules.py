@@ -56,10 +56,17 @@ def check(job: Job, strategy: Strategy, machine: Machine) -> None:
 
 
 def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
-    """What belongs to one method only."""
+    """What belongs to one method only.
+
+    torchao's int4 has kernels that only infer: torch knows no derivative of `aten::_weight_int4pack_mm`, and peft turns
+    an `Int4Tensor` away (peft/tuners/lora/torchao.py, `_check_dtype_supported`).
+    """
     weights = strategy.weights(job.method)
     if job.method == "full" and weights in QUANTISED:
         yield f"weights stored as {weights} cannot be trained", "use --weights-dtype bf16, or --method lora"
+    if job.method == "lora" and weights == "int4":
+        fault = "weights_dtype int4 has no backward: torchao's 4-bit kernels only infer, and peft puts no LoRA on them"
+        yield fault, "use --weights-dtype nf4, which takes the same 4 bits"
     if job.trainable and job.method != "full":
         yield f"trainable patterns mean nothing with method {job.method}", "use --method full, or --lora-targets"
     if job.experts == "both" and strategy.inactive_expert == "absent":
@@ -90,6 +97,8 @@ def _sampling(job: Job, strategy: Strategy) -> Iterator[Contradiction]:
         "offload_optimizer": strategy.offload_optimizer != "none",
         "offload_gradients": strategy.offload_gradients != "none",
         "master_weights": strategy.master_weights != "none",
+        "optimizer": strategy.optimizer != "adamw",
+        "optimizer_step": strategy.optimizer_step != "foreach",
         "validation_mode": strategy.validation_mode != "off",
     }
     for field in (field for field, is_asked in asked.items() if is_asked):

@@ -312,7 +312,7 @@ CREATED = _aten(
 
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
-    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
+    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne masked_fill "
     "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
     "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax sqrt sub sub_ "
     "tanh tanh_backward _to_copy where"

@@ -22,7 +22,7 @@ from planner.job import QUANTISED, Job, Strategy
 from planner.trainable import matches
 from trainers import families, quantise
 from trainers.families.base import Family
-from trainers.optimizers import OverMasters, SteppedInBackward
+from trainers.optimizers import Optimizer, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_GRAD_NORM = 1.0
@@ -35,7 +35,7 @@ class Trainee:
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | SteppedInBackward | OverMasters | None = None
+    optimizer: Optimizer | None = None
 
 
 def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None) -> nn.Module:

@@ -63,6 +63,8 @@ def job(**fields: Any) -> Job:
         ({}, {"group_offload": "block"}, ONE, "no gradients", "--swap-blocks"),
         ({"method": "sample"}, {"group_offload_stream": True}, ONE, "needs group_offload", "--group-offload block"),
         ({"method": "sample"}, {"ema": "gpu"}, ONE, "ema means nothing with method sample", "leave out --ema"),
+        ({"method": "sample"}, {"optimizer": "lion"}, ONE, "optimizer means nothing", "leave out --optimizer"),
+        ({}, {"weights_dtype": "int4"}, ONE, "int4 has no backward", "--weights-dtype nf4"),
         ({"method": "full"}, {"weights_dtype": "fp8"}, ONE, "cannot be trained", "--method lora"),
         ({"method": "full"}, {"weights_dtype": "nf4"}, ONE, "cannot be trained", "--weights-dtype bf16"),
         ({"method": "full"}, {"master_weights": "fp32"}, ONE, "are fp32 already", "--master-weights"),
