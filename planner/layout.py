@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner import attention, dialects
+from planner.context import context_parallel
 from planner.errors import VplanError
 from planner.experts import experts, waiting_gradients
 from planner.fsdp import fsdp
@@ -28,6 +29,7 @@ from planner.variants import Precision
 from planner.zero import zero
 
 TRANSFORMS: tuple[Term, ...] = (
+    context_parallel,
     part_trained,
     cublas_workspace,
     residents,
@@ -52,7 +54,6 @@ TRANSFORMS: tuple[Term, ...] = (
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
-    ("context_parallel", frozenset({1}), "use --sharding fsdp, or --gradient-checkpointing offload"),
     ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use --attention sdpa"),
 )
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""

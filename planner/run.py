@@ -90,6 +90,9 @@ class Run:
     gathered_bytes: int = 0
     """The most that an engine that splits weights gathers in a forward, with its buffers."""
 
+    exchanged_bytes: int = 0
+    """What a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent."""
+
     left: list[int] = field(default_factory=list)
     """What a step leaves alive for the next to replace: the batch, the loss."""
 

@@ -93,7 +93,7 @@ def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
     return kernel
 
 
-def _install_autocast(library: torch.library.Library) -> None:
+def install_autocast(library: torch.library.Library) -> None:
     """CUDA's autocast on the CPU key.
 
     The lower-precision list keeps torch's own kernel: it owns the weight-cast cache.
@@ -189,7 +189,7 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
-        _install_autocast(library)
+        install_autocast(library)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", fakes.dropout, "AutogradCPU")
         if fused_rms_norm:

@@ -80,7 +80,7 @@ def job(**fields: Any) -> Job:
         ({}, {"optimizer_step": "backward", "sharding": "zero-2"}, FOUR, "DeepSpeed does the step itself", "foreach"),
         ({}, {"optimizer_step": "fused", "optimizer": "adamw-8bit"}, ONE, "has no fused step", "foreach"),
         ({}, {"sharding": "none"}, FOUR, "as many different models", "--sharding ddp"),
-        ({}, {"context_parallel": 3}, FOUR, "does not divide 4 GPU", "1, 2, 4"),
+        ({}, {"context_parallel": 3}, FOUR, "does not divide 4 GPU", "--context-parallel 2"),
         (
             {},
             {"expandable_segments": True},
