@@ -157,7 +157,7 @@ def test_a_step_inside_backward_excludes_what_needs_the_gradients_later(
 
 @pytest.mark.parametrize(
     ("optimizer", "bytes_per_parameter"),
-    [("adamw", 8), ("adamw-8bit", 2), ("adafactor", 0), ("lion", 4), ("prodigy", 16), ("came", 4), ("muon", 4)],
+    [("adamw", 8), ("adamw-8bit", 2), ("adafactor", 0), ("lion", 4), ("prodigy", 16), ("came", 4.5), ("muon", 4)],
 )
 def test_states_of_an_fp32_adapter(optimizer: str, bytes_per_parameter: int) -> None:
     run = laid_out(optimizer=optimizer)
