@@ -72,7 +72,8 @@ def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradi
     if job.trainable and job.method != "full":
         yield f"trainable patterns mean nothing with method {job.method}", "use --method full, or --lora-targets"
     if job.experts == "both" and strategy.inactive_expert == "absent":
-        yield "both experts are trained, and the one that does not run must be somewhere", "use --inactive-expert cpu"
+        used = "used" if job.method == "sample" else "trained"
+        yield f"both experts are {used}, and the one that does not run must be somewhere", "use --inactive-expert cpu"
     trained = weights if job.method == "full" else strategy.adapter_dtype
     if strategy.master_weights == "fp32" and trained == "fp32":
         yield "the trained weights are fp32 already and need no fp32 master", "leave out --master-weights"

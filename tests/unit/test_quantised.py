@@ -122,7 +122,14 @@ def test_swap_and_checkpoint_offload_work_with_it(weights: str) -> None:
     [
         (MODEL.name, {"weights_dtype": "int4"}, {}, "int4 has no backward"),
         (MODEL.name, {"weights_dtype": "fp8", "adapter_dtype": "bf16"}, {}, "recorded with --weights-dtype fp8"),
-        (MODEL.name, {"weights_dtype": "nf4", "sharding": "zero-3"}, {"gpus": 2}, "nf4 under zero-3 is not estimated"),
+        (
+            MODEL.name,
+            {"weights_dtype": "nf4", "sharding": "zero-3"},
+            {"gpus": 2},
+            "nf4 under zero-3, .* is not estimated",
+        ),
+        (MODEL.name, {"weights_dtype": "int8", "sharding": "fsdp"}, {"gpus": 2}, "fsdp splits parameters without"),
+        (MODEL.name, {"weights_dtype": "fp8", "sharding": "zero-2"}, {"gpus": 2}, "fp8 under zero-2 is not estimated"),
         ("sd1.5", {"weights_dtype": "fp8"}, {}, "lora of sd1.5 is not recorded with --weights-dtype fp8"),
         (MODEL.name, {"optimizer": "muon", "offload_optimizer": "cpu"}, {}, "muon is two optimizers"),
         (MODEL.name, {"optimizer": "came", "sharding": "fsdp"}, {"gpus": 2}, "came under fsdp is not estimated"),
