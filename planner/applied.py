@@ -18,7 +18,7 @@ from planner.shapes import check_blocks, check_job
 VALUES: dict[str, tuple[object, ...]] = {
     "weights_dtype": ("fp32", "bf16", "fp16", "fp8", "int8", "nf4"),
     "master_weights": ("none", "fp32"),
-    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
+    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"),
     "optimizer_step": ("foreach", "fused", "loop", "backward"),
     "gradient_accumulation": (1,),
     "ema": ("none",),
@@ -84,24 +84,28 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
         for what, fix in _not_trained(profile, plan.job, strategy):
             raise VplanError(f"{what} is not applied by vplan's training yet", fix)
     else:
-        for what, fix in _not_applied(plan.job, strategy, plan.machine):
+        for what, fix in _not_applied(profile, plan.job, strategy, plan.machine):
             raise VplanError(f"{what} is not applied by vplan's training step yet, so it cannot be measured", fix)
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 
-def _not_applied(job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
+def _not_applied(
+    profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine
+) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
     if machine.world > 1:
         yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"
-    yield from _neither(job, strategy, VALUES)
+    yield from _neither(profile, job, strategy, VALUES)
 
 
-def _neither(job: Job, strategy: Strategy, values: dict[str, tuple[object, ...]]) -> Iterator[tuple[str, str]]:
+def _neither(
+    profile: ModelProfile, job: Job, strategy: Strategy, values: dict[str, tuple[object, ...]]
+) -> Iterator[tuple[str, str]]:
     """What nobody applies, and values of fields that are none of those listed."""
     if job.method == "sample":
         yield "method sample", "write method = lora or full"
-    if job.references:
-        yield f"references {job.references}", "write references = 0"
+    if job.references not in (0, profile.shape.references):
+        yield f"references {job.references}", f"write references = {profile.shape.references}"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"
     if strategy.swap_blocks and job.method == "full":
@@ -117,7 +121,7 @@ def _neither(job: Job, strategy: Strategy, values: dict[str, tuple[object, ...]]
 
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What training asks for beside the step's own switches."""
-    yield from _neither(job, strategy, TRAINED)
+    yield from _neither(profile, job, strategy, TRAINED)
     alone = strategy.sharding in ("none", "ddp")
     if strategy.weights(job.method) in QUANTISED and not alone:
         fix = "use --sharding ddp, or --weights-dtype bf16"

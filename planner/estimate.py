@@ -141,12 +141,12 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
 
 
 def outside_bytes(run: Run) -> int:
-    """Device bytes that are not torch's: CUDA's context, a communicator and what a trainer takes.
+    """Device bytes that are not torch's: CUDA's context, communicators and what a trainer takes.
 
-    To sample, every GPU works alone.
+    To sample, every GPU works alone; but GPUs that share a sample's tokens have a communicator of their own.
     """
-    communicator = NCCL_BYTES if run.machine.world > 1 and not run.samples else 0
-    return run.facts.gpu.context_bytes + run.outside_bytes + communicator
+    communicators = int(run.machine.world > 1 and not run.samples) + int(run.strategy.context_parallel > 1)
+    return run.facts.gpu.context_bytes + run.outside_bytes + communicators * NCCL_BYTES
 
 
 def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:

@@ -2,7 +2,8 @@
 
 Each expert is a checkpoint of the same architecture, for its side of one timestep. DiffSynth-Studio trains one per run
 and loads no other (examples/wanvideo/model_training/lora/Wan2.2-T2V-A14B.sh); musubi-tuner can hold both, on the GPU or
-in turn (docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``).
+in turn (docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``). A sample goes through one, then the other:
+diffusers' pipeline holds both, or brings each when its noise levels come (pipeline_wan.py, ``model_cpu_offload_seq``).
 """
 
 from __future__ import annotations
@@ -43,14 +44,19 @@ def experts(run: Run) -> None:
         weights, adapter = -(-weights // world), -(-adapter // world)
         if strategy.offload_params != "none":
             weights = adapter = 0
-    if strategy.inactive_expert == "gpu":
+    if not waits(run):
         run.add(run.load, weights, "weight" if both else "residents", "other expert", at=0)
-    if not both:
+    if not both or run.samples:
         return
     run.add(run.load, adapter, "weight", "other expert's adapter", at=0)
     if strategy.offload_optimizer == "none" and not deepspeed:
         states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
         run.add(run.optimizer_first, states, "optimizer", "other expert's states")
+
+
+def waits(run: Run) -> bool:
+    """Whether the other expert is in host RAM: it was sent there, or group offload brings it in turn."""
+    return run.strategy.inactive_expert == "cpu" or (run.samples and run.strategy.group_offload != "none")
 
 
 def waiting_gradients(run: Run) -> None:
@@ -85,7 +91,7 @@ def _lent(run: Run) -> int:
 
 def host_bytes(run: Run) -> int:
     """Host RAM of the expert that waits there."""
-    if run.facts.model.experts == 1 or run.strategy.inactive_expert != "cpu":
+    if run.facts.model.experts == 1 or run.strategy.inactive_expert == "absent" or not waits(run):
         return 0
     return idle_weights(run)[0]
 

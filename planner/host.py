@@ -31,9 +31,9 @@ ZERO_OFFLOADED_BYTES = 18
 ``param_buffer_of_bit16_for_cpu_offload_groups``) or the gradients in 16 bits (stage 3:
 ``grad_partitions_flat_buffer``)."""
 
-LESS_THAN_ADAM = {"lion": 4, "adafactor": 8}
+LESS_THAN_ADAM = {"lion": 4, "adafactor": 8, "came": 4}
 """Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py), Adafactor rows and columns of one,
-which are next to nothing."""
+which are next to nothing, and CAME those beside one state."""
 
 SHARD_BYTES = 10 * 10**9
 """A file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""

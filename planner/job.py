@@ -4,7 +4,8 @@ The string under a field is also the help text of its flag. What contradicts wha
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
-from typing import Annotated, Literal, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -111,6 +112,12 @@ class Job(Record):
 
 class Strategy(Record):
     """How the job is made to fit. The defaults are our trainer's; `planner.rules.resolve` fills what a job decides."""
+
+    refused: ClassVar[Mapping[str, frozenset[str]]] = {
+        "weights_dtype": frozenset({"int4"}),  # see planner.rules
+        "attention": frozenset({"flash-3", "math", "xformers"}),  # see planner.layout
+        "compile": frozenset({"cudagraphs"}),
+    }
 
     weights_dtype: WeightsDtype | None = None
     """how the weights are stored: the frozen base in lora (bf16 when not given), the trained weights in full (fp32)"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner import attention, dialects
+from planner.context import context_parallel
 from planner.errors import VplanError
 from planner.experts import experts, waiting_gradients
 from planner.fsdp import fsdp
@@ -28,6 +29,7 @@ from planner.variants import Precision
 from planner.zero import zero
 
 TRANSFORMS: tuple[Term, ...] = (
+    context_parallel,
     part_trained,
     cublas_workspace,
     residents,
@@ -52,9 +54,7 @@ TRANSFORMS: tuple[Term, ...] = (
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
-    ("context_parallel", frozenset({1}), "use --sharding fsdp, or --gradient-checkpointing offload"),
-    ("weights_dtype", frozenset({None, "fp32", "bf16", "fp16", "fp8", "int8", "nf4"}), "use nf4, also in 4 bits"),
-    ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use sdpa"),
+    ("attention", frozenset({"sdpa", "flash", "cudnn", "efficient"}), "use --attention sdpa"),
 )
 """Strategy fields of which only some values have memory terms so far, and what to ask instead."""
 
@@ -65,11 +65,8 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
         value = getattr(strategy, field)
         if value not in values:
             raise VplanError(f"{field} {value} is not estimated yet", fix)
-    if job.method == "sample" and job.experts == "both":
-        raise VplanError("sampling with both experts is not estimated yet", "use --experts high, then low")
     if strategy.weights(job.method) in QUANTISED and strategy.sharding in SPLIT:
-        fault = f"a base in {strategy.weights_dtype} under {strategy.sharding} is not estimated yet"
-        raise VplanError(fault, "use --weights-dtype bf16, or --sharding ddp")
+        _refuse_split_base(strategy)
     if job.experts == "both" and strategy.sharding in SPLIT:
         raise VplanError(f"both experts under {strategy.sharding} are not estimated yet", "use --experts high")
     if job.experts == "both" and strategy.gradient_accumulation > 1 and strategy.master_weights == "fp32":
@@ -90,16 +87,40 @@ def refuse_unpriced(job: Job, strategy: Strategy) -> None:
         raise VplanError(fault, "use --optimizer adamw")
 
 
+def _refuse_split_base(strategy: Strategy) -> None:
+    """A quantised base under an engine that splits: what cannot be, and what only is not recorded.
+
+    FSDP2 hands out plain parameters in place of bitsandbytes' and torchao's, whose constants are gone then
+    (bitsandbytes#1945, accelerate#3983; torchao's Int8Tensor has no ``fsdp_pre_all_gather``), and layerwise casting
+    puts other data in a parameter than the share FSDP2 knows. DeepSpeed's stages 1 and 2 leave the base whole, stage 3
+    splits it where ``bnb_4bit_quant_storage`` is bf16 (peft, docs/source/accelerate/deepspeed.md).
+    """
+    weights, sharding = strategy.weights_dtype, strategy.sharding
+    if sharding == "fsdp":
+        why = f"fsdp splits parameters without the constants or hooks that turn {weights} back into numbers"
+        raise VplanError(why, "use --sharding ddp, or --weights-dtype bf16")
+    if sharding == "zero-3":
+        how = ", split as numbers of 16 bits that hold four each," if weights == "nf4" else ""
+        fix = "use --weights-dtype bf16, or --sharding ddp"
+        raise VplanError(f"a base in {weights} under zero-3{how} is not estimated", fix)
+    fault = (
+        f"a base in {weights} under {sharding} is not estimated, and {sharding} splits next to nothing of an adapter"
+    )
+    raise VplanError(fault, "use --sharding ddp")
+
+
 def _refuse_on_host(strategy: Strategy) -> None:
     """Optimizers that nobody's step in host RAM knows: DeepSpeed has CPU kernels for AdamW and Lion (deepspeed/ops),
     torchao and FSDP2 run an optimizer's own Python there, one parameter at a time."""
     zero = strategy.sharding.startswith("zero")
     known = ("adamw", "lion") if zero else ("adamw", "adafactor")
-    if strategy.optimizer in known:
+    if strategy.optimizer in known or (strategy.optimizer == "came" and strategy.sharding not in SPLIT):
         return
     why = {
         "prodigy": "finds one rate over all parameters, and in host RAM each is stepped alone",
+        "muon": "is two optimizers, one for what is no matrix, and in host RAM all are stepped by one",
         "adafactor": "has no CPU kernel in DeepSpeed",
+        "came": "has no CPU kernel in DeepSpeed, and over fsdp's shares no row is whole",
     }.get(strategy.optimizer, "steps with bitsandbytes' kernels, which are the GPU's")
     fault = f"{strategy.optimizer} {why}, so offload_optimizer cannot take it"
     raise VplanError(fault, f"use --optimizer {' or '.join(known)}")

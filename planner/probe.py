@@ -169,6 +169,7 @@ LIBRARIES = {
     "nf4": ("bitsandbytes",),
     "adafactor": ("transformers",),
     "prodigy": ("prodigyopt",),
+    "came": ("came_pytorch",),
     "int8": ("torchao",),
 }
 """What an optimizer or a format of the weights needs beside torch and diffusers."""

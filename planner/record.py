@@ -7,7 +7,7 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -32,6 +32,9 @@ NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 class Record(BaseModel):
     """A frozen record with a closed set of fields. `read` is the way in for data that a person or a file gave."""
 
+    refused: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """Values of closed lists that are known so that they can be refused by name. No list shows them."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
     @classmethod
@@ -55,12 +58,15 @@ class Record(BaseModel):
 
 
 def choices(record: type[BaseModel], field: str) -> tuple[str, ...]:
-    """The closed list of a field's values, in the order of preference of its declaration; empty when it is open."""
+    """The closed list of a field's values, in the order of preference of its declaration; empty when it is open.
+
+    Without those that are always refused."""
     found = [record.model_fields[field].annotation]
     while found:
         annotation = found.pop()
         if typing.get_origin(annotation) is typing.Literal:
-            return tuple(str(value) for value in typing.get_args(annotation))
+            hidden = record.refused.get(field, ()) if issubclass(record, Record) else ()
+            return tuple(str(value) for value in typing.get_args(annotation) if value not in hidden)
         found.extend(typing.get_args(annotation))
     return ()
 

@@ -16,7 +16,8 @@ Contradiction = tuple[str, str]
 
 
 DEEPSPEED = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "autocast": "none", "master_weights": "fp32"}
-"""What DeepSpeed's ZeRO makes of a module: 16 bits throughout, and an fp32 master of what is trained."""
+"""What DeepSpeed's ZeRO makes of a module: 16 bits throughout, and an fp32 master of what is trained. Context
+parallelism trains the same, as its attention's backward does not run under autocast (see `planner.context`)."""
 
 
 def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Strategy:
@@ -25,7 +26,8 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
     `expandable_segments` is switched off where torch cannot do it. What the user said stays as it is.
     """
     changes: dict[str, object] = {}
-    if strategy.sharding.startswith("zero"):
+    exchanges = strategy.context_parallel > 1 and strategy.sharding != "fsdp" and job.method != "sample"
+    if strategy.sharding.startswith("zero") or exchanges:
         changes = {field: value for field, value in DEEPSPEED.items() if field not in strategy.model_fields_set}
         trained = "adapter_dtype" if job.method == "lora" else "weights_dtype"
         if changes.get(trained, getattr(strategy, trained)) == "fp32":  # said so; a master of it is no second thing
@@ -56,14 +58,22 @@ def check(job: Job, strategy: Strategy, machine: Machine) -> None:
 
 
 def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
-    """What belongs to one method only."""
+    """What belongs to one method only.
+
+    torchao's int4 has kernels that only infer: torch knows no derivative of `aten::_weight_int4pack_mm`, and peft turns
+    an `Int4Tensor` away (peft/tuners/lora/torchao.py, `_check_dtype_supported`).
+    """
     weights = strategy.weights(job.method)
     if job.method == "full" and weights in QUANTISED:
         yield f"weights stored as {weights} cannot be trained", "use --weights-dtype bf16, or --method lora"
+    if job.method == "lora" and weights == "int4":
+        fault = "weights_dtype int4 has no backward: torchao's 4-bit kernels only infer, and peft puts no LoRA on them"
+        yield fault, "use --weights-dtype nf4, which takes the same 4 bits"
     if job.trainable and job.method != "full":
         yield f"trainable patterns mean nothing with method {job.method}", "use --method full, or --lora-targets"
     if job.experts == "both" and strategy.inactive_expert == "absent":
-        yield "both experts are trained, and the one that does not run must be somewhere", "use --inactive-expert cpu"
+        used = "used" if job.method == "sample" else "trained"
+        yield f"both experts are {used}, and the one that does not run must be somewhere", "use --inactive-expert cpu"
     trained = weights if job.method == "full" else strategy.adapter_dtype
     if strategy.master_weights == "fp32" and trained == "fp32":
         yield "the trained weights are fp32 already and need no fp32 master", "leave out --master-weights"
@@ -90,6 +100,8 @@ def _sampling(job: Job, strategy: Strategy) -> Iterator[Contradiction]:
         "offload_optimizer": strategy.offload_optimizer != "none",
         "offload_gradients": strategy.offload_gradients != "none",
         "master_weights": strategy.master_weights != "none",
+        "optimizer": strategy.optimizer != "adamw",
+        "optimizer_step": strategy.optimizer_step != "foreach",
         "validation_mode": strategy.validation_mode != "off",
     }
     for field in (field for field, is_asked in asked.items() if is_asked):
@@ -207,11 +219,36 @@ def _engines(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contrad
         )
 
 
+def _context(job: Job, strategy: Strategy) -> Iterator[Contradiction]:
+    """What splitting samples over GPUs goes with: DDP, or FSDP2 over all GPUs (NVIDIA-NeMo/Automodel#3157,
+    verl-project/verl-omni#59: both with diffusers' ``enable_parallelism``).
+
+    Not autocast: it leaves queries and keys in fp32 behind torch's RMSNorm and values not, and diffusers' backward of
+    attention runs outside it and refuses the mix (attention_dispatch.py, ``_native_attention_backward_op``).
+    """
+    if strategy.autocast != "none" and job.method != "sample":
+        fault = "context_parallel under autocast: queries are fp32 there and values are not, which no backward takes"
+        trained = "adapter" if job.method == "lora" else "weights"
+        yield fault, f"use --autocast none, with --{trained}-dtype bf16"
+    if strategy.sharding.startswith("zero"):
+        fault = (
+            f"context_parallel with {strategy.sharding}: DeepSpeed splits sequences in its own way, for transformers"
+        )
+        yield f"{fault} models only", "use --sharding fsdp"
+    if strategy.validation_mode != "off":
+        yield "validation under context_parallel is not estimated yet", "use --validation-mode off"
+    if strategy.group_offload != "none":
+        yield "group_offload under context_parallel is not estimated yet", "use --group-offload none"
+
+
 def _parallel(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
     parts = strategy.context_parallel
     if machine.world % parts:
-        known = ", ".join(str(count) for count in range(1, 65) if machine.world % count == 0)
-        yield f"context_parallel {parts} does not divide {machine.world} GPU(s)", f"write one of {known}"
+        known = [count for count in range(1, parts) if machine.world % count == 0]
+        fix = f"use --context-parallel {known[-1]}, or --gpus {parts * -(-machine.gpus // parts)}"
+        yield f"context_parallel {parts} does not divide {machine.world} GPU(s)", fix
+    if parts > 1:
+        yield from _context(job, strategy)
     if machine.world > parts and strategy.sharding == "none" and job.method != "sample":
         yield f"sharding none on {machine.world} GPUs would train as many different models", "use --sharding ddp"
     if machine.os == "windows" and strategy.expandable_segments:

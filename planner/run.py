@@ -93,6 +93,9 @@ class Run:
     leaving: Stage | None = None
     """What was loaded beside the model and goes before the first step."""
 
+    exchanged_bytes: int = 0
+    """What a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent."""
+
     encode: Stage | None = None
     """Text encoders and VAE that work on each batch before the model does."""
 

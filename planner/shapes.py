@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from planner.components import together
 from planner.errors import VplanError, quoted
 from planner.facts import ModelProfile
-from planner.job import MAX_FRAMES, MAX_SIDE, Bucket, Job, Strategy
+from planner.job import MAX_FRAMES, MAX_SIDE, Bucket, Job, Strategy, ValidationShape
 from planner.units import check_count, parse_count
 
 
@@ -74,11 +74,11 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
 
 
 def job_for(model: ModelProfile, given: Mapping[str, object]) -> Job:
-    """The job of what was said; the model's usual frames and size fill what was not. Checked against the model."""
+    """The job of what was said, checked; the model's usual frames, size and references fill what was not."""
     height, width = model.shape.resolutions[0]
     usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
     said = {name: value for name, value in given.items() if value is not None}
-    job = Job.read({**usual, **said, "model": model.name})
+    job = Job.read({"references": model.shape.references, **usual, **said, "model": model.name})
     check_job(model, job)
     return job
 
@@ -86,13 +86,26 @@ def job_for(model: ModelProfile, given: Mapping[str, object]) -> Job:
 def check_job(model: ModelProfile, job: Job) -> None:
     """Raises a VplanError when the model cannot take one of the job's shapes, or has not the experts it names."""
     for shape in job.shapes:
-        check_shape(model, shape.frames, shape.height, shape.width)
+        _check_within(model, shape, "--buckets" if job.buckets else "")
     if job.validation:
-        check_shape(model, job.validation.frames, job.validation.height, job.validation.width)
+        _check_within(model, job.validation, "--validation")
     if job.references and not (model.shape.references or model.shape.takes_references):
         raise VplanError(f"{model.title} takes no reference images", "leave out --references")
+    if model.shape.references and not job.references and "references" in job.model_fields_set:
+        fix = f"write --references {model.shape.references} or more, or leave it out"
+        raise VplanError(f"{model.title} changes an image it is given, and references 0 gives none", fix)
     if job.experts and model.experts == 1:
         raise VplanError(f"{model.title} is one model, without experts", "leave out --experts")
+
+
+def _check_within(model: ModelProfile, shape: Bucket | ValidationShape, flag: str) -> None:
+    """As `check_shape`, of a shape that another flag gives: the fix is about that flag."""
+    try:
+        check_shape(model, shape.frames, shape.height, shape.width)
+    except VplanError as error:
+        if not flag:
+            raise
+        raise VplanError(f"{flag}: {error.message}", f"{error.fix.replace('--', '')} in {flag}") from None
 
 
 def check_blocks(model: ModelProfile, strategy: Strategy) -> None:

@@ -62,6 +62,8 @@ def traffic(run: Run) -> Traffic:
         gpu = _split_bytes(run) * (world - 1) // world
     elif world > 1:  # all-reduce, in the last micro-batch only
         gpu = 2 * gradients * (world - 1) // world
+    if (parts := strategy.context_parallel) > 1:  # attention waits for what it is sent
+        gpu_waiting += accumulation * run.exchanged_bytes * (parts - 1) // parts
     if strategy.offload_params != "none":
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
     if run.samples and strategy.group_offload != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import NotRecordedError, VplanError
@@ -45,6 +45,23 @@ class Precision:
     def name(self) -> str:
         return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What a user types for it."""
+        typed = {"half": "bf16"}
+        weights = f"--weights-dtype {typed.get(self.weights, self.weights)}"
+        adapter = f"--adapter-dtype {typed.get(self.adapter, self.adapter)}" if self.adapter else ""
+        return tuple(filter(None, [weights, adapter, f"--autocast {'bf16' if self.autocast else 'none'}"]))
+
+    def nearest(self, known: Sequence[Precision]) -> str:
+        """What to type for the one of these that keeps the weights, else takes 16 bits, and changes least beside."""
+
+        def distance(other: Precision) -> tuple[bool, bool, int]:
+            kept = other.weights == self.weights
+            return not kept, not kept and other.weights != "half", len(set(other.flags) - set(self.flags))
+
+        return " ".join(flag for flag in min(known, key=distance).flags if flag not in self.flags)
+
 
 def trained_storage(job: Job, strategy: Strategy) -> str:
     """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own,
@@ -79,6 +96,8 @@ OPTIMIZERS = (
     ("adafactor", "foreach"),
     ("lion", "foreach"),
     ("prodigy", "foreach"),
+    ("came", "foreach"),
+    ("muon", "foreach"),
 )
 """(optimizer, how it steps). Only torch has ways to choose from; the others step one parameter after another."""
 
@@ -162,23 +181,19 @@ class StepVariant:
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job)
-        if strategy.weights(job.method) == "int4":
-            fault = "weights_dtype int4 is not recorded: its kernels run on some cards only and train on none"
-            raise NotRecordedError(fault, "use nf4, which takes the same 4 bits and its scales")
-        if precision not in precisions(profile, method):
-            raise NotRecordedError(
-                f"no tape of {profile.name} for {method} with {precision.name or 'this precision'}",
-                "use one of " + ", ".join(known.name for known in precisions(profile, method)),
-            )
+        known = precisions(profile, method)
+        if precision not in known:
+            fault = f"{job.method} of {profile.name} is not recorded with {' '.join(precision.flags)}"
+            raise NotRecordedError(fault, f"use {precision.nearest(known)}")
         if strategy.gradient_checkpointing in ("offload", "partial") and profile.family == "unet":
             fault = f"{profile.title} checkpoints parts of its blocks, of which {strategy.gradient_checkpointing}"
             raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
-        known = profile.shape.batches
-        if known and batch not in known:
+        counts = profile.shape.batches
+        if counts and batch not in counts:
             fault = f"{profile.title} works through a batch sample by sample, and batch {batch} is not recorded"
-            batches = " or ".join(map(str, known))
+            batches = " or ".join(map(str, counts))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
-        samples = batch if known and batch > 1 else None
+        samples = batch if counts and batch > 1 else None
         return cls(method, precision, mode, batch == 1, samples, dropout=job.method == "lora" and job.lora_dropout > 0)
 
     @classmethod
@@ -221,8 +236,9 @@ class SampleVariant:
         precision = Precision.of(job, strategy)
         known = PRECISIONS[method.removesuffix("-wide")]
         if precision not in known:
-            fault = f"no tape for sampling with {precision.name or 'this precision'}"
-            raise NotRecordedError(fault, "use one of " + ", ".join(entry.name for entry in known))
+            what = "sampling" if job.method == "sample" else "validation"
+            fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
+            raise NotRecordedError(f"{what} is not recorded with {' '.join(precision.flags)}", fix)
         return cls(method, precision, batch == 1)
 
     @classmethod

@@ -169,29 +169,30 @@ class _Compressor:
             if is_free:
                 events.sort(reverse=True)
             outside = segment.place is None or segment.passes == "optimizer"
-            sweeps = self._sweeps(events) if is_free and outside else {}
+            sweeps = self._sweeps(events, segment.place) if is_free and outside else {}
             swept = {event for found in sweeps.values() for event in found}
             parts[-1].events += [event for event in events if event not in swept]
             if sweeps:
                 parts += [Segment(place, segment.passes, found) for place, found in sorted(sweeps.items())]
                 parts.append(Segment(None, segment.passes))
-        return [part for part in parts if part.place != segment.place or part.events or part.work]
+        return [part for part in parts if part.place not in (None, segment.place) or part.events or part.work]
 
-    def _sweeps(self, frees: list[int]) -> dict[Place, list[int]]:
+    def _sweeps(self, frees: list[int], place: Place | None) -> dict[Place, list[int]]:
         """Frees of what was made in a block, by block, for the runs all of whose blocks are there.
 
         Of blocks that stand for others all middles are enough: the state behind a last layer is normed, and only that
-        is kept with those of the others.
+        is kept with those of the others. Not in a middle: what an optimizer holds of one it drops in the next.
         """
         found: dict[Place, list[int]] = {}
         for event in frees:
             alloc = self.trace.allocs[~event]
-            place = alloc.place if alloc.name else self.trace.places[self.made_at[~event]]
-            if place is not None:
-                found.setdefault(place, []).append(event)
+            made = alloc.place if alloc.name else self.trace.places[self.made_at[~event]]
+            if made is not None:
+                found.setdefault(made, []).append(event)
         swept: dict[Place, list[int]] = {}
         for number, run in enumerate(self.trace.runs):
-            middles = range(self.head, run.count - TAIL) if not self.whole[number] else ()
+            others = place is not None and self.head <= place[1] < run.count - TAIL
+            middles = range(self.head, run.count - TAIL) if not (self.whole[number] or others) else ()
             if all((number, block) in found for block in middles or range(run.count)):
                 swept |= {(number, block): found.get((number, block), []) for block in range(run.count)}
         return swept

@@ -93,7 +93,7 @@ def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
     return kernel
 
 
-def _install_autocast(library: torch.library.Library) -> None:
+def install_autocast(library: torch.library.Library) -> None:
     """CUDA's autocast on the CPU key.
 
     The lower-precision list keeps torch's own kernel: it owns the weight-cast cache.
@@ -189,7 +189,7 @@ def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
-        _install_autocast(library)
+        install_autocast(library)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", fakes.dropout, "AutogradCPU")
         if fused_rms_norm:
@@ -312,7 +312,7 @@ CREATED = _aten(
 
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
-    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp_ log logical_not lt ne masked_fill "
+    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne masked_fill "
     "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
     "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax sqrt sub sub_ "
     "tanh tanh_backward _to_copy where"

@@ -8,13 +8,45 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.errors import VplanError
 from planner.job import Strategy
 
 WEIGHT_DECAY = 1e-2
 LOOP = {"foreach": False}
 FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
 """torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
+
+
+class MuonAndAdamW:
+    """torch's Muon over the matrices, and AdamW over what is no matrix, which Muon does not take.
+
+    Updates are scaled to AdamW's size, so that AdamW's learning rates hold (torch.optim.Muon, ``match_rms_adamw``,
+    arXiv 2502.16982). An adapter on linear layers is matrices only.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], learning_rate: float) -> None:
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        others = [parameter for parameter in parameters if parameter.ndim != 2]
+        rates = {"lr": learning_rate, "weight_decay": WEIGHT_DECAY}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **rates))
+        if others:
+            self.optimizers.append(torch.optim.AdamW(others, **rates))
+
+    def step(self) -> None:
+        """Steps the matrices, then the rest."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees the gradients, or fills them with zeros."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states of all parameters, as one optimizer has them."""
+        return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
 
 
 class SteppedInBackward:
@@ -108,10 +140,11 @@ class OverMasters:
         return {parameter: self.optimizer.state[master] for parameter, master in self.masters.items()}
 
 
-def make_optimizer(
-    trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4
-) -> torch.optim.Optimizer | SteppedInBackward | OverMasters:
-    """The optimizer a strategy names over the trained parameters; a VplanError for one that is not built."""
+Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMasters
+
+
+def make_optimizer(trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4) -> Optimizer:
+    """The optimizer a strategy names over the trained parameters."""
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):  # DeepSpeed keeps its own
         return OverMasters(trainable.values(), strategy, learning_rate)
     if strategy.optimizer_step == "backward":
@@ -119,11 +152,14 @@ def make_optimizer(
     return make_one(list(trainable.values()), strategy, learning_rate)
 
 
-def make_one(parameters: list[nn.Parameter], strategy: Strategy, learning_rate: float) -> torch.optim.Optimizer:
+def make_one(
+    parameters: list[nn.Parameter], strategy: Strategy, learning_rate: float
+) -> torch.optim.Optimizer | MuonAndAdamW:
     """One optimizer over some parameters.
 
-    AdamW is torch's; 8-bit AdamW, paged or not, and Lion are bitsandbytes'; Adafactor is transformers' with a fixed
-    learning rate, as sd-scripts recommends it; Prodigy is prodigyopt's, which finds its own rate and wants 1.
+    AdamW and Muon are torch's; 8-bit AdamW, paged or not, and Lion are bitsandbytes'; Adafactor is transformers' with a
+    fixed learning rate, as sd-scripts recommends it; CAME is its authors' (came-pytorch, arXiv 2307.02047); Prodigy is
+    prodigyopt's, which finds its own rate and wants 1.
     """
     if strategy.optimizer == "adamw":
         how = FOREACH[strategy.optimizer_step]
@@ -137,10 +173,14 @@ def make_one(parameters: list[nn.Parameter], strategy: Strategy, learning_rate: 
         from prodigyopt import Prodigy
 
         return Prodigy(parameters, lr=1.0)
+    if strategy.optimizer == "muon":
+        return MuonAndAdamW(parameters, learning_rate)
+    if strategy.optimizer == "came":
+        from came_pytorch import CAME
+
+        return CAME(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
     from bitsandbytes import optim
 
     classes = {"adamw-8bit": optim.AdamW8bit, "adamw-8bit-paged": optim.PagedAdamW8bit, "lion": optim.Lion}
-    if strategy.optimizer not in classes:
-        raise VplanError(f"optimizer {strategy.optimizer} is not built yet", "use adamw, adafactor, lion or prodigy")
     found: torch.optim.Optimizer = classes[strategy.optimizer](parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
     return found

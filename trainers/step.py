@@ -24,7 +24,7 @@ from trainers import draws, families, quantise
 from trainers.families.base import Family
 from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
-from trainers.optimizers import OverMasters, SteppedInBackward
+from trainers.optimizers import Optimizer, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_GRAD_NORM = 1.0
@@ -62,7 +62,7 @@ class Trainee:
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | SteppedInBackward | OverMasters | None = None
+    optimizer: Optimizer | None = None
     engine: Engine = field(default_factory=Engine)
 
 

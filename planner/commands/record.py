@@ -30,7 +30,17 @@ from planner.parameters import FILE as PARAMETERS_FILE
 if TYPE_CHECKING:
     from rich.console import Console
 
-NEEDED = ("torch", "diffusers", "accelerate", "peft", "bitsandbytes", "transformers", "torchao", "prodigyopt")
+NEEDED = (
+    "torch",
+    "diffusers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "transformers",
+    "torchao",
+    "prodigyopt",
+    "came_pytorch",
+)
 """What recording imports. A planning laptop has none of them."""
 
 NOT_COMPARED = ("versions",)

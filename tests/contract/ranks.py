@@ -89,7 +89,8 @@ def _rank(rank: int, port: int, case: Case, queue: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
-    engine = _fsdp if case.strategy["sharding"] == "fsdp" else _deepspeed
+    sharding = case.strategy.get("sharding")
+    engine = _context_parallel if sharding is None else _fsdp if sharding == "fsdp" else _deepspeed
     try:
         queue.put((rank, engine(case)))
     except Exception as error:
@@ -264,6 +265,52 @@ def _watch_stage_3(engine: Any, watch: Watch) -> Callable[[], None]:
         watch.note("tables", nbytes(*engine.module.buffers()))
 
     return finish
+
+
+# ---- Ulysses
+
+
+def _context_parallel(case: Case) -> Bytes:
+    """Bytes that autograd saves on a rank, each storage once, without weights; and the loss in millionths.
+
+    "refused": 1 where backward would not take what autocast made, with CUDA's list of what it casts.
+    """
+    import torch
+    from diffusers import ContextParallelConfig
+
+    from trainers import step
+    from trainers.cuda_ops import install_autocast
+    from trainers.families import family
+
+    torch.distributed.init_process_group("gloo")
+    torch.accelerator.device_count = lambda: 1  # diffusers places ranks on accelerators, and there is none
+    profile, _, strategy, model = _model(case)
+    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=WORLD))
+    kind = family(profile)
+    torch.manual_seed(0)
+    batch = kind.batch(case.grid, "cpu", torch.bfloat16)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used again
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    library = torch.library.Library("aten", "IMPL")
+    if strategy.autocast != "none":
+        install_autocast(library)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = step.forward(step.Trainee(model, step.trainable_parameters(model)), kind, batch, strategy)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "same dtype" in str(error)
+        return {"refused": 1}
+    finally:
+        library._destroy()
+    return {"saved": sum(storage.nbytes() for storage in saved.values()), "loss": round(1e6 * float(loss))}
 
 
 # ---- FSDP2

@@ -43,6 +43,24 @@ def test_masters_and_states_are_fp32_and_what_is_fp32_is_its_own_master() -> Non
     assert all(states[name].dtype == torch.float32 for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[attr-defined]
 
 
+def test_muon_steps_matrices_and_adamw_the_rest() -> None:
+    torch.manual_seed(0)
+    matrix, bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.ones(4))
+    alone, beside = nn.Parameter(matrix.detach().clone()), nn.Parameter(bias.detach().clone())
+    optimizer = make_optimizer({"matrix": matrix, "bias": bias}, Strategy(optimizer="muon"), 1e-2)
+    muon = torch.optim.Muon([alone], lr=1e-2, weight_decay=1e-2, adjust_lr_fn="match_rms_adamw")
+    adamw = make_optimizer({"bias": beside}, Strategy(), 1e-2)
+    for _ in range(3):
+        matrix.grad, bias.grad = torch.randn(6, 4), torch.randn(4)
+        alone.grad, beside.grad = matrix.grad.clone(), bias.grad.clone()
+        for each in (optimizer, muon, adamw):
+            each.step()
+    assert torch.equal(matrix, alone) and torch.equal(bias, beside)
+    assert set(optimizer.state[matrix]) == {"momentum_buffer"}  # type: ignore[attr-defined]
+    optimizer.zero_grad()
+    assert matrix.grad is None and bias.grad is None
+
+
 def test_deepspeed_keeps_its_own_masters() -> None:
     half = nn.Parameter(torch.ones(64, 32).bfloat16())
     optimizer = make_optimizer({"weight": half}, STRATEGY.replace(sharding="zero-2"))

@@ -145,7 +145,7 @@ def test_norms_embeddings_and_fp32_modules_are_not_cast() -> None:
     }
 
 
-OPTIMIZERS = ["adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"]
+OPTIMIZERS = ["adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

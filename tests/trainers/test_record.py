@@ -48,6 +48,8 @@ OPTIMIZERS = (
     "optimizer-lora-fp32-adamw-foreach",
     "optimizer-full-half-adamw-8bit-foreach",
     "optimizer-lora-fp32-prodigy-foreach",
+    "optimizer-lora-fp32-came-foreach",
+    "optimizer-full-fp32-muon-foreach",
     "optimizer-full-half-adafactor-backward",
 )
 

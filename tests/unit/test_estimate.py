@@ -137,7 +137,7 @@ def test_validation_denoises_and_decodes_beside_the_states() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"weights_dtype": "int4"}, {"attention": "math"}, {"compile": "cudagraphs"}, {"context_parallel": 2}],
+    [{"attention": "math"}, {"compile": "cudagraphs"}],
 )
 def test_what_has_no_memory_terms_is_refused_by_name(strategy: dict[str, Any]) -> None:
     with pytest.raises(VplanError, match=next(iter(strategy))):

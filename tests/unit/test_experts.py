@@ -99,6 +99,35 @@ def test_what_waits_for_both_experts_is_freed_with_the_step() -> None:
     assert left == left[:1] * 3
 
 
+def sampled(**fields: Any) -> Estimate:
+    asked = job(method="sample", **{key: fields.pop(key) for key in ("experts",) if key in fields})
+    known, where = Strategy.read(fields), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
+    check(asked, known, where)
+    return estimate(asked, known, where, facts(asked, known, where))
+
+
+def test_a_sample_goes_through_both_experts_or_waits_for_the_other() -> None:
+    one, both = sampled(experts="high"), sampled(experts="both")
+    away = sampled(experts="both", inactive_expert="cpu")
+    for phase in ("denoise", "decode"):
+        more = both.phases[phase].allocated_bytes - one.phases[phase].allocated_bytes
+        assert more == pytest.approx(BASE, rel=0.01)
+        assert away.phases[phase] == one.phases[phase]
+    assert away.host_ram_bytes - one.host_ram_bytes == pytest.approx(BASE, rel=0.01)
+    assert both.step_seconds == one.step_seconds
+
+
+def test_group_offload_keeps_both_experts_in_host_ram() -> None:
+    one, both = (sampled(experts=which, group_offload="block") for which in ("high", "both"))
+    assert both.phases["denoise"] == one.phases["denoise"]
+    assert both.host_ram_bytes - one.host_ram_bytes == pytest.approx(BASE, rel=0.01)
+
+
+def test_an_expert_that_a_sample_needs_is_somewhere() -> None:
+    with pytest.raises(VplanError, match="both experts are used"):
+        sampled(experts="both", inactive_expert="absent")
+
+
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [

@@ -151,6 +151,16 @@ def test_choices_of_a_field() -> None:
     assert choices(Strategy, "swap_blocks") == ()
 
 
+def test_what_is_always_refused_is_known_and_in_no_list() -> None:
+    for field, values in Strategy.refused.items():
+        assert not values & set(choices(Strategy, field))
+        for value in values:
+            assert getattr(Strategy.read({field: value}), field) == value
+    with pytest.raises(VplanError) as refusal:
+        Strategy.read({"attention": "zzzz"})
+    assert "xformers" not in refusal.value.fix and "sdpa" in refusal.value.fix
+
+
 # ---- lossless before lossy
 
 
@@ -195,6 +205,6 @@ def test_lossy_fields(method: str, fields: dict[str, Any], lossy: tuple[str, ...
 
 def test_every_mark_names_values_that_exist() -> None:
     for mark in LOSSY:
-        known = set(choices(Strategy, mark.field)) or {True, False}
+        known = {*choices(Strategy, mark.field), *Strategy.refused.get(mark.field, ())} or {True, False}
         assert mark.values <= known, mark
         assert mark.why

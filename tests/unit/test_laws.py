@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "adapter_dtype": ("fp32", "bf16"),
     "master_weights": ("none", "fp32"),
     "gradient_checkpointing": ("full", "offload"),
-    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
+    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"),
     "optimizer_step": ("foreach", "fused", "loop"),
     "gradient_accumulation": (1, 2, 3),
     "ema": ("none", "gpu", "cpu"),

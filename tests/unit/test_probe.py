@@ -224,7 +224,7 @@ def test_every_field_is_judged() -> None:
         ({"offload_optimizer": "cpu"}, "offload_optimizer cpu is not applied"),
         ({"sharding": "zero-2", "gpus": 2}, "training on 2 GPUs is not applied"),
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
-        ({"weights_dtype": "int4"}, "weights_dtype int4 is not applied"),
+        ({"weights_dtype": "int4"}, "weights_dtype int4 has no backward"),
         ({"method": "sample"}, "method sample is not applied"),
         ({"trainer": "diffsynth"}, "the plan is for diffsynth"),
         ({"frames": 6}, "frames 6 is not 4n[+]1"),

@@ -120,11 +120,19 @@ def test_swap_and_checkpoint_offload_work_with_it(weights: str) -> None:
 @pytest.mark.parametrize(
     ("model", "fields", "machine", "fault"),
     [
-        (MODEL.name, {"weights_dtype": "int4"}, {}, "int4 is not recorded"),
-        (MODEL.name, {"weights_dtype": "fp8", "adapter_dtype": "bf16"}, {}, "for lora with fp8-half"),
-        (MODEL.name, {"weights_dtype": "nf4", "sharding": "zero-3"}, {"gpus": 2}, "nf4 under zero-3 is not estimated"),
-        ("sd1.5", {"weights_dtype": "fp8"}, {}, "no tape of sd1.5 for lora with fp8"),
-        (MODEL.name, {"optimizer": "came"}, {}, "optimizer came"),
+        (MODEL.name, {"weights_dtype": "int4"}, {}, "int4 has no backward"),
+        (MODEL.name, {"weights_dtype": "fp8", "adapter_dtype": "bf16"}, {}, "recorded with --weights-dtype fp8"),
+        (
+            MODEL.name,
+            {"weights_dtype": "nf4", "sharding": "zero-3"},
+            {"gpus": 2},
+            "nf4 under zero-3, .* is not estimated",
+        ),
+        (MODEL.name, {"weights_dtype": "int8", "sharding": "fsdp"}, {"gpus": 2}, "fsdp splits parameters without"),
+        (MODEL.name, {"weights_dtype": "fp8", "sharding": "zero-2"}, {"gpus": 2}, "fp8 under zero-2 is not estimated"),
+        ("sd1.5", {"weights_dtype": "fp8"}, {}, "lora of sd1.5 is not recorded with --weights-dtype fp8"),
+        (MODEL.name, {"optimizer": "muon", "offload_optimizer": "cpu"}, {}, "muon is two optimizers"),
+        (MODEL.name, {"optimizer": "came", "sharding": "fsdp"}, {"gpus": 2}, "came under fsdp is not estimated"),
         (MODEL.name, {"optimizer_step": "backward"}, {}, "for lora with optimizer adamw .backward."),
         (MODEL.name, {"optimizer": "prodigy", "offload_optimizer": "cpu"}, {}, "prodigy finds one rate"),
     ],
@@ -156,7 +164,7 @@ def test_a_step_inside_backward_excludes_what_needs_the_gradients_later(
 
 @pytest.mark.parametrize(
     ("optimizer", "bytes_per_parameter"),
-    [("adamw", 8), ("adamw-8bit", 2), ("adafactor", 0), ("lion", 4), ("prodigy", 16)],
+    [("adamw", 8), ("adamw-8bit", 2), ("adafactor", 0), ("lion", 4), ("prodigy", 16), ("came", 4.5), ("muon", 4)],
 )
 def test_states_of_an_fp32_adapter(optimizer: str, bytes_per_parameter: int) -> None:
     run = laid_out(optimizer=optimizer)

@@ -63,6 +63,8 @@ def job(**fields: Any) -> Job:
         ({}, {"group_offload": "block"}, ONE, "no gradients", "--swap-blocks"),
         ({"method": "sample"}, {"group_offload_stream": True}, ONE, "needs group_offload", "--group-offload block"),
         ({"method": "sample"}, {"ema": "gpu"}, ONE, "ema means nothing with method sample", "leave out --ema"),
+        ({"method": "sample"}, {"optimizer": "lion"}, ONE, "optimizer means nothing", "leave out --optimizer"),
+        ({}, {"weights_dtype": "int4"}, ONE, "int4 has no backward", "--weights-dtype nf4"),
         ({"method": "full"}, {"weights_dtype": "fp8"}, ONE, "cannot be trained", "--method lora"),
         ({"method": "full"}, {"weights_dtype": "nf4"}, ONE, "cannot be trained", "--weights-dtype bf16"),
         ({"method": "full"}, {"master_weights": "fp32"}, ONE, "are fp32 already", "--master-weights"),
@@ -78,7 +80,7 @@ def job(**fields: Any) -> Job:
         ({}, {"optimizer_step": "backward", "sharding": "zero-2"}, FOUR, "DeepSpeed does the step itself", "foreach"),
         ({}, {"optimizer_step": "fused", "optimizer": "adamw-8bit"}, ONE, "has no fused step", "foreach"),
         ({}, {"sharding": "none"}, FOUR, "as many different models", "--sharding ddp"),
-        ({}, {"context_parallel": 3}, FOUR, "does not divide 4 GPU", "1, 2, 4"),
+        ({}, {"context_parallel": 3}, FOUR, "does not divide 4 GPU", "--context-parallel 2"),
         (
             {},
             {"expandable_segments": True},

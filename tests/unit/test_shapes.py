@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -161,6 +162,28 @@ def test_sound_has_25_tokens_a_second(frames: int, tokens: int) -> None:
 def test_a_model_without_references_takes_none() -> None:
     with pytest.raises(VplanError, match="takes no reference images"):
         job_for(model("flux.1-dev"), {"references": 1})
+
+
+def test_a_model_that_changes_an_image_is_given_one() -> None:
+    edit = model("qwen-image-edit")
+    assert job_for(edit, {}).references == 1
+    with pytest.raises(VplanError, match="references 0 gives none") as refusal:
+        job_for(edit, {"references": 0})
+    assert "--references 1" in refusal.value.fix
+    assert job_for(model("flux.1-dev"), {"references": 0}).references == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "flag"),
+    [
+        ({"validation": {"frames": 80, "height": 480, "width": 832}}, "--validation"),
+        ({"buckets": [{"frames": 80, "height": 480, "width": 832}]}, "--buckets"),
+    ],
+)
+def test_the_fix_of_a_shape_is_about_the_flag_that_gave_it(said: dict[str, Any], flag: str) -> None:
+    with pytest.raises(VplanError, match=f"{flag}: frames 80 is not 4n[+]1") as refusal:
+        job_for(model("wan2.1-t2v-1.3b"), said)
+    assert refusal.value.fix == f"write frames 77 or 81 in {flag}"
 
 
 def test_reference_images_count_at_the_samples_own_size() -> None:

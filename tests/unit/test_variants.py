@@ -8,7 +8,7 @@ from planner import catalog
 from planner.errors import NotRecordedError
 from planner.job import Strategy
 from planner.shapes import job_for
-from planner.variants import StepVariant
+from planner.variants import SampleVariant, StepVariant
 
 
 def variant(name: str, batch: int) -> StepVariant:
@@ -34,6 +34,28 @@ def test_a_model_that_loops_over_its_samples_has_recordings_of_single_batches(na
         variant(name, 3)
     assert "sample by sample" in caught.value.message
     assert "--batch-size 1 or 2" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "fix"),
+    [
+        ("lora", {"weights_dtype": "fp32"}, "use --weights-dtype bf16"),
+        ("lora", {"autocast": "none"}, "use --autocast bf16"),
+        ("lora", {"weights_dtype": "nf4", "adapter_dtype": "bf16"}, "use --adapter-dtype fp32"),
+        ("sample", {"weights_dtype": "nf4"}, "use --weights-dtype bf16"),
+        ("full", {"weights_dtype": "fp32", "autocast": "none"}, "use --autocast bf16"),
+    ],
+)
+def test_a_precision_without_a_recording_is_named_by_flags(method: str, fields: dict[str, str], fix: str) -> None:
+    profile = catalog.model("wan2.1-t2v-1.3b")
+    job, strategy = job_for(profile, {"method": method}), Strategy.read({"weights_dtype": "bf16", **fields})
+    with pytest.raises(NotRecordedError) as caught:
+        if method == "sample":
+            SampleVariant.of(profile, job, strategy, 1)
+        else:
+            StepVariant.of(profile, job, strategy, 1)
+    assert f"--{next(iter(fields)).replace('_', '-')}" in caught.value.message
+    assert caught.value.fix == fix
 
 
 def test_dropout_of_an_adapter_is_a_recording_of_its_own() -> None:
