@@ -49,7 +49,7 @@ OPTIMIZERS = (
     "optimizer-full-half-adamw-8bit-foreach",
     "optimizer-lora-fp32-prodigy-foreach",
     "optimizer-lora-fp32-came-foreach",
-    "optimizer-full-fp32-muon-foreach",
+    "optimizer-full-half-muon-foreach",
     "optimizer-full-half-adafactor-backward",
 )
 
