@@ -17,7 +17,7 @@ from planner.facts import ModelProfile
 from planner.shapes import grid, job_for
 from tests.trainers import tiny
 from tests.trainers.caching import FP32, run, setting, shapes_of
-from trainers import cache, data, families, parts, shrink
+from trainers import cache, data, families, parts, shrink, step
 from trainers.families.encoding import pipeline
 
 
@@ -71,14 +71,15 @@ UNDONE = {
 
 @pytest.mark.parametrize(("name", "precision"), [(tiny.MODELS[0], "bf16"), *((name, "none") for name in tiny.MODELS)])
 def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, precision: str) -> None:
-    """In keys, shapes and dtypes; and their latents are those that the family's pipeline would decode to the clip."""
+    """In keys, shapes and dtypes, and the model trains on them; latents are those that its pipeline would decode."""
     profile = tiny.profile(name)
     frames = min(profile.shape.max_frames, profile.shape.frame_step + 1)
-    plan = job_for(profile, {"frames": frames, "height": 64, "width": 64, "batch_size": 2})
+    shape = {"frames": frames, "height": 64, "width": 64, "batch_size": 2, "lora_targets": ["to_q", "to_k"]}
+    plan = job_for(profile, shape)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     strategy = FP32.replace(autocast=precision, weights_dtype="bf16" if precision == "bf16" else "fp32")
-    model = tiny.folder(tmp_path / "model", profile)
-    one = setting(model, tmp_path / "cache", profile, job=plan, strategy=strategy)
+    folder = tiny.folder(tmp_path / "model", profile)
+    one = setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy)
     entries = run(tiny.write_clips(tmp_path / "clips", 2), one)
     family = families.family(profile)
     batch = family.collate([load_file(entry.path) | load_file(entry.text) for entry in entries])
@@ -86,10 +87,15 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
         plan = plan.replace(text_tokens=batch["prompt"].shape[1])
     assert shapes_of(batch) == shapes_of(family.batch(grid(profile, plan), "cpu", dtype))
     assert not torch.equal(batch["latents"][0], batch["latents"][1])
-    family.inputs_and_target(batch)
+    model = step.build_model(profile, plan, strategy)
+    step.materialise(model, "cpu", lambda _, weight: weight.normal_(0, 0.02))
+    step.forward(step.Trainee(model, step.trainable_parameters(model)), family, batch, strategy).backward()
+    assert all(
+        torch.isfinite(each.grad).all() for each in step.trainable_parameters(model).values() if each.grad is not None
+    )
     assert load_file(cache.empty_caption(one)).keys() == load_file(entries[0].text).keys()
     if name in UNDONE and precision == "none":
-        vae, expected = posterior_of(model, profile, tmp_path / "clips" / "0.mp4", frames, entries[0])
+        vae, expected = posterior_of(folder, profile, tmp_path / "clips" / "0.mp4", frames, entries[0])
         torch.testing.assert_close(UNDONE[name](batch["latents"][0], vae), expected)
 
 

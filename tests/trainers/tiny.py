@@ -55,7 +55,9 @@ def tokenizer(length: int = 512) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         unk_token="<unk>",
         model_max_length=length,
-        chat_template="{% set said = messages[-1]['content'] %}"
+        # HunyuanVideo 1.5 cuts off as many tokens as its own system message has
+        chat_template="{% if messages[0]['role'] == 'system' %}" + "a " * 108 + "{% endif %}"
+        "{% set said = messages[-1]['content'] %}"
         "{{ said if said is string else said[0]['text'] }} a </s>",
     )
 
@@ -181,6 +183,8 @@ def profile(name: str) -> ModelProfile:
     if config.get("image_dim"):
         config |= {"image_dim": 16, "added_kv_proj_dim": 24}
         inputs["image_tokens"] = 5
+    if config.get("ofs_embed_dim"):  # CogVideoX 1.5 I2V
+        config["ofs_embed_dim"] = 8
     if config.get("addition_embed_type"):  # SDXL
         config |= {"block_out_channels": [8, 8, 8], "transformer_layers_per_block": 1, "cross_attention_dim": 16}
         config |= {"addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 8 + 6 * 4}
