@@ -35,6 +35,7 @@ def prepare(wanted: Preparation) -> None:
     """Encodes what is not in the cache yet and writes the list of samples beside it."""
     import torch
 
+    from trainers.buckets import Reading
     from trainers.cache import Setting, cached
     from trainers.data import read
     from trainers.loader import write_entries
@@ -50,5 +51,5 @@ def prepare(wanted: Preparation) -> None:
         folder=entries.parent,
         device=torch.device(wanted.device),
     )
-    dataset = read(Path(wanted.data), profile, plan.job)
+    dataset = read(Path(wanted.data), profile, plan.job, Reading(skip_bad=wanted.skip_bad))
     write_entries(entries, cached(dataset, setting, skip_bad=wanted.skip_bad))

@@ -93,3 +93,15 @@ def test_what_else_a_plan_says_holds_at_two_ranks(
         check(training.train(asked))
     same = {name: strategy[name] for name in ("gradient_accumulation", "ema") if name in strategy}
     compare(tmp_path, alone(place, same, method="full"))
+
+
+@pytest.mark.parametrize(("sharding", "gpus", "world"), [("ddp", 2, 1), ("fsdp", 2, 1), ("none", 1, 2)])
+def test_a_start_that_is_not_the_plans_is_refused(
+    place: runs.Place, tmp_path: Path, sharding: str, gpus: int, world: int
+) -> None:
+    """Each would go on without a word, as another training than the plan's."""
+    plan = place.plan({"sharding": sharding}, gpus=gpus)
+    for told in training.train(place.request(tmp_path, plan).to_json(), world=world):
+        assert told["outcome"] == "refused"
+        assert f"the plan is for {gpus} processes, and accelerate found {world}" in told["message"]
+    assert not (tmp_path / "checkpoints").exists()
