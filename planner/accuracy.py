@@ -34,6 +34,9 @@ class Prediction:
     device_bytes: int
     verdict: Verdict
     basis: str
+    low: float = 1.0
+    high: float = 1.0
+    """what the estimate allows for, as shares of the prediction: low_bytes and high_bytes by device_bytes"""
     budget_bytes: int = 0
     phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
 
@@ -60,6 +63,8 @@ class Prediction:
             device_bytes=estimate.peak.device_bytes,
             verdict=estimate.verdict,
             basis=estimate.basis,
+            low=estimate.low_bytes / estimate.peak.device_bytes,
+            high=estimate.high_bytes / estimate.peak.device_bytes,
             budget_bytes=estimate.budget_bytes,
             phases=estimate.phases,
         )
@@ -90,6 +95,8 @@ class Compared:
     judges: bool
     """the one of its run's numbers that counts in the summary of verdicts"""
     predicted: Range | None = None
+    allowed: tuple[float, float] = (1.0, 1.0)
+    """shares of the prediction between which the measurement was promised to be"""
     verdict: Verdict | None = None
     basis: str | None = None
     family: str | None = None
@@ -112,6 +119,15 @@ class Compared:
             return None
         bound = _within(found, self.measured)
         return (found - bound) / bound * 100
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured interval meets low..high, taken around this counter as it is around the device's; None
+        without two numbers to compare."""
+        if self.measured is None or self.predicted is None:
+            return None
+        low, high = self.predicted.low * self.allowed[0], self.predicted.high * self.allowed[1]
+        return low <= self.measured.high_gib and self.measured.low_gib <= high
 
     @property
     def missed(self) -> str | None:
@@ -187,6 +203,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
             measured=found,
             judges=found == numbers[0][1],
             predicted=_range(counter, prediction, stays),
+            allowed=(prediction.low, prediction.high),
             verdict=prediction.verdict,
             basis=prediction.basis,
             family=family,
@@ -201,9 +218,10 @@ def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
     if row.whole_run:
         return get_args(PhaseName)
     encodes = ("encode",) if "cached" not in (strategy.text_encoder, strategy.vae) else ()
+    before = encodes if row.reset_after_load else ("load", *encodes)
     if row.states_come_last:  # a forward or backward never saw optimizer states
-        return ("load", *encodes, "first_step")
-    return ("load", *encodes, "first_step", "train", "optimizer")
+        return (*before, "first_step")
+    return (*before, "first_step", "train", "optimizer")
 
 
 def _settle(row: Row) -> tuple[Job, Strategy, Machine, str]:
@@ -263,7 +281,19 @@ def summary(compared: Sequence[Compared]) -> dict[str, Any]:
             "under": sum(entry.missed == "under" for entry in judged),
             "false_refusal": sum(entry.missed == "false_refusal" for entry in judged),
         },
+        "coverage": coverage(compared),
         "unsupported": sum(entry.unsupported is not None for entry in compared),
+    }
+
+
+def coverage(compared: Iterable[Compared]) -> dict[str, Any]:
+    """Of measured peaks: how many, the share inside low..high and its median width in per cent of the prediction."""
+    peaks = [entry for entry in compared if entry.counter in PEAKS and entry.inside is not None]
+    widths = [100 * (entry.allowed[1] - entry.allowed[0]) for entry in peaks]
+    return {
+        "n": len(peaks),
+        "inside_pct": 100 * statistics.fmean(bool(entry.inside) for entry in peaks) if peaks else None,
+        "median_width_pct": statistics.median(widths) if widths else None,
     }
 
 

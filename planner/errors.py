@@ -21,6 +21,10 @@ class VplanError(ValueError):
     def __str__(self) -> str:
         return f"{self.message}; {self.fix}" if self.fix else self.message
 
+    def __reduce__(self) -> tuple[type[VplanError], tuple[str, str, int]]:
+        """What it takes to raise it in another process."""
+        return type(self), (self.message, self.fix, self.exit_code)
+
 
 class NotRecordedError(VplanError):
     """There is no recording that answers a question: another strategy, model or shape may have one."""

@@ -22,8 +22,8 @@ from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.shapes import grid
 from planner.tape import Moment, Stage
-from planner.timing import StepWork, optimizer_work_of, step_seconds, total_flops
-from planner.traffic import passes_work, traffic
+from planner.timing import step_seconds, total_flops
+from planner.traffic import step_work, traffic
 from planner.units import MIB
 from planner.variants import UNPAGED
 
@@ -101,7 +101,7 @@ def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Fact
 
 def _of_run(run: Run, played: list[Played]) -> Estimate:
     """The estimate of a replayed run."""
-    job, strategy, machine, facts, shape = run.job, run.strategy, run.machine, run.facts, run.grid
+    job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
     outside = outside_bytes(run)
     phases = {
         phase: _highest(_phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
@@ -109,8 +109,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     }
     top = _peak_stage(played)
     peak = _highest(phases.values())
-    optimizer = optimizer_work_of(facts.optimizer, "optimizer", shape, run.optimizer_scale)
-    work = StepWork(passes_work(run), optimizer)
+    work = step_work(run)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none")

@@ -90,12 +90,14 @@ DEFAULTS = (
 
 
 SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
-"""Publishers whose numbers end with the first optimizer step, so that no forward or backward runs beside optimizer
-states.
+"""Publishers whose runs were a step or two long, and whose peak was reset between loading and training.
 
-cogvideox-factory printed its peak before the validation of the first epoch, with MAX_TRAIN_STEPS=2 (metrics.sh). Its
-full fine-tunes of one shape peak within 14 MiB (2B) and 41 MiB (5B) of each other whether their optimizer keeps
-nothing or 3.2 and 10.4 GiB of states on the GPU, which a second step would have added.
+cogvideox-factory trained MAX_TRAIN_STEPS=2 (metrics.sh) and printed its peak where the first epoch ends, which is after
+whole batches only (training/dataset.py ``BucketSampler``): a larger batch ends it earlier. At batch 4 its adapters of
+rank 256 peak alike with 0, 0.2 and 0.9 GiB of states, so there was no second step; at batch 1 they do not, so there
+was one. Full fine-tuning in fp16 begins with a loss scale of 65536, and a step whose gradients overflow makes no
+states (torch/amp/grad_scaler.py ``_maybe_opt_step``): of one shape it peaks within 14 MiB (2B) and 41 MiB (5B) whether
+the optimizer keeps nothing or 3.2 and 10.4 GiB on the GPU, so the one step that made states was the last.
 """
 
 
@@ -136,7 +138,9 @@ class Row:
     counter: Counter = "device"
     """what to show where there is no interval"""
     states_come_last: bool = False
-    """the run ended with its first optimizer step, see SHORT_RUNS"""
+    """the run ended with the optimizer step that made the states, see SHORT_RUNS"""
+    reset_after_load: bool = False
+    """the peak was reset between loading and training, see SHORT_RUNS"""
     whole_run: bool = False
     """the number covers what was cached before training, see WHOLE_RUNS"""
     unsupported: str | None = None
@@ -221,16 +225,18 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         if "adapter_dtype" in strategy and _published_by(line.source, HALF_ADAPTERS):
             strategy["adapter_dtype"] = "bf16"
     outcome, counter, intervals = (_published if published else _own)(line.measured, where)
+    settled, short = Job.read(job, where), _published_by(line.source, SHORT_RUNS)
     return Row(
         id=line.id,
         implementation=line.implementation,
-        job=Job.read(job, where),
+        job=settled,
         strategy=Strategy.read(strategy, where),
         machine=Machine.read(machine, where),
         outcome=outcome,
         intervals=intervals,
         counter=counter,
-        states_come_last=_published_by(line.source, SHORT_RUNS),
+        states_come_last=short and (settled.method == "full" or settled.batch_size > 1),
+        reset_after_load=short,
         whole_run=_published_by(line.source, WHOLE_RUNS),
         unsupported=unsupported,
         version=_version(line.source),

@@ -54,7 +54,7 @@ def fsdp(run: Run) -> None:
     largest = max(group.share for block, group in groups.items() if block is not None)
     buffers = 1 if world == 1 else 2
     run.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
-    again = Stage(run.step.name, [(moment, events.copy()) for moment, events in run.step.stretches])
+    again = run.step.copy()
     kept = _Woven(run, groups, run.step).weave(adds=False)
     if run.strategy.gradient_accumulation > 1:
         _Woven(run, groups, again).weave(adds=True)

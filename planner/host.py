@@ -16,7 +16,7 @@ from planner.phases import STORED, caching, encoders, weights_on_gpu
 from planner.plan import PhaseName
 from planner.run import Run
 from planner.strategies import ema_bytes
-from planner.units import GIB, power_of_two
+from planner.units import GIB
 from planner.variants import UNPAGED, trained_storage
 
 PROCESS_BYTES = 3 * GIB
@@ -118,12 +118,12 @@ def _held(run: Run, machine: Machine) -> Parts:
     zero = strategy.sharding.startswith("zero")
     weights = experts.host_bytes(run) + _swapped_encoders(run)
     activations, optimizer = run.host_bytes, 0
-    taken = power_of_two if run.pinned else int
-    if strategy.gradient_checkpointing == "offload":  # pinned (trainers/step.py, save_on_cpu)
-        activations += sum(taken(run.sizes[buffer]) for inputs in run.block_inputs.values() for buffer in inputs)
-        activations += run.facts.model.blocks * sum(taken(run.sizes[buffer]) for buffer in run.shared_inputs)
-    if strategy.swap_blocks:
-        weights += sum(taken(run.sizes[buffer]) for buffers in run.swapped_blocks.values() for buffer in buffers)
+    if strategy.gradient_checkpointing == "offload":  # registered with CUDA as they lie (trainers/memory/pinned.py)
+        activations += sum(run.sizes[buffer] for inputs in run.block_inputs.values() for buffer in inputs)
+        if run.copies_shared_inputs:
+            activations += run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
+    if strategy.swap_blocks:  # likewise
+        weights += sum(run.sizes[buffer] for buffers in run.swapped_blocks.values() for buffer in buffers)
     if strategy.offload_optimizer == "nvme":
         optimizer += nvme.optimizer_host_bytes(run)
     if strategy.offload_params == "nvme":

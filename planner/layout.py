@@ -143,25 +143,21 @@ def lay_out(
     return run
 
 
+def kernels(strategy: Strategy, machine: Machine, facts: Facts) -> frozenset[str]:
+    """The attention kernels whose workspaces will be taken."""
+    return frozenset(attention.workspaces(attention.kernel(strategy, machine, facts.gpu, facts.step.ops)))
+
+
 def choose_kernels(run: Run) -> None:
     """Drops the workspaces of attention kernels that will not run."""
-    chosen = attention.kernel(run.strategy, run.machine, run.facts.gpu, run.facts.step.ops)
-    kernels = {"any", *attention.workspaces(chosen)}
-    others = [buffer for buffer, kernel in enumerate(run.program.kernel) if kernel not in kernels]
+    chosen = kernels(run.strategy, run.machine, run.facts)
+    others = [buffer for buffer, kernel in run.program.kernel.items() if kernel not in chosen]
     if others:
         run.drop(run.step, others)
 
 
 def end_of_step(run: Run) -> None:
     """The loop's variables: the batch, the loss and whatever else a step leaves die when the next one begins."""
-    alive: dict[int, None] = {}
-    for event in run.step.ops:
-        if event >= 0:
-            alive[event] = None
-        else:
-            alive.pop(~event, None)
-    stay = {*run.named("gradient").values(), *run.named("weight").values()}
-    run.left = [buffer for buffer in alive if buffer not in stay]
     if run.samples:  # the next call makes its input anew, from what the scheduler made of this prediction
         run.free(run.step, run.left)
         return

@@ -39,7 +39,7 @@ def partial(program: Program, plain: Tape, full: Tape, count: int) -> tuple[Stag
         known = [_renamed(event, renamed) for event in recomputed]
         stretches.append((moment, known if _block(moment) in chosen else events.copy()))
     both = [(events, [_renamed(event, renamed) for event in recomputed]) for _, events, recomputed in pairs]
-    weights = {buffer for (kind, _), buffer in program.named.items() if kind == "weight"}
+    weights = set(program.named["weight"].values())
     _free_once(stretches, both, weights)
     return Stage("step", stretches), chosen
 
@@ -68,10 +68,13 @@ def _renamed(event: int, renamed: dict[int, int]) -> int:
 
 def _unfold_beside(program: Program, full: Tape) -> Stage:
     """Unfolds a second step whose named buffers (gradients, the batch) are those of the first."""
-    first = dict(program.named)
+    first = {kind: buffers.copy() for kind, buffers in program.named.items()}
     stage = program.unfold(full, "step")
-    same = {buffer: first[name] for name, buffer in program.named.items() if first.get(name, buffer) != buffer}
-    program.named.update(first)
+    same: dict[int, int] = {}
+    for kind, buffers in first.items():
+        now = program.named[kind]
+        same |= {now[name]: buffer for name, buffer in buffers.items() if now[name] != buffer}
+        now |= buffers
     return Stage(
         stage.name, [(moment, [_renamed(event, same) for event in events]) for moment, events in stage.stretches]
     )
@@ -151,5 +154,6 @@ def _free_once(
     lost = made - last.keys()
     for position, pair in enumerate(both):
         freed = {~event for events in pair for event in events if event < 0 and ~event in lost}
-        stretches[position][1].extend(~buffer for buffer in sorted(freed))
+        moment, events = stretches[position]
+        stretches[position] = (moment, [*events, *(~buffer for buffer in sorted(freed))])
         lost -= freed

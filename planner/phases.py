@@ -140,8 +140,8 @@ def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str,
 def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tuple[str, int], list[int]]:
     """Takes the weights of blocks out of a loading stage; returns them by block."""
     blocks: dict[tuple[str, int], list[int]] = {}
-    for (kind, full_name), buffer in program.named.items():
-        block = tape.block_of(full_name) if kind == f"weight of {name}" else None
+    for full_name, buffer in program.named.get(f"weight of {name}", {}).items():
+        block = tape.block_of(full_name)
         if block is not None:
             blocks.setdefault(block, []).append(buffer)
     gone = {buffer for buffers in blocks.values() for buffer in buffers}
@@ -170,7 +170,7 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
 
 
 def _weights(program: Program, component: Component) -> dict[str, int]:
-    return {name: buffer for (kind, name), buffer in program.named.items() if kind == component.weights}
+    return program.named.get(component.weights, {})
 
 
 def _bytes(program: Program, buffer: int) -> int:
@@ -197,7 +197,7 @@ def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[in
 def _repeat(program: Program, component: Component, stage: Stage) -> None:
     """Runs it tile by tile, or sample by sample: the last one while what all others gave is kept; then the parts are
     joined, by rows and as a whole (diffusers ``tiled_encode``, ``tiled_decode``)."""
-    out = program.named[f"batch of {component.part.name}", "out"]
+    out = program.named[f"batch of {component.part.name}"]["out"]
     nbytes = _bytes(program, out)
     kept = program.buffer(nbytes * (component.tiles - 1), "activation", "finished tiles")
     rows = program.buffer(nbytes * component.tiles, "activation", "joined rows")

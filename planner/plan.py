@@ -72,7 +72,7 @@ class HostBreakdown(Record):
     process: Bytes = 0
     """Python, torch, CUDA's libraries"""
     weights: Bytes = 0
-    """that wait for their turn, pinned ones in powers of two"""
+    """that wait for their turn; those in torch's pinned memory (group offload) in powers of two"""
     activations: Bytes = 0
     """checkpoints"""
     optimizer: Bytes = 0

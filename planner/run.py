@@ -78,8 +78,8 @@ class Run:
     outside_bytes: int = 0
     """What a trainer takes on the GPU outside torch's allocator, beside the context."""
 
-    pinned: bool = True
-    """Whether what is offloaded lies in pinned host memory, which is handed out in powers of two."""
+    copies_shared_inputs: bool = False
+    """Whether offloaded checkpoints hold copies of what all blocks are given alike."""
 
     host_bytes: int = 0
     """What a trainer keeps in a process's host RAM beyond what its strategy says."""
@@ -93,8 +93,8 @@ class Run:
     exchanged_bytes: int = 0
     """What a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent."""
 
-    left: list[int] = field(default_factory=list)
-    """What a step leaves alive for the next to replace: the batch, the loss."""
+    leaving: Stage | None = None
+    """What was loaded beside the model and goes before the first step."""
 
     encode: Stage | None = None
     """Text encoders and VAE that work on each batch before the model does."""
@@ -115,6 +115,9 @@ class Run:
 
     loads_on_cpu: bool = False
     """Whether a trainer makes the whole model in host RAM before it goes to the GPU."""
+
+    optimizer_launches: int = 0
+    """Operators that a trainer's own optimizer launches beyond those recorded."""
 
     loader_workers: int = 0
     """Processes that load data, per GPU."""
@@ -161,14 +164,15 @@ class Run:
     def drop(self, stage: Stage, buffers: Iterable[int]) -> None:
         """Removes every event of the buffers from a stage."""
         dropped = set(buffers)
+        dropped |= {~buffer for buffer in dropped}
         stage.stretches = [
-            (moment, [event for event in events if (event if event >= 0 else ~event) not in dropped])
+            (moment, events if dropped.isdisjoint(events) else [event for event in events if event not in dropped])
             for moment, events in stage.stretches
         ]
 
     def named(self, category: str) -> dict[str, int]:
         """Name -> buffer of a category's named buffers."""
-        return {name: buffer for (kind, name), buffer in self.program.named.items() if kind == category}
+        return self.program.named.get(category, {})
 
     @property
     def samples(self) -> bool:
@@ -192,8 +196,10 @@ class Run:
             # The second call finds what the first one left; all further ones are like it.
             return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *self.validation]
         save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
+        leaving: list[tuple[PhaseName, Stage]] = [("first_step", self.leaving)] if self.leaving else []
         return [
             ("load", self.load),
+            *leaving,
             *encode,
             *[("first_step", stage) for stage in (self.first or self.step, *more, self.optimizer_first)],
             *encode,
@@ -202,6 +208,18 @@ class Run:
             *self.validation,
             *save,
         ]
+
+    @functools.cached_property
+    def left(self) -> list[int]:
+        """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
+        alive: dict[int, None] = {}
+        for event in self.step.ops:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        stay = {*self.named("gradient").values(), *self.named("weight").values()}
+        return [buffer for buffer in alive if buffer not in stay]
 
     @functools.cached_property
     def block_inputs(self) -> dict[tuple[str, int], list[int]]:
@@ -228,18 +246,24 @@ class Run:
     @functools.cached_property
     def shared_inputs(self) -> list[int]:
         """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
-        TI2V). A checkpoint keeps its tensor arguments, so ``save_on_cpu`` copies it for every block
+        TI2V). A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies it for every block
         (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
         largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
+        return [buffer for buffer in self.made_outside if self.sizes[buffer] > largest]
+
+    @functools.cached_property
+    def made_outside(self) -> list[int]:
+        """What forward makes outside the blocks and a block's backward frees."""
         outside: set[int] = set()
         found = []
         for moment, events in self.step.stretches:
+            inside = moment.block >= 0
             for event in events:
-                if event >= 0 and moment.passes == "forward" and moment.block < 0:
+                if event >= 0 and not inside and moment.passes == "forward":
                     outside.add(event)
                 elif event < 0 and ~event in outside:
                     outside.remove(~event)
-                    if moment.passes == "backward" and moment.block >= 0 and self.sizes[~event] > largest:
+                    if inside and moment.passes == "backward":
                         found.append(~event)
         return found
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner import dialects, host
+from planner.errors import NotRecordedError
 from planner.estimate import outside_bytes, replayed_alone
 from planner.job import Bucket, Job, Machine, Strategy
-from planner.layout import TRANSFORMS, choose_kernels, end_of_step, refuse_unpriced
+from planner.layout import TRANSFORMS, choose_kernels, end_of_step, kernels, refuse_unpriced
 from planner.phases import caching
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run, recorded
 from planner.shapes import grid
-from planner.tape import Block, Program, Stage
-from planner.timing import Kind, StepWork, Traffic, Work, optimizer_work_of, step_seconds
-from planner.traffic import passes_work, traffic
+from planner.tape import Stage
+from planner.timing import StepWork, Traffic, step_seconds
+from planner.traffic import Passes, passes_work, step_work, traffic
 
 FactsGetter = Callable[[Job, Strategy, Machine], Facts]
 """Gives what is known about a question, or raises a VplanError when there is no recording for it."""
@@ -41,24 +42,41 @@ class Look:
     in_optimizer: bool
     """Whether the peak is where the optimizer's own step decides it."""
 
+    states_bytes: int
+    """What the optimizer's states take of it."""
+
 
 class Screen:
     """Looks at strategies, and keeps what they share: tapes laid out at full depth, sizes at a shape, counted work."""
 
     def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
-        self.facts = facts
+        self._find = facts
         self.trainer = trainer
-        self._steps: dict[tuple[object, ...], tuple[Program, Stage, Stage, frozenset[Block]]] = {}
+        self._facts: dict[tuple[Job, Strategy, Machine], Facts | NotRecordedError] = {}
+        self._steps: dict[tuple[object, ...], Run] = {}
         self._laid_out: dict[tuple[object, ...], Run] = {}
-        self._sizes: dict[tuple[object, ...], list[int]] = {}
-        self._work: dict[tuple[object, ...], Mapping[Kind, Work]] = {}
+        self._sizes: dict[tuple[object, ...], Sizes] = {}
+        self._work: dict[tuple[object, ...], Passes] = {}
         self._looks: dict[tuple[object, ...], Look] = {}
+
+    def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        """What is known about a question, looked up once; a NotRecordedError where nothing is."""
+        key = (job, strategy, machine)
+        if key not in self._facts:
+            try:
+                self._facts[key] = self._find(job, strategy, machine)
+            except NotRecordedError as error:
+                self._facts[key] = error
+        found = self._facts[key]
+        if isinstance(found, NotRecordedError):
+            raise found
+        return found
 
     def floor_seconds(self, job: Job, strategy: Strategy, machine: Machine) -> float:
         """Seconds of a step's passes if nothing had to be moved: never more than a look says, and known sooner."""
         facts = self.facts(job, strategy, machine)
         return max(
-            step_seconds(StepWork(self._passes(run)), facts.gpu, strategy, job, machine, Traffic()).total
+            step_seconds(StepWork(self._passes(run)[0]), facts.gpu, strategy, job, machine, Traffic()).total
             for run in (self._empty(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
         )
 
@@ -75,6 +93,7 @@ class Screen:
                 max(look.host_ram_bytes for look in shapes),
                 max(look.step_seconds for look in shapes),
                 worst.in_optimizer,
+                worst.states_bytes,
             )
         return self._looks[key]
 
@@ -95,16 +114,16 @@ class Screen:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
         run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
-        allocated, in_optimizer = allocated_peak(run)
+        allocated, in_optimizer = allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))
         encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
         outside = outside_bytes(run)
-        optimizer = optimizer_work_of(facts.optimizer, "optimizer", where, run.optimizer_scale)
-        work = StepWork(self._passes(run), optimizer)
+        work = step_work(run, self._passes(run))
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
-        return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer)
+        states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
+        return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer, run.trained_experts * states)
 
     def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
         """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""
@@ -112,7 +131,7 @@ class Screen:
             return self._bare(job, strategy, machine, facts, where)
         return Run(job, strategy, machine, facts, grid=where)
 
-    def _passes(self, run: Run) -> Mapping[Kind, Work]:
+    def _passes(self, run: Run) -> Passes:
         key = (id(run.facts.step), run.checkpointed, *run.grid.values())
         if key not in self._work:
             self._work[key] = passes_work(run)
@@ -126,78 +145,110 @@ class Screen:
         base = self._bare(job, strategy, machine, facts, where)
         run = _shared(
             base,
-            program=_copy_of(base.program),
-            load=_stage(base.load),
-            step=_stage(base.step),
+            program=base.program.copy(),
+            load=base.load.copy(),
+            step=base.step.copy(),
             emptied_after=[],
-            optimizer_first=_stage(base.optimizer_first),
-            optimizer=_stage(base.optimizer),
+            optimizer_first=base.optimizer_first.copy(),
+            optimizer=base.optimizer.copy(),
             sizes=base.sizes.copy(),
         )
-        choose_kernels(run)
         for transform in (*TRANSFORMS, *dialects.terms(trainer)):
             transform(run)
         return run
 
     def _bare(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
         """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
-        tapes = (id(facts.step), id(facts.checkpointed), strategy.checkpointed_blocks, id(facts.optimizer))
-        if tapes not in self._laid_out:
-            self._laid_out[tapes] = self._unfolded(Run(job, strategy, machine, facts))
-        base = self._laid_out[tapes]
-        shape = (*tapes, *where.values())
-        if shape not in self._sizes:
-            self._sizes[shape] = base.program.bytes_of(where)
-        sizes = self._sizes[shape]
+        base = self._unfolded(job, strategy, machine, facts)
+        sizes = self._sizes_at(job, strategy, machine, facts, where).nbytes
         return _shared(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where)
 
-    def _unfolded(self, run: Run) -> Run:
+    def _sizes_at(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Sizes:
+        """What every buffer and stretch of the tapes takes at a shape."""
+        shape = (*_tapes(facts, strategy, machine), *where.values())
+        if shape not in self._sizes:
+            self._sizes[shape] = Sizes.of(self._unfolded(job, strategy, machine, facts), where)
+        return self._sizes[shape]
+
+    def _unfolded(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
         """Both tapes laid out; the step's, which is most of the work, only once per recording."""
-        facts, optimizer, blocks = run.facts, run.facts.optimizer, run.strategy.checkpointed_blocks
-        key = (id(facts.step), id(facts.checkpointed), blocks)
+        tapes = _tapes(facts, strategy, machine)
+        if tapes not in self._laid_out:
+            step = self._step(job, strategy, machine, facts)
+            run = _shared(step, strategy=strategy, facts=facts, program=step.program.copy(), step=step.step.copy())
+            run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
+            run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
+            end_of_step(run)
+            self._laid_out[tapes] = run
+        return self._laid_out[tapes]
+
+    def _step(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
+        key = _tapes(facts, strategy, machine)[:-1]
         if key not in self._steps:
-            program = Program()
-            self._steps[key] = program, *recorded(program, facts, run.strategy)
-        program, run.load, run.step, run.checkpointed = self._steps[key]
-        run.program = _copy_of(program)
-        run.optimizer_first = run.program.unfold(optimizer, "optimizer_first")
-        run.optimizer = run.program.unfold(optimizer, "optimizer")
-        end_of_step(run)
-        return run
+            run = Run(job, strategy, machine, facts)
+            run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
+            choose_kernels(run)
+            self._steps[key] = run
+        return self._steps[key]
+
+
+def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, ...]:
+    """What tells one layout from another: the recordings, of how many blocks each is taken, and attention's kernel."""
+    step = id(facts.step), id(facts.checkpointed), strategy.checkpointed_blocks, kernels(strategy, machine, facts)
+    return *step, id(facts.optimizer)
 
 
 def _shared(base: Run, **changes: Any) -> Run:
-    """A run like another of the same tapes, with what takes long to find out and is the same."""
+    """A run like another of the same step, with what takes long to find out and is the same."""
     run = replace(base, **changes)
-    run.__dict__.update(block_inputs=base.block_inputs, swappable_weights=base.swappable_weights)
+    run.__dict__.update({name: getattr(base, name) for name in ("block_inputs", "made_outside", "left")})
+    if base.optimizer.stretches or base.samples:
+        run.__dict__["swappable_weights"] = base.swappable_weights
     return run
 
 
-def _copy_of(program: Program) -> Program:
-    return Program(
-        program.buffers.copy(),
-        program.category.copy(),
-        program.op.copy(),
-        program.kernel.copy(),
-        program.sizes.copy(),
-        program.named.copy(),
-    )
+class Sizes(NamedTuple):
+    """What the tapes take at a shape, before any transformation."""
+
+    nbytes: list[int]
+    """by buffer"""
+    rounded: list[int]
+    """the same in whole blocks of the allocator"""
+    stretches: dict[int, tuple[int, int]]
+    """id of a stretch's list of events -> what it adds to what is allocated, and the most on the way"""
+
+    @classmethod
+    def of(cls, run: Run, where: Mapping[str, int]) -> Sizes:
+        """At the shape of the grid `where`."""
+        nbytes = run.program.bytes_of(where)
+        rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in nbytes]
+        # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
+        change = (rounded + [-size for size in reversed(rounded)]).__getitem__
+        stretches = {}
+        for stage in (run.load, run.step, run.optimizer_first, run.optimizer):
+            for _, events in stage.stretches:
+                if events:
+                    held = list(accumulate(map(change, events)))
+                    stretches[id(events)] = held[-1], max(held)
+        return cls(nbytes, rounded, stretches)
 
 
-def _stage(stage: Stage) -> Stage:
-    return Stage(stage.name, [(moment, events.copy()) for moment, events in stage.stretches])
+UNKNOWN = Sizes([], [], {})
 
 
-def allocated_peak(run: Run) -> tuple[int, bool]:
+def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     """The most bytes that tensors hold at once in a whole run, and whether that is in the optimizer's step.
 
-    (Without expandable segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
+    ``base``: of the tapes it was laid out from, so as not to sum up again what is as it was. (Without expandable
+    segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
-    rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes]
-    # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
-    change = rounded + [-size for size in reversed(rounded)]
+    first = len(base.nbytes)
+    resized = run.sizes[:first] != base.nbytes
+    rounded = [] if resized else base.rounded
+    rounded = rounded + [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes[len(rounded) :]]
+    known = {} if resized else base.stretches
     stages = run.stages
-    rises = {id(stage): _rise_and_peak(stage, change) for _, stage in stages}
+    rises = {id(stage): _rise_and_peak(stage, rounded, known) for _, stage in stages}
     held = 0
     peaks = {True: 0, False: 0}
     for _, stage in stages:
@@ -208,7 +259,15 @@ def allocated_peak(run: Run) -> tuple[int, bool]:
     return max(peaks.values()), peaks[True] > peaks[False]
 
 
-def _rise_and_peak(stage: Stage, change: list[int]) -> tuple[int, int]:
+def _rise_and_peak(stage: Stage, rounded: list[int], known: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """What a stage adds to what is allocated, and the most it adds on the way."""
-    held = list(accumulate(map(change.__getitem__, stage.ops)))
-    return (held[-1], max(held)) if held else (0, 0)
+    held = peak = 0
+    for _, events in stage.stretches:
+        if not events:
+            continue
+        if (told := known.get(id(events))) is None:
+            on_the_way = list(accumulate(rounded[event] if event >= 0 else -rounded[~event] for event in events))
+            told = on_the_way[-1], max(on_the_way)
+        peak = max(peak, held + told[1])
+        held += told[0]
+    return held, peak

@@ -9,8 +9,8 @@ import itertools
 
 from planner.errors import VplanError
 from planner.facts import GpuProfile
-from planner.run import Run
-from planner.tape import Stage
+from planner.run import SERVICE, Run
+from planner.tape import Block, Moment, Stage
 from planner.units import KIB, MIB
 from planner.variants import UNPAGED, Precision
 
@@ -31,21 +31,52 @@ def cublas_bytes(gpu: GpuProfile) -> int:
 
 
 def checkpoint_offload(run: Run) -> None:
-    """``save_on_cpu`` around each checkpoint: a block's input goes to host RAM once the block has run and comes back
-    when its backward begins (torch.autograd.graph.save_on_cpu)."""
+    """A checkpointed block's input goes to host RAM once the block has run, and comes back when the block behind it
+    begins its backward, beside that one's own (trainers/memory/offload.py)."""
     if run.strategy.gradient_checkpointing != "offload":
         return
-    gone = set()
-    for position, (moment, events) in enumerate(run.step.stretches):
+    inputs = run.block_inputs
+    ran = [(moment.module_list, moment.block) for moment, _ in run.step.stretches if moment.passes == "forward"]
+    order = [block for block in dict.fromkeys(ran) if block in inputs]
+    before = dict(zip(order[1:], order, strict=False))
+    gone: set[Block] = set()
+    brought: set[Block] = set()
+    woven: list[tuple[Moment, list[int]]] = []
+    for moment, events in run.step.stretches:
         block = (moment.module_list, moment.block)
-        inputs = run.block_inputs.get(block, [])
-        if moment.passes == "forward" and block not in gone:
+        if block not in inputs or moment.passes not in ("forward", "backward"):
+            woven.append((moment, events))
+        elif moment.passes == "forward":
+            leaving = [] if block in gone else [~buffer for buffer in inputs[block]]
             gone.add(block)
-            events += [~buffer for buffer in inputs]
-        elif moment.passes == "backward" and inputs:
-            kept = [event for event in events if event >= 0 or ~event not in inputs]
-            freed = [~buffer for buffer in inputs]
-            run.step.stretches[position] = (moment, [*inputs, *kept, *freed])
+            woven.append((moment, [*events, *leaving]))
+        else:
+            for fetched, name in ((block, "checkpoint"), (before.get(block), AHEAD)):
+                if fetched is not None and fetched not in brought:
+                    woven.append((SERVICE._replace(passes=name), inputs[fetched]))
+                    brought.add(fetched)
+            kept = [event for event in events if event >= 0 or ~event not in inputs[block]]
+            woven.append((moment, [*kept, *(~buffer for buffer in inputs[block])]))
+    run.step.stretches = woven
+
+
+AHEAD = "checkpoint fetched ahead"
+
+
+def fetched_when_needed(run: Run) -> None:
+    """Takes the fetching ahead out again: each input comes when its own block's backward begins."""
+    late: dict[int, None] = {}
+    woven: list[tuple[Moment, list[int]]] = []
+    for moment, events in run.step.stretches:
+        if moment.passes == AHEAD:
+            late |= dict.fromkeys(events)
+            continue
+        if moment.passes == "backward" and (coming := [buffer for buffer in late if ~buffer in events]):
+            woven.append((SERVICE._replace(passes="checkpoint"), coming))
+            late = {buffer: None for buffer in late if buffer not in coming}
+        woven.append((moment, events))
+    assert not late, "what was to come ahead is freed in its block's backward"
+    run.step.stretches = woven
 
 
 def block_swap(run: Run) -> None:
@@ -143,8 +174,10 @@ def gradients_leave(run: Run) -> None:
     """Each gradient is freed at the end of the block whose backward made it; every micro-batch is like the first."""
     run.accumulate = None
     gradients = set(run.named("gradient").values())
-    for _, events in run.step.stretches:
-        events += [~event for event in events if event in gradients]
+    run.step.stretches = [
+        (moment, [*events, *(~event for event in events if event in gradients)])
+        for moment, events in run.step.stretches
+    ]
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, gradients)
 

@@ -97,6 +97,33 @@ def loss(job: Job, strategy: Strategy) -> int:
     return len(strategy.lossy_fields(job)) + (strategy.weights(job.method) in FOUR_BITS)
 
 
+class _Hopeless:
+    """Strategies that cannot come to a verdict, told from others that do not: with the same passes and another
+    optimizer only its step and its states differ."""
+
+    def __init__(self, search: Search, job: Job, verdict: str) -> None:
+        self.search = search
+        self.job = job
+        self.verdict = verdict
+        self._any_step: set[Strategy] = set()
+        self._any_adam: set[Strategy] = set()
+
+    def add(self, strategy: Strategy) -> None:
+        """A strategy without swap that no number of swapped blocks helps."""
+        search, family = self.search, strategy.replace(optimizer_step="foreach")
+        looks = [search.look(self.job, each) for each in (strategy, search.most_in_ram(self.job, strategy))]
+        if any(look.in_optimizer for look in looks):
+            return
+        self._any_step.add(family)
+        if all(search.too_large(look, self.verdict, look.states_bytes) for look in looks):
+            self._any_adam.add(family.replace(optimizer="adamw"))
+
+    def __contains__(self, strategy: Strategy) -> bool:
+        family = strategy.replace(optimizer_step="foreach")
+        adam = strategy.optimizer in ("adamw", "adamw-8bit")
+        return family in self._any_step or (adam and family.replace(optimizer="adamw") in self._any_adam)
+
+
 class Search:
     """One search: what was looked at and replayed is kept for the next question about the same job."""
 
@@ -174,7 +201,7 @@ class Search:
         start = naive(job, self.question.strategy, self.question.machine, self.question.fixed)
         tie = itertools.count()
         tried: set[Strategy] = set()
-        hopeless: set[Strategy] = set()
+        hopeless = _Hopeless(self, job, verdict)
         queue: list[tuple[tuple[float, ...], int, Strategy, Look | None]] = []
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
@@ -183,12 +210,15 @@ class Search:
             # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
             # memory is.
             engine = float(strategy.sharding in SPLIT)
-            speed = math.floor(math.log(max(seconds, 1e-9)) / SAME_SPEED)
+            speed = round(math.log(seconds / fastest) / SAME_SPEED)
             memory = look.device_bytes if look else 0
             heapq.heappush(queue, ((marks, engine, speed, effort(start, strategy), memory), next(tie), strategy, look))
 
-        for strategy in self.candidates(job, lossy):
-            push(strategy, self.screen.floor_seconds(job, strategy, self.question.machine), None)
+        machine = self.question.machine
+        floors = [(each, self.screen.floor_seconds(job, each, machine)) for each in self.candidates(job, lossy)]
+        fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
+        for strategy, seconds in floors:
+            push(strategy, seconds, None)
         while queue:
             _, _, strategy, look = heapq.heappop(queue)
             if look is not None and self.seems(look, verdict):
@@ -200,13 +230,12 @@ class Search:
                     continue
                 tried.add(look.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
-            family = bare.replace(optimizer_step="foreach")
-            if family in hopeless:
+            if bare in hopeless:
                 continue
             look = self.roomiest(job, bare, verdict)
-            if look is None and not self.look(job, bare).in_optimizer:
-                hopeless.add(family)  # another way of stepping changes nothing where the peak is
-            if look is not None and look.strategy not in tried:
+            if look is None:
+                hopeless.add(bare)
+            elif look.strategy not in tried:
                 push(look.strategy, look.step_seconds, look)
 
     def look(self, job: Job, strategy: Strategy) -> Look:
@@ -220,9 +249,12 @@ class Search:
 
     def seems(self, look: Look, verdict: str = "fits") -> bool:
         """Whether a replay could come to this verdict."""
-        low, high = margin.interval(self.device_bytes(look), look.strategy.compile != "none")
-        need = high if verdict == "fits" else low
-        return need <= self.question.budget_bytes and self.has_ram(look)
+        return not self.too_large(look, verdict) and self.has_ram(look)
+
+    def too_large(self, look: Look, verdict: str, less: int = 0) -> bool:
+        """Whether the GPU's memory rules this verdict out, even with so much less."""
+        low, high = margin.interval(self.device_bytes(look) - less, look.strategy.compile != "none")
+        return (high if verdict == "fits" else low) > self.question.budget_bytes
 
     def has_ram(self, look: Look) -> bool:
         """Whether the host has the RAM."""
@@ -283,14 +315,16 @@ class Search:
         return self._most[key]
 
     def _most_held(self, job: Job, strategy: Strategy, last: int) -> int:
-        """The most swapped blocks, up to `last`, whose pinned copies the host's RAM holds."""
+        """The most swapped blocks, up to `last`, whose pinned copies the host's RAM holds, or that need no more of it
+        than the run does without."""
         limit = self.question.machine.host_ram
         if limit is None:
             return last
         low, high = 0, last
         most, least = self._ram(job, strategy, last), self._ram(job, strategy, 0)
-        if most <= limit or least > limit:
-            return last if most <= limit else 0
+        limit = max(limit, least)  # where another phase needs more anyway, what it leaves unused is free
+        if most <= limit:
+            return last
         while high - low > 1:  # blocks are much alike, so guess before halving
             guess = low + (high - low) * (limit - least) // max(most - least, 1)
             middle = min(high - 1, max(low + 1, guess))
@@ -311,13 +345,26 @@ class Search:
         looks = self.tightest_looks(job, lossy)
         if lossy is None:
             least = looks[0].device_bytes if looks else 0
-            looks.sort(key=lambda look: bool(look.strategy.lossy_fields(job)) or look.device_bytes > least * WORTH_LOSS)
+
+            def worse(look: Look) -> tuple[bool, bool]:
+                lossy = bool(look.strategy.lossy_fields(job))
+                return not self.has_ram(look), lossy or look.device_bytes > least * WORTH_LOSS
+
+            looks.sort(key=worse)
         priced = (self.priced(job, look.strategy) for look in looks)
         return next((found for found in priced if found), None)
 
     def tightest_looks(self, job: Job, lossy: bool | None = None) -> list[Look]:
-        """Looks at all strategies with all blocks swapped that may be, the one that needs least first."""
-        looks = [self.look(job, self.most_in_ram(job, strategy)) for strategy in self.candidates(job, lossy)]
+        """Looks at strategies with all blocks swapped that may be, the one that needs least first.
+
+        Ways of stepping are left out where they change nothing.
+        """
+        found: dict[Strategy, list[Look]] = {}
+        for strategy in self.candidates(job, lossy):
+            alike = found.setdefault(strategy.replace(optimizer_step="foreach"), [])
+            if not alike or alike[-1].in_optimizer:
+                alike.append(self.look(job, self.most_in_ram(job, strategy)))
+        looks = [look for alike in found.values() for look in alike]
         return sorted(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
@@ -354,20 +401,31 @@ class Search:
         return self.tightest(job, False)
 
     def switches(self, plan: Estimate) -> tuple[Switch, ...]:
-        """What each step from the naive setting to the plan saved and cost, in an order in which each is allowed."""
+        """What each step from the naive setting to the plan saved and cost, in an order in which each is allowed.
+
+        By looks: what fragmentation takes or gives on the way is left out.
+        """
         question = self.question
         state = naive(plan.job, question.strategy, question.machine, question.fixed)
-        last = self.priced(plan.job, state) or plan
+        last = self._seen(plan.job, state) or self.look(plan.job, plan.strategy)
         found = []
         for field in switched(state, plan.strategy):
             before, after = getattr(state, field), getattr(plan.strategy, field)
             state = state.replace(**{field: after})
             # A step on the way may have no recording of its own; the next one then counts for both.
-            now = self.priced(plan.job, state) or last
-            saved = now.peak.device_bytes - last.peak.device_bytes
+            now = self._seen(plan.job, state) or last
+            saved = now.device_bytes - last.device_bytes
             found.append(Switch(field, before, after, saved, now.step_seconds - last.step_seconds))
             last = now
         return tuple(found)
+
+    def _seen(self, job: Job, strategy: Strategy) -> Look | None:
+        """A look at a strategy that nobody checked for recordings; None where there are none, or it is refused."""
+        try:
+            return self.look(job, strategy)
+        except NotRecordedError as error:
+            self.missing = self.missing or error
+            return None
 
     def priced(self, job: Job, strategy: Strategy) -> Estimate | None:
         """The full estimate, or None where there is no recording for it."""

@@ -93,6 +93,8 @@ class Tape:
     tile: tuple[int, ...] = ()
     """of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
     rounded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    patterns: dict[tuple[int, bool], _Pattern] = field(default_factory=dict, repr=False)
+    """Templates taken apart, as they are laid out."""
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
@@ -199,6 +201,7 @@ class Stage:
     """One piece at full depth: stretches of events, each with its moment.
 
     An event >= 0 allocates that buffer, < 0 frees ``~event``. A buffer may be made again in a later round of the stage.
+    Copies of a stage share their lists of events, so a stretch is never changed in place, only put in another's place.
     """
 
     name: str
@@ -208,6 +211,10 @@ class Stage:
     def ops(self) -> list[int]:
         """All events in order."""
         return list(itertools.chain.from_iterable(events for _, events in self.stretches))
+
+    def copy(self) -> Stage:
+        """One whose stretches can be put in others' places."""
+        return Stage(self.name, self.stretches.copy())
 
     def moment(self, index: int) -> Moment:
         """The moment of the index-th event."""
@@ -231,14 +238,14 @@ class Program:
     op: list[str] = field(default_factory=list)
     """Per buffer: the operator that made it."""
 
-    kernel: list[str] = field(default_factory=list)
-    """Per buffer: "any", or the attention kernel without which it is not there."""
+    kernel: dict[int, str] = field(default_factory=dict)
+    """Buffer -> the attention kernel without which it is not there, of those that depend on one."""
 
     sizes: list[tuple[Tape, Monomial] | int] = field(default_factory=list)
     """Symbolic sizes of the tapes, and plain bytes."""
 
-    named: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(category, full name) -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
+    named: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Category -> full name -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
 
     def bytes_of(self, grid: Mapping[str, int]) -> list[int]:
         """The size of every buffer at a shape."""
@@ -260,8 +267,13 @@ class Program:
         self.buffers.append(len(self.sizes) - 1)
         self.category.append(category)
         self.op.append(op)
-        self.kernel.append("any")
         return len(self.buffers) - 1
+
+    def copy(self) -> Program:
+        """One to add to and to resize in."""
+        named = {kind: buffers.copy() for kind, buffers in self.named.items()}
+        parts = self.buffers.copy(), self.category.copy(), self.op.copy(), self.kernel.copy(), self.sizes.copy()
+        return Program(*parts, named)
 
     def resize(self, buffer: int, nbytes: int) -> None:
         """Gives a buffer another size, the same at every shape."""
@@ -299,6 +311,55 @@ class Part:
         return hash((self.name, *self.grid.items(), self.batch))
 
 
+class _Pattern(NamedTuple):
+    """A template as it is laid out block by block; what it allocates is numbered by position.
+
+    On a tape events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position]
+    for a free, or [-1, category, mode, run, block, name] for the free of what another piece made.
+    """
+
+    sizes: list[int]
+    categories: list[str]
+    ops: list[str]
+    events: list[tuple[int, int]]
+    """(-1, position) allocates, (index into ``bases``, position) frees"""
+    bases: list[tuple[int, int, int]]
+    """(item, mode, block) of what is freed"""
+    named: list[tuple[int, int, int, list[int]]]
+    """(which event, position or -1 for a free, category, owner)"""
+    kernels: list[tuple[int, str]]
+    growing: list[tuple[int, int]]
+    """(position, size)"""
+
+    @classmethod
+    def of(cls, events: list[list[int]], tape: Tape, beside: bool) -> _Pattern:
+        """``beside``: whether it is of something beside the model, whose weights count as residents."""
+        found = cls([], [], [], [], [], [], [], [])
+        bases: dict[tuple[int, int, int], int] = {}
+        for at, event in enumerate(events):
+            position = len(found.sizes)
+            if len(event) == 4:
+                item, mode, block, freed = event
+                found.events.append((bases.setdefault((item, mode, block), len(bases)), freed))
+            elif len(event) == 6:
+                found.events.append((-1, 0))
+                found.named.append((at, -1, event[1], event[2:]))
+            else:
+                size, category, op, kernel, is_named = event[:5]
+                if isinstance(tape.sizes[size], Growing):
+                    found.growing.append((position, size))
+                if kernel:
+                    found.kernels.append((position, KERNELS[kernel]))
+                if is_named:
+                    found.named.append((at, position, category, event[5:]))
+                found.sizes.append(size)
+                found.categories.append("residents" if beside and category == 0 else CATEGORIES[category])
+                found.ops.append(tape.ops[op])
+                found.events.append((-1, position))
+        found.bases.extend(bases)
+        return found
+
+
 class _Piece:
     """One piece being laid out."""
 
@@ -325,7 +386,7 @@ class _Piece:
             for block, template in self._blocks(item):
                 bases[block] = len(self.program.buffers)
                 moment = Moment(piece, item["pass"], run.module_list if run else "", run.start + block if run else -1)
-                stage.stretches.append((moment, self._events(template["events"], block)))
+                stage.stretches.append((moment, self._events(template, block)))
         return stage
 
     def _blocks(self, item: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
@@ -338,45 +399,46 @@ class _Piece:
         order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
         return [(block, templates[kept_template(item, block, count)]) for block in order]
 
-    def _events(self, events: list[list[int]], block: int) -> list[int]:
-        """Events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position] for a
-        free, or [-1, category, mode, run, block, name] for the free of what another piece made."""
-        program, ops = self.program, self.tape.ops
-        found = []
-        for event in events:
-            if len(event) == 4:
-                item, mode, target, position = event
-                buffer = self.made[item][self._target(mode, target, self.items[item]["run"], block)] + position
-                found.append(~self.again.get(buffer, buffer))
-            elif len(event) == 6:
-                found.append(~program.named[self._kind(event[1]), self._name(event[2:], block)])
+    def _events(self, template: dict[str, Any], block: int) -> list[int]:
+        program, pattern = self.program, self._pattern(template)
+        first = len(program.buffers)
+        program.buffers += [self.first_size + size for size in pattern.sizes]
+        program.category += pattern.categories
+        program.op += pattern.ops
+        for position, kernel in pattern.kernels:
+            program.kernel[first + position] = kernel
+        for position, size in pattern.growing:
+            program.buffers[first + position] = self._grown(size, block)
+        bases = [
+            self.made[item][self._target(mode, to, self.items[item]["run"], block)] for item, mode, to in pattern.bases
+        ]
+        events = [first + position if base < 0 else ~(bases[base] + position) for base, position in pattern.events]
+        for at, position, category, owner in pattern.named:
+            key, name = self._kind(category), self._name(owner, block)
+            if position < 0:
+                events[at] = ~program.named[key][name]
+            elif key == "weight" and name in program.named.get(key, ()):
+                self.again[first + position] = program.named[key][name]
             else:
-                buffer = len(program.buffers)
-                program.buffers.append(self._size(event[0], block))
-                program.category.append(self._category(event[1]))
-                program.op.append(ops[event[2]])
-                program.kernel.append(KERNELS[event[3]])
-                if event[4]:
-                    key = self._kind(event[1]), self._name(event[5:], block)
-                    if key[0] == "weight" and key in program.named:
-                        self.again[buffer] = program.named[key]
-                    else:
-                        program.named[key] = buffer
-                found.append(self.again.get(buffer, buffer))
-        return found
+                program.named.setdefault(key, {})[name] = first + position
+        if self.again:
+            again = self.again
+            events = [again.get(event, event) if event >= 0 else ~again.get(~event, ~event) for event in events]
+        return events
 
-    def _category(self, index: int) -> str:
-        category = CATEGORIES[index]
-        return "residents" if self.part and category == "weight" else category
+    def _pattern(self, template: dict[str, Any]) -> _Pattern:
+        """The template, taken apart once."""
+        key = (id(template), self.part is not None)
+        if key not in self.tape.patterns:
+            self.tape.patterns[key] = _Pattern.of(template["events"], self.tape, self.part is not None)
+        return self.tape.patterns[key]
 
     def _kind(self, index: int) -> str:
         return f"{CATEGORIES[index]} of {self.part.name}" if self.part else CATEGORIES[index]
 
-    def _size(self, index: int, block: int) -> int:
+    def _grown(self, index: int, block: int) -> int:
         size = self.tape.sizes[index]
-        if not isinstance(size, Growing):
-            return self.first_size + index
-        assert self.part, "only the chunks of a VAE grow"
+        assert self.part and isinstance(size, Growing), "only the chunks of a VAE grow"
         self.program.sizes.append(size.value(self.tape.values(self.part.grid), block) * self.part.batch)
         return len(self.program.sizes) - 1
 

@@ -21,14 +21,16 @@ REACHED = 0.79
 """The least part of a real step that its kernels' roofline was: 0.79 to 0.86 over torchtitan's configurations
 (pytorch/torchtitan#3828)."""
 
-SLOW_LAUNCH_SECONDS = 66e-6
-"""CPU time of one operator with all the Python around it: a diffusers transformer with peft adapters under autocast, at
-toy width on one core of a busy 2.5 GHz Xeon: 48 to 66 us without checkpointing, 68 to 73 with
-(tests/benchmarks/launches.py)."""
+LAUNCH_SECONDS, SLOW_LAUNCH_SECONDS = 42e-6, 66e-6
+"""CPU time of one operator of a model's forward or backward with all the Python around it, at its best and on a busy
+machine: a diffusers transformer with peft adapters under autocast, at toy width on one core of a 2.5 GHz Xeon: 42 to 66
+us without checkpointing, 53 to 73 with (tests/benchmarks/launches.py)."""
 
-LAUNCH_SECONDS = 7e-6
-"""CPU time of one eager operator: 7 us fitted on H100 steps (meta-pytorch/autoparallel#146), 5 us without and 7 us with
-autograd in a bare loop (pytorch#41383)."""
+COMPILED_LAUNCH_SECONDS = 7e-6
+"""The same where a compiler has traced the Python away: fitted on H100 steps (meta-pytorch/autoparallel#146)."""
+
+BARE_LAUNCH_SECONDS = 5e-6
+"""The same of an operator of an optimizer's step: in a bare loop without autograd (pytorch#41383)."""
 
 MATMUL = {(8, 0): 0.859, (9, 0): 0.803, (10, 0): 0.776}
 """Best bf16 matmul over the data sheet's rate, by compute capability: A100 267.9 of 312, H100 794.5 of 989, B200 1745
@@ -91,6 +93,9 @@ class Work(NamedTuple):
     flops: int
     nbytes: int
 
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.flops - other.flops, self.nbytes - other.nbytes)
+
 
 Kind = tuple[str, int]
 """(one of tape.KINDS, 1 when its arithmetic is bf16 or fp16)"""
@@ -109,6 +114,8 @@ class StepWork(NamedTuple):
     """forward and backward of one micro-batch"""
     optimizer: Mapping[Kind, Work] = {}
     """one optimizer step over all trained parameters"""
+    forward: Mapping[Kind, Work] = {}
+    """what of the passes is forward; nothing: not told apart"""
 
 
 class Traffic(NamedTuple):
@@ -139,7 +146,7 @@ class Seconds(NamedTuple):
     transfer: float
     """links busy"""
     total: float
-    """everything at its best: the low end"""
+    """everything at its best, but for what a faster CPU would launch sooner"""
     host: float = 0.0
     """optimizer in host RAM, drive"""
     high: float = 0.0
@@ -147,16 +154,18 @@ class Seconds(NamedTuple):
 
 
 def symbolic_work(
-    tape: Tape, piece: str, counts: Sequence[int] | None = None, only: Choice | None = None
+    tape: Tape, piece: str, counts: Sequence[int] | None = None, only: Choice | None = None, passes: str = ""
 ) -> dict[Term, Work]:
     """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
 
     `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it, or that
-    is among the chosen.
+    is among the chosen. `passes`: of this pass alone.
     """
     counts = counts or [run.count for run in tape.runs]
     sums: dict[Term, list[int]] = {}
     for item in tape.pieces[piece]:
+        if passes not in ("", item["pass"]):
+            continue
         templates = item["templates"]
         run = None if item["run"] is None else tape.runs[item["run"]]
         uses = [0] * len(templates)
@@ -189,9 +198,10 @@ def work_of(
     grid: Mapping[str, int],
     counts: Sequence[int] | None = None,
     only: Choice | None = None,
+    passes: str = "",
 ) -> dict[Kind, Work]:
     """The work of one piece of a tape at one shape, over the full depth. `grid` as of `planner.shapes.grid`."""
-    return evaluate(symbolic_work(tape, piece, counts, only), tape.values(grid))
+    return evaluate(symbolic_work(tape, piece, counts, only, passes), tape.values(grid))
 
 
 def add(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
@@ -218,7 +228,8 @@ def optimizer_work_of(tape: Tape, piece: str, grid: Mapping[str, int], scale: fl
 
 def total_flops(work: StepWork, strategy: Strategy) -> int:
     """Floating-point operations of one step, recomputation included."""
-    passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in work)
+    parts = (work.passes, work.optimizer)
+    passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in parts)
     return passes * strategy.gradient_accumulation + optimizer
 
 
@@ -229,20 +240,35 @@ def step_seconds(
 
     The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
     """
-    passes = strategy.gradient_accumulation / strategy.context_parallel
-    compute = passes * _kernel_seconds(work.passes, gpu, strategy, job)
-    launch = strategy.gradient_accumulation * _launch_seconds(work.passes, strategy)
+    backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
+    each = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS
+    turns = [
+        (_kernel_seconds(part, gpu, strategy, job) / strategy.context_parallel, _launch_seconds(part, strategy, each))
+        for part in (work.forward, backward)
+    ] * strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
-        compute += _kernel_seconds(work.optimizer, gpu, strategy, job) / share
-        launch += _launch_seconds(work.optimizer, strategy)
-    busy = max(compute, launch)
+        stepping = _kernel_seconds(work.optimizer, gpu, strategy, job) / share
+        turns.append((stepping, _launch_seconds(work.optimizer, strategy, BARE_LAUNCH_SECONDS)))
+    compute, launch = (sum(seconds) for seconds in zip(*turns, strict=True))
     hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
-    total = max(busy, hidden) + waiting + host
-    slow = max(compute / REACHED, launch * SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
+    total = max(_busy(turns), hidden) + waiting + host
+    slower = SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS
+    slow = _busy([(kernels / REACHED, launches * slower) for kernels, launches in turns])
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
+
+
+def _busy(turns: Sequence[tuple[float, float]]) -> float:
+    """Seconds of turns of (kernels, their launches): a turn's kernels begin once its launches do and all kernels
+    before them are done, and end no sooner than its last launch."""
+    launched = done = 0.0
+    for kernels, launches in turns:
+        begin = max(launched, done)
+        launched += launches
+        done = max(begin + kernels, launched)
+    return done
 
 
 def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine: Machine) -> float:
@@ -265,11 +291,11 @@ def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strate
     return seconds
 
 
-def _launch_seconds(work: Mapping[Kind, Work], strategy: Strategy) -> float:
+def _launch_seconds(work: Mapping[Kind, Work], strategy: Strategy, each: float) -> float:
     if strategy.compile == "cudagraphs":  # one launch replays the whole graph
         return 0.0
     launches = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
-    return LAUNCH_SECONDS * launches * _left_by_fusion(work, strategy)
+    return each * launches * _left_by_fusion(work, strategy)
 
 
 def _left_by_fusion(work: Mapping[Kind, Work], strategy: Strategy) -> float:

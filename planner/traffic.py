@@ -5,18 +5,33 @@ from __future__ import annotations
 from planner import nvme
 from planner.job import SPLIT
 from planner.run import Run, main_piece
-from planner.timing import Kind, Traffic, Work, add, work_of
+from planner.timing import KERNELS, Kind, StepWork, Traffic, Work, add, optimizer_work_of, work_of
 from planner.zero import FULL, HALF
 
+Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
+"""The work of one forward and backward, and what of it is forward."""
 
-def passes_work(run: Run) -> dict[Kind, Work]:
+
+def step_work(run: Run, passes: Passes | None = None) -> StepWork:
+    """The work of one step. ``passes``: when they are known already."""
+    both, forward = passes or passes_work(run)
+    optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale)
+    return StepWork(both, add(optimizer, {(KERNELS, 0): Work(run.optimizer_launches, 0)}), forward)
+
+
+def passes_work(run: Run) -> Passes:
     """The work of one forward and backward; blocks that alone are checkpointed as they are in that recording."""
+    return _passes_work(run, ""), _passes_work(run, "forward")
+
+
+def _passes_work(run: Run, passes: str) -> dict[Kind, Work]:
     facts, blocks = run.facts, run.checkpointed
     if not blocks:
-        return work_of(facts.step, main_piece(facts.step), run.grid)
+        return work_of(facts.step, main_piece(facts.step), run.grid, passes=passes)
     assert facts.checkpointed is not None
-    others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks)
-    return add(others, work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks))
+    others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks, passes=passes)
+    chosen = work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks, passes=passes)
+    return add(others, chosen)
 
 
 def traffic(run: Run) -> Traffic:
@@ -34,7 +49,8 @@ def traffic(run: Run) -> Traffic:
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
         host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
-        host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
+        if run.copies_shared_inputs:
+            host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split

@@ -35,12 +35,12 @@ def part_trained(run: Run) -> None:
         run.drop(stage, [*frozen.values(), *states.values(), *_lent(run, stage, frozen)])
     for category, names in (("gradient", frozen), ("optimizer", states)):
         for name in names:
-            del run.program.named[category, name]
+            del run.program.named[category][name]
 
 
 def _lent(run: Run, stage: Stage, frozen: dict[str, int]) -> set[int]:
     """What a foreach operator makes for each frozen weight: one tensor as large as it, in the stretch of its block."""
-    named = set(run.program.named.values())
+    named = {buffer for buffers in run.program.named.values() for buffer in buffers.values()}
     masters = run.strategy.master_weights == "fp32"
     expected: dict[tuple[str, int], list[int]] = {}
     for name, buffer in frozen.items():

@@ -130,7 +130,7 @@ def _stages_1_and_2(run: Run, settings: Settings) -> None:
     bucket = run.new(HALF * settings.reduce_bucket, "buckets", "reduce bucket")
     flush = _Flush(run, settings, [] if offloaded else [partition], NORM * max(elements))
     if run.strategy.sharding == "zero-2":
-        again = _copy(run.step)
+        again = run.step.copy()
         _reduce_in_backward(run.step, run, bucket, flush)
         if run.strategy.gradient_accumulation > 1:
             run.accumulate = _next_micro_batch(run, again, bucket, flush, offloaded)
@@ -196,7 +196,7 @@ def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _Flus
     3 has its bucket already (None)."""
     gradients = set(run.named("gradient").values())
     filled, flushed = 0, False
-    for _, events in stage.stretches:
+    for position, (moment, events) in enumerate(stage.stretches):
         woven: list[int] = []
         for event in events:
             if event in gradients:
@@ -209,7 +209,7 @@ def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _Flus
                 filled += elements
             else:
                 woven.append(event)
-        events[:] = woven
+        stage.stretches[position] = (moment, woven)
     run.place(stage, flush.events(filled, not flushed), "reduction")
     if bucket is not None:
         _begin_bucket(run, stage, bucket)
@@ -243,10 +243,6 @@ def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _Flush, offloa
     run.free(stage, kept)
     run.free(stage, run.left, at=0)
     return stage
-
-
-def _copy(stage: Stage) -> Stage:
-    return Stage(stage.name, [(moment, events.copy()) for moment, events in stage.stretches])
 
 
 # ---- the step

@@ -1,7 +1,11 @@
-"""Nobody's own models but a test's: the data folder of whoever runs the suite is left alone."""
+"""Nobody's own models but a test's: the data folder of whoever runs the suite is left alone. And one thread a process:
+tests have tiny tensors, and every core has a worker."""
 
 import os
 from pathlib import Path
 
 os.environ["VPLAN_HOME"] = str(Path(__file__).parent / "nobody")
 """Never made: a test that keeps a model sets a folder of its own."""
+
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Read by torch when it is imported; processes that tests start inherit it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from planner.job import QUANTISED, Job, Strategy
 from planner.trainable import matches
 from trainers import families, quantise
 from trainers.families.base import Family
+from trainers.memory import swap
+from trainers.memory.offload import InputsOnHost
 from trainers.optimizers import Optimizer, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,18 +121,20 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
         return
     calls = 0
     limit = strategy.checkpointed_blocks if mode == "partial" else None
+    on_host = InputsOnHost() if mode == "offload" else None
 
     def start_forward(*_: Any) -> None:
         nonlocal calls
         calls = 0
+        if on_host is not None:
+            on_host.begin()
 
     def run(block: nn.Module, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         if limit is not None and calls > limit:
             return block(*args)
-        hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if mode == "offload" else contextlib.nullcontext()
-        with hooks:
+        with on_host.around(*args) if on_host is not None else contextlib.nullcontext():
             return checkpoint(block.__call__, *args, use_reentrant=False)
 
     model.register_forward_pre_hook(start_forward)
@@ -141,11 +145,23 @@ Fill = Callable[[str, torch.Tensor], None]
 """Gives a weight, by its full name and just allocated, its values."""
 
 
-def materialise(model: nn.Module, device: torch.device | str, fill: Fill | None = None) -> None:
+def place(
+    model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
+) -> None:
+    """Materialises a model on ``device``, but for the blocks that are swapped: those wait in host RAM."""
+    swapped = swap.swapped_blocks(model, profile, strategy)
+    materialise(model, device, fill, swap.on_host(swapped))
+    if swapped:
+        swap.BlockSwap([block for _, block in swapped], device)
+
+
+def materialise(
+    model: nn.Module, device: torch.device | str, fill: Fill | None = None, on_host: Collection[str] = ()
+) -> None:
     """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
 
-    A quantised base is quantised on the device, one half-precision weight after another. Parameters that are tied stay
-    so.
+    Those named in ``on_host`` are made in host RAM instead. A quantised base is quantised on the device, one
+    half-precision weight after another. Parameters that are tied stay so.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -153,9 +169,11 @@ def materialise(model: nn.Module, device: torch.device | str, fill: Fill | None 
             if parameter is not None and parameter in made:
                 module._parameters[name] = made[parameter]
             elif parameter is not None and parameter.is_meta:
-                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                full_name = f"{prefix}.{name}" if prefix else name
+                where = "cpu" if full_name in on_host else device
+                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
                 if fill is not None:
-                    fill(f"{prefix}.{name}" if prefix else name, weight)
+                    fill(full_name, weight)
                 quantise.store(module, name, weight)
                 made[parameter] = module._parameters[name]
                 del weight

@@ -103,6 +103,10 @@ def _render(console: Console, compared: Sequence[Compared], summary: dict[str, A
     verdict = summary["verdict"]
     said = f"{verdict['under']} said fits and ran out, {verdict['false_refusal']} said no and ran"
     console.print(f"verdicts of {verdict['n']} runs: {said}")
+    covered = summary["coverage"]
+    if covered["n"]:
+        share, width = f"{covered['inside_pct']:.1f} %", f"{covered['median_width_pct']:.1f} %"
+        console.print(f"low..high of {covered['n']} peaks: {share} hold the measured one, median width {width}")
 
 
 def _row(entry: Compared) -> list[str]:

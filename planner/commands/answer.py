@@ -5,7 +5,7 @@ It holds at 80 columns: tables keep their numbers and wrap their words. Rich lea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from planner.commands.common import table
@@ -248,15 +248,3 @@ def _row(row: Row) -> tuple[str | Text, ...]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
-
-
-def with_progress(names: Sequence[str], what: str) -> Iterator[str]:
-    """The names one by one, with a bar on stderr while someone looks at it."""
-    from rich.console import Console
-    from rich.progress import track
-
-    errors = Console(stderr=True)
-    if not errors.is_terminal:
-        yield from names
-        return
-    yield from track(names, description=what, console=errors, transient=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ from planner import catalog
 from planner.commands import USAGE, answer
 from planner.commands.common import DOES_NOT_FIT, Verb, examples, json_option, output_option, show, verdict_exit_code
 from planner.commands.request import Asked, Request, request_options
+from planner.commands.spread import spread
 from planner.errors import VplanError
 from planner.facts import GpuProfile
 from planner.library import facts
@@ -66,7 +68,8 @@ def command(asked: Asked, prefer: str, allow: str | None, strict: bool, output: 
         return verdict_exit_code(found.suggestion.plan.verdict, strict=strict)
     if output:
         raise VplanError("-o writes one plan", "give --model and --gpu", USAGE)
-    rows, kind = (wanted.models(), "models") if asked.model is None else (wanted.classes(), "classes")
+    kind = "models" if asked.model is None else "classes"
+    rows = wanted.models() if asked.model is None else wanted.classes()
     said = {
         kind: [row.to_json(kind) for row in rows],
         "considered": sum(row.considered for row in rows),
@@ -133,22 +136,36 @@ class _Wanted:
         frames = self.asked.job.get("frames")
         names = [name for name in catalog.model_names() if catalog.model(name).kind == "video" or frames in (None, 1)]
         rows, refusals = [], []
-        for name in answer.with_progress(names, "models"):
-            try:
-                rows.append(self._row(name, self.asked.settle(model=name, searched=True)))
-            except VplanError as error:
-                refusals.append(error)
-                rows.append(answer.Row(name, None, error.message, 0))
+        for name, found in zip(names, spread(_asker, self._typed, names, "models"), strict=True):
+            if isinstance(found, VplanError):
+                refusals.append(found)
+                found = answer.Row(name, None, found.message, 0)
+            rows.append(found)
         if refusals and len(refusals) == len(rows):
             raise refusals[0]
         return rows
 
     def classes(self) -> list[answer.Row]:
         """A line for every class of card."""
-        names = [group.name for group in catalog.gpu_classes()]
-        return [
-            self._row(name, self.asked.settle(gpu=name, searched=True)) for name in answer.with_progress(names, "cards")
-        ]
+        rows = []
+        for found in spread(_asker, self._typed, [group.name for group in catalog.gpu_classes()], "cards"):
+            if isinstance(found, VplanError):
+                raise found
+            rows.append(found)
+        return rows
+
+    @property
+    def _typed(self) -> tuple[Asked, str, bool]:
+        return self.asked, self.prefer, self.allow_lossy
+
+    def row(self, name: str) -> answer.Row | VplanError:
+        """The line for one model, or for one class of card of the model that was typed; or why there is none."""
+        try:
+            if self.asked.model is None:
+                return self._row(name, self.asked.settle(model=name, searched=True))
+            return self._row(name, self.asked.settle(gpu=name, searched=True))
+        except VplanError as error:
+            return error
 
     def first_line(self) -> str:
         """How a question about many was understood."""
@@ -165,14 +182,8 @@ class _Wanted:
         search = self._search(request)
         suggestion = self._best(search, explain=False)
         if suggestion is None:
-            looks = search.tightest_looks(search.question.job)
-            if not looks:
-                return answer.Row(name, None, str(search.missing or ""), search.considered)
-            reason = f"needs {gib(search.device_bytes(looks[0])):.1f} GiB at least"
-            if request.machine.host_ram and looks[0].host_ram_bytes > 0.8 * request.machine.host_ram:
-                reason += f" with {format_gib(request.machine.host_ram)} of host RAM (--host-ram)"
-            if not search.has_ram(looks[0]):
-                reason = f"needs {gib(looks[0].host_ram_bytes):.0f} GiB of host RAM"
+            least = search.tightest(search.question.job)
+            reason = _shortage(least) if least else str(search.missing or "")
             return answer.Row(name, None, reason, search.considered)
         plan = suggestion.plan.replace(assumptions=_assumptions(request, suggestion.plan))
         return answer.Row(name, plan, "", search.considered)
@@ -200,6 +211,19 @@ class _Wanted:
                 f"--prefer {self.prefer} would change what you fixed: {', '.join(typed)}", f"leave out --{typed[0]}"
             )
         return largest(search, wish, explain)
+
+
+def _asker(asked: Asked, prefer: str, allow_lossy: bool) -> Callable[[str], answer.Row | VplanError]:
+    return _Wanted(asked, prefer, allow_lossy).row
+
+
+def _shortage(least: Estimate) -> str:
+    """What the tightest plan needs, in words."""
+    ram = least.machine.host_ram
+    if least.limit == "host":
+        return f"needs {format_gib(least.host_ram_bytes)} of host RAM at least"
+    reason = f"needs {gib(least.peak.device_bytes):.1f} GiB at least"
+    return reason + (f" with {format_gib(ram)} of host RAM" if ram and least.host_ram_bytes > 0.8 * ram else "")
 
 
 def _tightest(search: Search) -> Estimate:

@@ -6,7 +6,7 @@ Its text encoders, VAE and model stand on the GPU together in plain ``sft``, whi
 
 from __future__ import annotations
 
-from planner.dialects.shared import checkpoints_in_pageable_memory
+from planner.dialects.shared import checkpoints_saved_on_cpu
 from planner.run import Run, Term
 
 FP64 = 8
@@ -57,4 +57,4 @@ def _tokens(run: Run) -> int:
     return grid["B"] * grid["F"] * grid["H"] * grid["W"]
 
 
-TERMS: tuple[Term, ...] = (rope_in_fp64, table_with_each_checkpoint, checkpoints_in_pageable_memory)
+TERMS: tuple[Term, ...] = (rope_in_fp64, table_with_each_checkpoint, checkpoints_saved_on_cpu)

@@ -5,7 +5,9 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
-from planner.run import Run, Term
+from planner.phases import alive, encoders, load, take_sizes
+from planner.run import SERVICE, Run, Term
+from planner.tape import Moment, Stage
 
 RGB = 3
 
@@ -72,3 +74,23 @@ def clip_as_loaded(run: Run) -> None:
 
 
 TERMS: tuple[Term, ...] = (cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded)
+
+
+def encoders_at_start(run: Run) -> None:
+    """Text encoder and VAE are put on the GPU with the model even where latents and prompts come from disk, and go
+    once all is ready (cogvideox-factory 3a519f5, training/cogvideox_text_to_video_sft.py: ``text_encoder.to``,
+    ``vae.to``; ``if args.load_tensors: del vae, text_encoder``, then ``empty_cache``)."""
+    first, gone = len(run.program.buffers), []
+    loads: list[tuple[Moment, list[int]]] = []
+    for component in encoders(run, "cached", 1):
+        loading, _ = load(run.program, component)
+        loads += loading.stretches
+        gone += alive(loading)
+    take_sizes(run, first)
+    run.load.stretches[:0] = loads
+    run.leaving = Stage("encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])])
+    run.emptied_after.append(run.leaving)
+
+
+OLDER: dict[str, tuple[Term, ...]] = {"2024-10": (encoders_at_start,)}
+"""2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5)."""

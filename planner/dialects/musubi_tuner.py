@@ -5,7 +5,7 @@ Latents and prompts are cached by scripts of their own, one encoder at a time, a
 
 from __future__ import annotations
 
-from planner.dialects.shared import checkpoints_in_pageable_memory, swap_in_place
+from planner.dialects.shared import checkpoints_saved_on_cpu, swap_in_place
 from planner.run import Run, Term
 
 
@@ -18,7 +18,7 @@ def modulation_in_16_bits(run: Run) -> None:
                 run.resize(buffer, 2 * run.sizes[buffer])
 
 
-TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_in_pageable_memory)
+TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_saved_on_cpu)
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 

@@ -6,9 +6,9 @@ GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``
 
 from __future__ import annotations
 
-from planner.dialects.shared import cache_emptied, checkpoints_in_pageable_memory, swap_in_place
+from planner.dialects.shared import cache_emptied, checkpoints_saved_on_cpu, swap_in_place
 from planner.run import Term
 
-TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_in_pageable_memory, cache_emptied)
+TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_saved_on_cpu, cache_emptied)
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.job import SPLIT
 from planner.run import Run
+from planner.strategies import fetched_when_needed
 
 
 def swap_in_place(run: Run) -> None:
@@ -12,14 +13,14 @@ def swap_in_place(run: Run) -> None:
     ``swap_weight_devices_cuda``, copied by musubi-tuner and diffusion-pipe)."""
     if run.strategy.swap_blocks:
         run.drop(run.load, [buffer for buffer, op in enumerate(run.program.op) if op == "swap ring"])
-        run.pinned = False
 
 
-def checkpoints_in_pageable_memory(run: Run) -> None:
-    """Checkpoints are copied to ordinary host memory, which takes what they need (``save_on_cpu`` without
-    ``pin_memory``, ``tensor.cpu()``)."""
+def checkpoints_saved_on_cpu(run: Run) -> None:
+    """All arguments of a checkpoint are copied to ordinary host memory, those too that all blocks are given alike, and
+    come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.cpu()``)."""
     if run.strategy.gradient_checkpointing == "offload":
-        run.pinned = False
+        run.copies_shared_inputs = True
+        fetched_when_needed(run)
 
 
 def cache_emptied(run: Run) -> None:

@@ -20,15 +20,21 @@ def gradients_zeroed(run: Run) -> None:
         run.drop(stage, gradients)
 
 
+STEP_LAUNCHES = 31
+"""Operators of its step over one parameter, counted: four roundings of six, two decays, addcmul, a root with its
+epsilon, a copy and a difference (adamw_bfloat16 ``_make_step``, ``add_stochastic_``, ``addcdiv_stochastic_``)."""
+
+
 def shift(run: Run) -> None:
-    """Its AdamW for 16-bit parameters has a third state, what rounding has withheld from each parameter
-    (simpletuner/helpers/training/optimizers/adamw_bfloat16 ``AdamWBF16``)."""
+    """Its AdamW for 16-bit parameters has a third state, what rounding has withheld from each parameter, and steps one
+    parameter after another (simpletuner/helpers/training/optimizers/adamw_bfloat16 ``AdamWBF16``)."""
     strategy = run.strategy
     if strategy.optimizer != "adamw" or trained_storage(run.job, strategy) != "half" or not steps_by_itself(run):
         return
     states = [run.sizes[buffer] for name, buffer in run.named("optimizer").items() if name.endswith(":exp_avg")]
     made = [run.new(nbytes, "optimizer", "shift") for nbytes in states]
     run.place(run.optimizer_first, made, "shift", at=0)
+    run.optimizer_launches += STEP_LAUNCHES * len(states)
 
 
 TERMS: tuple[Term, ...] = (gradients_zeroed, shift)

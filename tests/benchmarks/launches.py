@@ -1,4 +1,4 @@
-"""CPU time of one operator in a training step, with all the Python around it: the source of planner.timing's slow end.
+"""CPU time of one operator in a training step, with all the Python around it: the source of planner.timing's launches.
 
     python -m tests.benchmarks.launches
 

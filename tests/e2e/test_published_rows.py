@@ -14,9 +14,9 @@ from planner.job import Job, Machine, Strategy
 from planner.library import facts
 
 KNOWN_MISSES = {
-    "cvx-001": "a card's size is printed; encoding with T5 and VAE together is estimated, cuDNN's workspaces are not",
-    "cvxf-114": "full fine-tune at batch 4: fragmentation of the optimizer step, cause unknown",
-    "cvxf-139": "full fine-tune at batch 4 under ZeRO-2 with the optimizer on the CPU, cause unknown",
+    "cvx-001": "the size of the card it ran on is printed (16 GB, RTX 4080), which the run needed not to fill",
+    "cvxf-114": "full fine-tune at batch 4: AdamW's states find less of the activations' holes, cause unknown",
+    "cvxf-139": "full fine-tune at batch 4 under ZeRO-2 with the optimizer on the CPU: CogVideoX 5B is met, 2B is not",
 }
 """Rows off by more than 5 %, each with its cause as far as we know it. A new one fails the suite."""
 
@@ -29,7 +29,8 @@ def compared() -> list[Compared]:
     def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
         return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)
 
-    rows, _ = read_rows(profiles.MEASUREMENTS / "published.jsonl", expandable_segments=False)
+    files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
+    rows = [row for path in files for row in read_rows(path, expandable_segments=False)[0]]
     return compare(rows, predict, after_step)
 
 
@@ -51,7 +52,7 @@ def errors(compared: list[Compared], *counters: str) -> dict[str, float]:
 
 def test_reserved_peaks_of_diffusers_trainers(compared: list[Compared]) -> None:
     found = errors(compared, "reserved")
-    assert len(found) >= 28
+    assert len(found) >= 66
     assert statistics.median(map(abs, found.values())) <= 1.0
     assert {row for row, error in found.items() if abs(error) > 5} <= KNOWN_MISSES.keys()
 

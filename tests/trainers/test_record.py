@@ -167,7 +167,7 @@ def test_an_optimizer_tape_is_what_is_recorded_at_another_depth(name: str) -> No
     program = Program()
     step = LORA_ONE if "lora" in name else FULL_ONE
     load, _ = (program.unfold(tape(step), part, [9]) for part in ("load", "step"))
-    gradients = [buffer for (category, _), buffer in program.named.items() if category == "gradient"]
+    gradients = list(program.named["gradient"].values())
     stages = [program.unfold(tape(name), part, [9]) for part in ("optimizer_first", "optimizer")]
     sizes, direct_sizes = program.bytes_of(ordinary(name)[2]), [alloc.nbytes for alloc in trace.allocs]
     unfolded, real = (CachingAllocator(expandable_segments=False) for _ in range(2))
@@ -248,7 +248,7 @@ def test_the_table_of_parameters_holds_what_the_tapes_load() -> None:
         program, loaded = Program(), tape(name)
         program.unfold(loaded, "load")
         sizes = program.bytes_of({**ordinary(name)[2], "B": 1})
-        weights = {full: sizes[buffer] for (kind, full), buffer in program.named.items() if kind == "weight"}
+        weights = {full: sizes[buffer] for full, buffer in program.named["weight"].items()}
         found = {full for full in weights if full in table}
         assert weights.keys() - found == {"rope.freqs_cos", "rope.freqs_sin"}
         own = [full for full in found if ".lora_" not in full]

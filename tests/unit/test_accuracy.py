@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from planner.commands import cli
 from planner.errors import VplanError
 from planner.evidence import DEFAULTS, Row, read_rows
 from planner.job import Job, Machine, Strategy
-from planner.plan import Verdict
+from planner.plan import PhaseName, PhasePeak, Verdict
 from planner.record import choices
 from planner.units import GIB
 
@@ -64,7 +65,11 @@ def read(folder: Path, *rows: dict[str, Any], **options: Any) -> list[Row]:
 
 
 def predictor(
-    allocated: float = 17.0, reserved: float = 18.0, device: float = 19.0, verdict: Verdict = "fits"
+    allocated: float = 17.0,
+    reserved: float = 18.0,
+    device: float = 19.0,
+    verdict: Verdict = "fits",
+    allowed: tuple[float, float] = (0.975, 1.05),
 ) -> verb.Predict:
     """Predicts the same GiB for everything."""
     prediction = Prediction(
@@ -73,6 +78,8 @@ def predictor(
         device_bytes=round(device * GIB),
         verdict=verdict,
         basis="recorded",
+        low=allowed[0],
+        high=allowed[1],
     )
     return lambda job, strategy, machine, trainer: prediction
 
@@ -283,6 +290,30 @@ def test_defaults_are_fields_and_values_of_our_vocabulary() -> None:
         assert not values or default.value in values
 
 
+@pytest.mark.parametrize(
+    ("source", "changes", "seen"),
+    [
+        ({"repo": "somebody/something"}, {}, 40.0),
+        ({"repo": "a-r-r-o-w/cogvideox-factory", "where": "metrics.sh"}, {}, 30.0),
+        ({"repo": "a-r-r-o-w/cogvideox-factory", "where": "metrics.sh"}, {"batch_size": 4}, 20.0),
+        ({"repo": "a-r-r-o-w/cogvideox-factory", "where": "metrics.sh"}, {"method": "full"}, 20.0),
+    ],
+)
+def test_a_publisher_saw_the_phases_its_counter_ran_in(
+    tmp_path: Path, source: dict[str, str], changes: dict[str, Any], seen: float
+) -> None:
+    phases: dict[PhaseName, float] = {"load": 40.0, "first_step": 20.0, "train": 30.0, "optimizer": 10.0, "save": 50.0}
+    peaks = {
+        phase: PhasePeak(**dict.fromkeys(PhasePeak.model_fields, round(peak * GIB))) for phase, peak in phases.items()
+    }
+
+    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
+        return replace(predictor()(job, strategy, machine, trainer), phases=peaks)
+
+    (entry,) = compare(read(tmp_path, line(source=source, job={**WAN, **changes})), predict, after_step)
+    assert entry.predicted_gib == seen
+
+
 # ---- reading
 
 
@@ -396,6 +427,35 @@ def test_summary(tmp_path: Path) -> None:
     assert found["unsupported"] == 1
 
 
+@pytest.mark.parametrize(
+    ("counter", "low", "high", "inside"),
+    [
+        ("reserved", 10.0, 17.54, False),  # predicted 18 GiB, low..high 17.55..18.9
+        ("reserved", 10.0, 17.56, True),
+        ("reserved", 18.89, 25.0, True),
+        ("reserved", 18.91, 25.0, False),
+        ("allocated", 17.84, 17.84, True),  # 17 GiB: 16.575..17.85
+        ("allocated", 17.86, 17.86, False),
+        ("unknown", 10.0, 16.57, False),  # 17 to 19 GiB: 16.575..19.95
+        ("unknown", 10.0, 16.58, True),
+        ("unknown", 19.94, 25.0, True),
+        ("unknown", 19.96, 25.0, False),
+    ],
+)
+def test_inside_low_and_high(tmp_path: Path, counter: str, low: float, high: float, inside: bool) -> None:
+    (entry,) = judged(tmp_path, line(measured={"counter": counter, "low_gib": low, "high_gib": high}))
+    assert entry.inside is inside
+
+
+def test_coverage_counts_measured_peaks_alone(tmp_path: Path) -> None:
+    found = summary(many(tmp_path))["coverage"]  # 20..22, 18 and 15 GiB against 17.55..18.9
+    assert found == {"n": 3, "inside_pct": pytest.approx(100 / 3), "median_width_pct": pytest.approx(7.5)}
+    wider = judged(tmp_path, line(id="1"), line(id="2"), allowed=(0.9, 1.2))
+    found = summary([*many(tmp_path), *wider, *wider])["coverage"]
+    assert found == {"n": 7, "inside_pct": pytest.approx(500 / 7), "median_width_pct": pytest.approx(30)}
+    assert summary(judged(tmp_path, own("oom")))["coverage"] == {"n": 0, "inside_pct": None, "median_width_pct": None}
+
+
 def test_json_has_exactly_the_promised_names(tmp_path: Path) -> None:
     found = json.loads(json.dumps(answer(many(tmp_path)), allow_nan=False))
     assert set(found) == {"rows", "summary"}
@@ -408,7 +468,8 @@ def test_json_has_exactly_the_promised_names(tmp_path: Path) -> None:
         for row in found["rows"]
     )
     counters = {"allocated", "reserved", "device", "unknown", "allocated_after_step"}
-    assert set(found["summary"]) == counters | {"by_implementation", "verdict", "unsupported"}
+    assert set(found["summary"]) == counters | {"by_implementation", "verdict", "coverage", "unsupported"}
+    assert list(found["summary"]["coverage"]) == ["n", "inside_pct", "median_width_pct"]
 
 
 def test_worst_first(tmp_path: Path) -> None:
@@ -469,3 +530,4 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
         assert part in text
     assert "unsupported rows: 1\nwho: model 'hidream-i1' is not known\n" in text
     assert "verdicts of 7 runs: 1 said fits and ran out, 0 said no and ran\n" in text
+    assert "low..high of 4 peaks: 25.0 % hold the measured one, median width 7.5 %\n" in text

@@ -23,7 +23,7 @@ def test_every_gradient_of_a_step_is_freed_by_the_optimizer(name: str) -> None:
         step = tape(name, StepVariant(method, precision, "full", one_sample=True).name)
         program.unfold(step, "load")
         program.unfold(step, "step")
-        made = {buffer for (category, _), buffer in program.named.items() if category == "gradient"}
+        made = set(program.named["gradient"].values())
         assert made
         freed = {~event for event in program.unfold(tape(name, optimizer.name), "optimizer").ops if event < 0}
         assert made <= freed, f"{method}: {len(made - freed)} gradients stay"

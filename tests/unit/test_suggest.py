@@ -10,11 +10,13 @@ import pytest
 from planner import catalog
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import estimate
+from planner.facts import ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Plan, plan_from_toml, plan_to_toml
 from planner.rules import resolve
 from planner.screen import Screen
+from planner.space import naive
 from planner.suggest import Question, Search, Suggestion
 from planner.units import GIB
 from planner.wishes import PREFERRED, frames, largest, relaxed
@@ -25,13 +27,17 @@ SCREEN = Screen(facts)
 
 
 def ask(gpu: str = "24GB", fixed: dict[str, Any] | None = None, lossy: bool = False, **job: Any) -> Search:
+    return ask_of(MODEL, gpu, fixed, lossy, **{**SHORT, **job})
+
+
+def ask_of(
+    model: ModelProfile, gpu: str, fixed: dict[str, Any] | None = None, lossy: bool = False, **job: Any
+) -> Search:
     card = catalog.gpu(gpu)
     machine = Machine(gpu=card.name, host_ram=32 * GIB)
     typed = fixed or {}
-    question = Question(
-        catalog.job_for(MODEL, {**SHORT, **job}), Strategy.read(typed), machine, MODEL, card, frozenset(typed), lossy
-    )
-    return Search(question, SCREEN)
+    job_record = catalog.job_for(model, job)
+    return Search(Question(job_record, Strategy.read(typed), machine, model, card, frozenset(typed), lossy), SCREEN)
 
 
 def best(search: Search) -> Suggestion:
@@ -179,3 +185,31 @@ def test_a_strategy_without_a_recording_is_left_out_and_a_damaged_one_is_refused
     assert search.missing is not None and search.missing.message == "no tape"
     with pytest.raises(VplanError, match="damaged"):
         Search(question, getter(VplanError("tape x is damaged", "record it"))).best(question.job)
+
+
+def test_what_a_search_skips_would_not_have_fitted() -> None:
+    search = ask("8GB", frames=49, height=480, width=720, batch_size=8)
+    job = search.question.job
+    assert next(search.by_speed(job, None), None) is None
+    looked = {(strategy.replace(swap_blocks=0)) for _, strategy in search._considered if strategy.swap_blocks}
+    skipped = [strategy for strategy in search.candidates(job) if strategy not in looked]
+    assert any(strategy.optimizer == "adamw-8bit" for strategy in skipped)
+    assert all(search.roomiest(job, strategy) is None for strategy in skipped)
+
+
+def test_swap_takes_the_ram_that_another_phase_needs_anyway() -> None:
+    search = ask_of(catalog.model("flux.2-dev"), "24GB")
+    job = search.question.job
+    bare = naive(job, Strategy(), search.question.machine, ()).replace(gradient_checkpointing="full")
+    swapped = search.most_in_ram(job, bare)
+    before, after = search.look(job, bare), search.look(job, swapped)
+    ram = search.question.machine.host_ram
+    assert ram is not None and before.host_ram_bytes > ram  # its text encoder waits there
+    assert after.host_ram_bytes == before.host_ram_bytes and after.device_bytes < before.device_bytes
+
+
+def test_the_tightest_plan_is_one_that_the_host_can_hold() -> None:
+    search = ask_of(catalog.model("wan2.2-animate-14b"), "24GB", frames=81)
+    tightest = search.tightest(search.question.job)
+    assert tightest is not None and tightest.limit == "gpu"
+    assert tightest.host_ram_bytes <= (search.question.machine.host_ram or 0)

@@ -1,0 +1,68 @@
+"""The same question asked of many models or cards, over all cores, with a bar on stderr while someone looks at it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
+
+T = TypeVar("T")
+
+Ask = Callable[[str], T]
+"""Answers for one name."""
+
+_ask: Ask[object] | None = None
+"""In a worker: made once, so that what its questions share is read once."""
+
+
+def spread(make: Callable[..., Ask[T]], arguments: tuple[object, ...], names: Sequence[str], what: str) -> Iterator[T]:
+    """``make(*arguments)(name)`` for every name, in order. The function and its arguments travel to other processes.
+
+    An exception of one name is raised when its turn comes.
+    """
+    workers = min(len(names), cores())
+    if workers == 1:
+        yield from map(make(*arguments), with_progress(names, what))
+        return
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    # A fork starts at once and has read what we have; it is safe where no other thread could hold a lock.
+    alone = sys.platform == "linux" and threading.active_count() == 1
+    context = get_context("fork" if alone else "spawn")
+    with ProcessPoolExecutor(workers, context, _begin, (make, arguments)) as pool:
+        answers = [pool.submit(_answer, name) for name in names]
+        try:
+            for _, answer in zip(with_progress(names, what), answers, strict=True):
+                yield cast(T, answer.result())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _begin(make: Callable[..., Ask[object]], arguments: tuple[object, ...]) -> None:
+    global _ask
+    _ask = make(*arguments)
+
+
+def _answer(name: str) -> object:
+    assert _ask is not None
+    return _ask(name)
+
+
+def with_progress(names: Sequence[str], what: str) -> Iterator[str]:
+    """The names one by one, with a bar on stderr while someone looks at it."""
+    from rich.console import Console
+    from rich.progress import track
+
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield from names
+        return
+    yield from track(names, description=what, console=errors, transient=True)

@@ -1,0 +1,115 @@
+"""Block swap: the same losses and gradients to the last bit, with two blocks' frozen weights on the device at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner import catalog
+from planner.errors import VplanError
+from planner.job import Machine, Strategy
+from planner.layout import lay_out
+from planner.library import facts
+from planner.rules import resolve
+from planner.shapes import grid, job_for
+from tests.trainers.test_step import BLOCKS, batch, job, tiny
+from trainers import step
+from trainers.families import family
+from trainers.memory import swap
+from trainers.optimizers import make_optimizer
+
+CPU = torch.device("cpu")
+
+
+def blocks_of(model: nn.Module, name: str) -> list[nn.Module]:
+    lists = [model.get_submodule(stack.list) for stack in catalog.model(name).stacks]
+    return [block for entry in lists for block in entry.children()]
+
+
+def placed(name: str, swapped: int, **more: Any) -> tuple[step.Trainee, Strategy]:
+    """A tiny trainee whose weights depend on their names alone, in the number format ``more`` says."""
+    profile = tiny(name)
+    typed = {"weights_dtype": "fp32", "autocast": "none", "gradient_checkpointing": "full"}
+    strategy = Strategy.read({**typed, "swap_blocks": swapped, **more})
+    model = step.build_model(profile, job(profile), strategy)
+
+    def fill(full_name: str, weight: torch.Tensor) -> None:
+        generator = torch.Generator().manual_seed(sum(map(ord, full_name)))
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+
+    step.place(model, profile, strategy, CPU, fill)
+    trainee = step.Trainee(model, step.trainable_parameters(model))
+    trainee.optimizer = make_optimizer(trainee.trainable, strategy)
+    return trainee, strategy
+
+
+def losses(trainee: step.Trainee, name: str, strategy: Strategy) -> list[float]:
+    found = []
+    for seed in range(3):
+        inputs = batch(tiny(name), strategy, seed)
+        found.append(float(step.train_step(trainee, family(tiny(name)), inputs, strategy)))
+    return found
+
+
+@BLOCKS
+def test_training_is_the_same_to_the_last_bit(name: str) -> None:
+    plain, strategy = placed(name, 0)
+    count = len(blocks_of(plain.model, name))
+    expected = losses(plain, name, strategy)
+    for swapped in (1, count) if name == "flux.1-dev" else (count,):
+        trainee, strategy = placed(name, swapped)
+        assert losses(trainee, name, strategy) == expected
+        for adapter, weight in trainee.trainable.items():
+            assert torch.equal(weight, plain.trainable[adapter]), adapter
+
+
+@pytest.mark.parametrize("checkpointing", [{}, {"gradient_checkpointing": "partial", "checkpointed_blocks": 2}])
+def test_at_every_call_a_block_has_its_weights_in_the_ring(checkpointing: dict[str, Any]) -> None:
+    name = "wan2.1-t2v-1.3b"
+    trainee, strategy = placed(name, 2, **checkpointing)
+    rings = {parameter.untyped_storage().data_ptr() for parameter in trainee.model.parameters()}
+    calls: list[int] = []
+    for index, block in enumerate(blocks_of(trainee.model, name)):
+
+        def seen(block: nn.Module, _arguments: Any, index: int = index) -> None:
+            frozen = [parameter for parameter in block.parameters() if not parameter.requires_grad]
+            storages = {parameter.untyped_storage().data_ptr() for parameter in frozen}
+            if len(storages) == 1:  # swapped: all of them in one slot
+                calls.append(index)
+                rings.update(storages)
+
+        block.register_forward_pre_hook(seen)
+    before = len(rings)
+    losses(trainee, name, strategy)
+    first = 0 if checkpointing else 1
+    assert calls == [first, first + 1, first + 1, first] * 3  # forward, then recomputation from the last to the first
+    assert len(rings) - before == 2
+
+
+def test_host_and_ring_hold_what_the_plan_says() -> None:
+    """The full-size model, on the meta device: bytes of the largest swapped block, and of all of them."""
+    profile = catalog.model("wan2.1-t2v-1.3b")
+    machine = Machine(gpu="24GB")
+    asked = job_for(profile, {"frames": 17})
+    strategy = resolve(asked, Strategy(gradient_checkpointing="full", swap_blocks=7), machine)
+    model = step.build_model(profile, asked.replace(lora_targets=profile.lora.targets), strategy)
+    swapped = swap.swapped_blocks(model, profile, strategy)
+    assert [name for name, _ in swapped] == [f"blocks.{index}" for index in range(23, 30)]
+    sizes = dict.fromkeys(swap.on_host(swapped), 0)
+    sizes.update(
+        {name: weight.numel() * weight.element_size() for name, weight in model.named_parameters() if name in sizes}
+    )
+    run = lay_out(asked, strategy, machine, facts(asked, strategy, machine), grid(profile, asked))
+    planned = {buffer for buffers in run.swapped_blocks.values() for buffer in buffers}
+    assert sum(sizes.values()) == sum(run.sizes[buffer] for buffer in planned)
+    ring = [run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == "swap ring"]
+    by_block = [sum(size for name, size in sizes.items() if name.startswith(f"{block}.")) for block, _ in swapped]
+    assert ring == [max(by_block)] * 2
+
+
+def test_a_quantised_base_is_refused() -> None:
+    with pytest.raises(VplanError, match="swap_blocks cannot move"):
+        placed("wan2.1-t2v-1.3b", 1, weights_dtype="nf4", compute_dtype="bf16")

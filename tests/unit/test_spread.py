@@ -1,0 +1,42 @@
+"""Asking the same of many names: in order, over processes, and a fault of one name where it belongs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from planner.commands import spread as module
+from planner.commands.spread import spread
+from planner.errors import VplanError
+
+
+def shouter(suffix: str) -> Callable[[str], tuple[str, int]]:
+    def ask(name: str) -> tuple[str, int]:
+        if name == "bad":
+            raise VplanError("bad is bad", "use good", 3)
+        return name.upper() + suffix, os.getpid()
+
+    return ask
+
+
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_answers_come_in_order(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(module, "cores", lambda: cores)
+    answers = list(spread(shouter, ("!",), NAMES, "letters"))
+    assert [word for word, _ in answers] == ["A!", "B!", "C!", "D!", "E!"]
+    assert (os.getpid() in {pid for _, pid in answers}) == (cores == 1)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_an_error_is_raised_in_its_turn_as_it_was(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(module, "cores", lambda: cores)
+    answers = spread(shouter, ("",), ["a", "bad", "c"], "letters")
+    assert next(answers)[0] == "A"
+    with pytest.raises(VplanError) as caught:
+        next(answers)
+    assert (caught.value.message, caught.value.fix, caught.value.exit_code) == ("bad is bad", "use good", 3)

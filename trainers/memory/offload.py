@@ -1,0 +1,124 @@
+"""Checkpoint offload: what a checkpointed block is given waits in pinned host RAM until its backward.
+
+Only what one block hands to the next is moved. What all blocks are given alike (text, modulation, tables) is on the GPU
+once whatever happens, and the first block's input is what patches were made into. Copies run beside the computation:
+out while the block works, in while the block behind it is in backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.memory.pinned import host_bytes
+
+
+@dataclass(frozen=True)
+class _Away:
+    """A tensor in host RAM: of which call, which of its tensors, and what it was."""
+
+    call: int
+    number: int
+    host: Tensor
+    """its bytes"""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class InputsOnHost:
+    """The inputs of one model's checkpointed blocks, call by call. `begin` is for each forward of the model."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[int, int], Tensor] = {}
+        """(call, number) -> host RAM, taken again in every step"""
+        self._away: dict[int, list[_Away]] = {}
+        self._back: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._leaving: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._seen: list[weakref.ref[Tensor]] = []
+        self._copying: torch.cuda.Stream | None = None
+        self._call = -1
+
+    def begin(self) -> None:
+        """Starts a forward."""
+        self._let_go()
+        self._call, self._seen = -1, []
+        self._away.clear()
+        self._back.clear()
+
+    @contextmanager
+    def around(self, *arguments: Any) -> Iterator[None]:
+        """Around the checkpoint of the next block, which is called with these arguments."""
+        self._let_go()
+        self._call += 1
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        known = [reference() for reference in self._seen]
+        moving = {tensor.data_ptr() for tensor in tensors if self._call and not any(tensor is other for other in known)}
+        self._seen += [weakref.ref(tensor) for tensor in tensors]
+        call = self._call
+
+        def pack(tensor: Tensor) -> Tensor | _Away:
+            return self._send(call, tensor) if tensor.data_ptr() in moving else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._bring):
+            yield
+
+    def _send(self, call: int, tensor: Tensor) -> _Away:
+        """Copies a tensor to host RAM. On the GPU it stays until the next block begins, when the copy is over."""
+        entries = self._away.setdefault(call, [])
+        key = (call, len(entries))
+        source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if key not in self._hosts or self._hosts[key].numel() < source.numel():
+            self._hosts[key] = host_bytes(source.numel(), pinned=tensor.is_cuda)
+        host = self._hosts[key][: source.numel()]
+        if (beside := self._beside(tensor.device)) is None:
+            host.copy_(source)
+        else:
+            with torch.cuda.stream(beside):
+                host.copy_(source, non_blocking=True)
+                self._leaving.append((source, beside.record_event()))
+        entries.append(_Away(*key, host, tensor.shape, tensor.dtype, tensor.device))
+        return entries[-1]
+
+    def _bring(self, packed: Tensor | _Away) -> Tensor:
+        """The tensor back on the GPU; the block before has its own begin to come."""
+        self._let_go()
+        if isinstance(packed, Tensor):
+            return packed
+        for entry in (packed, *self._away.get(packed.call - 1, ())):
+            if (entry.call, entry.number) not in self._back:
+                self._back[entry.call, entry.number] = self._fetch(entry)
+        tensor, ready = self._back.pop((packed.call, packed.number))
+        if ready is not None:
+            torch.cuda.current_stream(tensor.device).wait_event(ready)
+        return tensor
+
+    def _fetch(self, entry: _Away) -> tuple[Tensor, torch.cuda.Event | None]:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
+        target = tensor.reshape(-1).view(torch.uint8)
+        if (beside := self._beside(entry.device)) is None:
+            target.copy_(entry.host)
+            return tensor, None
+        with torch.cuda.stream(beside):
+            target.copy_(entry.host, non_blocking=True)
+            return tensor, beside.record_event()
+
+    def _beside(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream of copies, behind all that was asked of the GPU so far; None without a GPU."""
+        if device.type != "cuda":
+            return None
+        self._copying = self._copying or torch.cuda.Stream(device)
+        self._copying.wait_stream(torch.cuda.current_stream(device))
+        return self._copying
+
+    def _let_go(self) -> None:
+        """What has left may be overwritten once it has."""
+        for source, left in self._leaving:
+            torch.cuda.current_stream(source.device).wait_event(left)
+        self._leaving.clear()

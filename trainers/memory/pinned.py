@@ -1,0 +1,33 @@
+"""Host RAM that a GPU can copy from and to while it computes, of just the size that is asked for.
+
+torch's own pinned memory comes in powers of two (c10 ``CachingHostAllocator``), which takes up to twice as much. So
+ordinary memory is registered with CUDA; ``Tensor.is_pinned`` and asynchronous copies ask CUDA, and know no difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import torch
+from torch import Tensor
+
+from planner.errors import VplanError
+from planner.units import format_gib
+
+
+def host_bytes(nbytes: int, pinned: bool) -> Tensor:
+    """Bytes in host RAM; ``pinned`` where there is a GPU. A VplanError when CUDA may not have them."""
+    found = torch.empty(nbytes, dtype=torch.uint8)
+    if pinned and nbytes:
+        code = int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), nbytes, 0))
+        if code:
+            fault = f"CUDA could not pin {format_gib(nbytes)} of host RAM (error {code})"
+            raise VplanError(fault, "raise the limit (ulimit -l), or keep less in host RAM")
+        weakref.finalize(found, _unregister, found.data_ptr())
+    return found
+
+
+def _unregister(address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # the driver is gone at the end of a process
+        torch.cuda.cudart().cudaHostUnregister(address)
