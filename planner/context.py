@@ -33,7 +33,7 @@ PLANS = {
     "flux2": Plan(text=True, from_the_start=True, every_attention=True),
     "qwen-image": Plan(text=True, from_the_start=False, every_attention=True),
 }
-"""By family. LTX's own does not run: its text mask has a row for every head, and each GPU has some of them."""
+"""By family. Those of LTX and LTX-2 do not run: their text mask has a row for every head, and each GPU has some."""
 
 FORWARD = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 BACKWARD = tuple(f"{name}_backward" for name in FORWARD)
@@ -56,7 +56,11 @@ def _plan(run: Run, parts: int) -> Plan:
     model, grid = run.facts.model, run.grid
     plan = PLANS.get(model.family)
     if plan is None:
-        why = "its text mask is made for all heads" if model.family == "ltx" else "diffusers has no plan for it"
+        why = (
+            "its text mask is made for all heads"
+            if model.family in ("ltx", "ltx-2")
+            else "diffusers has no plan for it"
+        )
         fault = f"context_parallel cannot split the tokens of {model.title}: {why}"
         raise VplanError(fault, "use --context-parallel 1, with --gradient-checkpointing offload")
     heads = model.config["num_attention_heads"]

@@ -274,10 +274,8 @@ class OptimizerVariant:
         if optimizer != "adamw" and how == "loop":
             how = "foreach"
         if (optimizer, how) not in cls.ways(method):
-            known = ", ".join(sorted({known for known, way in cls.ways(method) if way == how} | UNPAGED.keys()))
             fault = f"no tape for {method} with optimizer {strategy.optimizer} ({strategy.optimizer_step})"
-            fix = "leave --optimizer-step out" if how == "backward" else f"use {known}"
-            raise NotRecordedError(fault, fix)
+            raise NotRecordedError(fault, "leave --optimizer-step out")
         return cls(method, trained_storage(job, strategy), optimizer, how)
 
     @staticmethod

@@ -99,9 +99,9 @@ def test_host_and_ring_hold_what_the_plan_says() -> None:
     swapped = swap.swapped_blocks(model, profile, strategy)
     assert [name for name, _ in swapped] == [f"blocks.{index}" for index in range(23, 30)]
     sizes = dict.fromkeys(swap.on_host(swapped), 0)
-    sizes.update({
-        name: weight.numel() * weight.element_size() for name, weight in model.named_parameters() if name in sizes
-    })
+    sizes.update(
+        {name: weight.numel() * weight.element_size() for name, weight in model.named_parameters() if name in sizes}
+    )
     run = lay_out(asked, strategy, machine, facts(asked, strategy, machine), grid(profile, asked))
     planned = {buffer for buffers in run.swapped_blocks.values() for buffer in buffers}
     assert sum(sizes.values()) == sum(run.sizes[buffer] for buffer in planned)

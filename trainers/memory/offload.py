@@ -59,9 +59,7 @@ class InputsOnHost:
         self._call += 1
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         known = [reference() for reference in self._seen]
-        moving = {
-            tensor.data_ptr() for tensor in tensors if self._call and not any(tensor is other for other in known)
-        }
+        moving = {tensor.data_ptr() for tensor in tensors if self._call and not any(tensor is other for other in known)}
         self._seen += [weakref.ref(tensor) for tensor in tensors]
         call = self._call
 
