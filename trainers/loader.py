@@ -153,39 +153,38 @@ class Stacker:
 
     def __init__(self, profile: ModelProfile, job: Job, kind: Family, dtype: torch.dtype) -> None:
         self.profile, self.job, self.kind, self.dtype = profile, job, kind, dtype
-        self._templates: dict[Bucket, tuple[Batch, frozenset[str]]] = {}
+        self._templates: dict[Bucket, Batch] = {}
 
     def batch(self, entries: Sequence[Entry]) -> Batch:
-        """The tensors of some entries, stacked; what all samples of a shape share (tables of positions) once."""
-        template, shared = self.template(entries[0].bucket)
-        samples = [self._sample(entry, template, shared) for entry in entries]
-        return {
-            name: samples[0][name] if name in shared else torch.stack([sample[name] for sample in samples])
-            for name in template
-        }
+        """The tensors of some entries of one shape, as the family puts samples together."""
+        template = self.template(entries[0].bucket)
+        return self.kind.collate([self._sample(entry, template) for entry in entries])
 
-    def template(self, bucket: Bucket) -> tuple[Batch, frozenset[str]]:
-        """A batch of two without values, and the names of what does not grow with the batch."""
+    def template(self, bucket: Bucket) -> Batch:
+        """One sample without values: what it holds, but for prompts that may be shorter."""
         if bucket not in self._templates:
-            grid = catalog.grid(self.profile, self.job, bucket.replace(batch_size=2))
-            two, three = (self.kind.batch({**grid, "B": size}, "meta", self.dtype) for size in (2, 3))
-            shared = frozenset(name for name in two if two[name].shape == three[name].shape)
-            self._templates[bucket] = two, shared
+            grid = {**catalog.grid(self.profile, self.job, bucket), "B": 1}
+            batch = self.kind.batch(grid, "meta", self.dtype)
+            self._templates[bucket] = {
+                name: tensor if name in self.kind.shared else tensor[0] for name, tensor in batch.items()
+            }
         return self._templates[bucket]
 
-    def _sample(self, entry: Entry, template: Batch, shared: frozenset[str]) -> Batch:
+    def _sample(self, entry: Entry, template: Batch) -> Batch:
         found = {**_read(entry.path), **_read(entry.text)}
         fix = "remove the cache folder and let it be made again"
         if missing := template.keys() - found.keys():
             raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
         for name, wanted in template.items():
-            shape = wanted.shape if name in shared else wanted.shape[1:]
-            if found[name].shape != shape:
+            shape, ragged = found[name].shape, name in self.kind.ragged
+            fits = shape == wanted.shape or (
+                ragged and len(shape) == wanted.ndim and all(a <= b for a, b in zip(shape, wanted.shape, strict=True))
+            )
+            if not fits:
                 where = entry.text if name in _read(entry.text) else entry.path
-                fault = f"{name} in {where.name} has the shape {tuple(found[name].shape)}, not {tuple(shape)}"
+                fault = f"{name} in {where.name} has the shape {tuple(shape)}, not {tuple(wanted.shape)}"
                 raise VplanError(fault, fix)
-            found[name] = found[name].to(wanted.dtype)
-        return found
+        return {name: found[name].to(wanted.dtype) for name, wanted in template.items()}
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -113,18 +113,15 @@ def write(folder: Path, made: Stacker, count: int) -> list[Entry]:
     bucket = Bucket(frames=made.job.frames, height=64, width=64)
     found = []
     for number in range(count):
-        template, shared = made.template(bucket)
-        sample = {
-            name: torch.full(tensor.shape if name in shared else tensor.shape[1:], float(number)).to(tensor.dtype)
-            for name, tensor in template.items()
-        }
+        template = made.template(bucket)
+        sample = {name: torch.full(tensor.shape, float(number)).to(tensor.dtype) for name, tensor in template.items()}
         save_file({"latents": sample.pop("latents")}, folder / f"{number}.l")
         save_file(sample, folder / f"{number}.t")
         found.append(Entry(folder / f"{number}.l", folder / f"{number}.t", bucket))
     return found
 
 
-@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "cogvideox-2b", "flux.1-dev", "sd1.5"])
+@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "cogvideox-2b", "flux.1-dev", "sd1.5", "qwen-image"])
 def test_stacked_files_are_a_batch_of_the_family(name: str, tmp_path: Path) -> None:
     made = stacker(name)
     batch = made.batch(write(tmp_path, made, 3))
@@ -132,6 +129,19 @@ def test_stacked_files_are_a_batch_of_the_family(name: str, tmp_path: Path) -> N
     wanted = made.kind.batch({**grid, "B": 3}, "meta", torch.bfloat16)
     assert {key: (t.shape, t.dtype) for key, t in batch.items()} == {k: (t.shape, t.dtype) for k, t in wanted.items()}
     assert [float(sample.flatten()[0]) for sample in batch["latents"]] == [0, 1, 2]
+
+
+def test_a_shorter_prompt_is_filled_up_where_the_family_does_that(tmp_path: Path) -> None:
+    made = stacker("qwen-image")
+    long, short = write(tmp_path, made, 2)
+    prompt = load_file(short.text)["prompt"]
+    save_file({"prompt": prompt[:7].contiguous()}, short.text)
+    batch = made.batch([long, short])
+    assert batch["prompt"].shape == (2, *prompt.shape)
+    assert batch["prompt_mask"].sum(dim=1).tolist() == [prompt.shape[0], 7]
+    save_file({"prompt": torch.cat([prompt, prompt])}, short.text)
+    with pytest.raises(VplanError, match=r"prompt in 1\.t has the shape"):
+        made.batch([long, short])
 
 
 def test_what_a_file_lacks_or_has_in_another_shape_is_named(tmp_path: Path) -> None:
