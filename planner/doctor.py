@@ -40,6 +40,8 @@ PACKAGES = (
     "deepspeed",
     "optuna",
     "safetensors",
+    "av",
+    "pillow",
     "xformers",
     "flash-attn",
     "triton",

@@ -22,6 +22,8 @@ LEAST = {
     "peft": "0.17",
     "bitsandbytes": "0.46",
     "safetensors": "0.5",
+    "av": "15.0",
+    "pillow": "10.0",
 }
 """The oldest versions that training works with, as the extra `train` of pyproject.toml says."""
 OPTIONAL = {"deepspeed": "ZeRO and offload across several GPUs", "optuna": "the search by probes"}

@@ -127,7 +127,7 @@ def read_config(place: Path, root: Path) -> Config:
     name = _shown(place, root)
     try:
         real = Path(os.path.realpath(place, strict=True))  # `resolve` ends a loop with an error of its own
-        if not any(real.is_relative_to(allowed) for allowed in _allowed(root)):
+        if not any(real.is_relative_to(allowed) for allowed in allowed_roots(root)):
             raise VplanError(f"{name} leads out of its folder", "copy the file it leads to in its place")
         if not real.is_file():
             raise VplanError(f"{name} is not a file", "name the config.json of a diffusers model")
@@ -152,11 +152,11 @@ def read_config(place: Path, root: Path) -> Config:
     return found
 
 
-def _allowed(root: Path) -> Iterator[Path]:
+def allowed_roots(root: Path) -> Iterator[Path]:
     """Folders a file of `root` may lie in: its own; in a Hugging Face cache the blobs its snapshots are links to."""
     yield root
     for parent in (root, *root.parents):
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+        if parent.name == "snapshots" and parent.parent.name.startswith(("models--", "datasets--")):
             yield parent.parent / "blobs"
 
 

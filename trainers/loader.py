@@ -158,11 +158,8 @@ class Stacker:
     def batch(self, entries: Sequence[Entry]) -> Batch:
         """The tensors of some entries, stacked; what all samples of a shape share (tables of positions) once."""
         template, shared = self.template(entries[0].bucket)
-        samples = [self._sample(entry, template, shared) for entry in entries]
-        return {
-            name: samples[0][name] if name in shared else torch.stack([sample[name] for sample in samples])
-            for name in template
-        }
+        batch = self.kind.collate([self._sample(entry, template, shared) for entry in entries])
+        return {name: batch[name] for name in template}
 
     def template(self, bucket: Bucket) -> tuple[Batch, frozenset[str]]:
         """A batch of two without values, and the names of what does not grow with the batch."""
@@ -180,12 +177,18 @@ class Stacker:
             raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
         for name, wanted in template.items():
             shape = wanted.shape if name in shared else wanted.shape[1:]
-            if found[name].shape != shape:
+            if not self._fits(name, found[name].shape, shape):
                 where = entry.text if name in _read(entry.text) else entry.path
                 fault = f"{name} in {where.name} has the shape {tuple(found[name].shape)}, not {tuple(shape)}"
                 raise VplanError(fault, fix)
             found[name] = found[name].to(wanted.dtype)
-        return found
+        return {name: found[name] for name in template}
+
+    def _fits(self, name: str, found: torch.Size, wanted: torch.Size) -> bool:
+        """Whether a sample's tensor is of the plan's shape; a prompt that is not padded may be shorter."""
+        if name not in self.kind.ragged:
+            return found == wanted
+        return len(found) == len(wanted) and all(one <= other for one, other in zip(found, wanted, strict=True))
 
 
 def _read(path: Path) -> dict[str, Tensor]:

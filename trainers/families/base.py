@@ -5,7 +5,7 @@ Shape letters: B batch, C latent channels, F latent frames, H and W the patch gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from planner.facts import ModelProfile
 from trainers import draws
+from trainers.families.encoding import Turn
 
 Grid = Mapping[str, int]
 """The integer atoms of a shape: B, F, H, W, T, R (see planner.catalog.grid)."""
@@ -43,6 +44,15 @@ class Family:
 
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
+
+    shared: frozenset[str] = frozenset()
+    """Tensors of a batch that have no batch dimension, because all its samples have the same."""
+
+    ragged: frozenset[str] = frozenset()
+    """Tensors of a batch that are as long as the longest prompt in it, up to the plan's length."""
+
+    encoding = 1
+    """Counted up when samples are encoded otherwise than before: what was cached is then made anew."""
 
     longest_side: int | None = None
     """Cells per axis that its tables of positions hold; None for as many as anybody trains."""
@@ -74,6 +84,26 @@ class Family:
         """Whether backward never reaches a parameter of a model of so many blocks, by its full name."""
         last = f"{self.profile.stacks[-1].list}.{blocks - 1}."
         return name.startswith(last) and name.removeprefix(last).startswith(self.idle)
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        """The encoders that clips go through, the VAE last; none where caching them is not built."""
+        return ()
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        """The encoders that captions go through, the largest last. What one turn leaves the next may add to."""
+        return ()
+
+    def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What all turns over one sample left, as the batch has it."""
+        return parts
+
+    def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """One batch of samples of one shape, as `batch` makes it. A sample is what caching left of clip and caption."""
+        first = samples[0]
+        return {
+            name: first[name] if name in self.shared else torch.stack([sample[name] for sample in samples])
+            for name in first
+        }
 
     def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""

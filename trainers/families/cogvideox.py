@@ -12,6 +12,7 @@ from torch import Tensor
 from planner.facts import ModelProfile
 from trainers import draws
 from trainers.families.base import Family, Grid
+from trainers.families.encoding import Encoder, Turn, pixels, prompt_of, sampled
 
 
 class CogVideoX(Family):
@@ -54,6 +55,31 @@ class CogVideoX(Family):
             inputs["ofs"] = latents.new_full((latents.shape[0],), 2.0)
         return inputs, latents
 
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+
+    def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+        """Latents drawn from the posterior and scaled, frames first; the first frame's with a little noise in it.
+
+        diffusers examples/cogvideo train_cogvideox_image_to_video_lora.py. What does not fill a temporal patch of 1.5
+        begins with its first latent frame again, and so does its image (diffusers CogVideoXImageToVideoPipeline).
+        """
+        clip = pixels(encoder, frames)
+        scale = encoder.model.config.scaling_factor
+        made = {"latents": sampled(encoder, clip) * scale}
+        if self.config["in_channels"] > self.profile.vae.latent_channels:
+            deviation = torch.exp(torch.randn(1, generator=encoder.generator) * 0.5 - 3.0).item()
+            noise = torch.randn(clip[:, :, :1].shape, generator=encoder.generator)
+            first = sampled(encoder, clip[:, :, :1] + deviation * noise.to(clip))
+            first = first / scale if encoder.model.config.invert_scale_latents else first * scale
+            made["image"] = torch.cat([first, torch.zeros_like(made["latents"][:, :, 1:])], dim=2)
+        missing = -made["latents"].shape[2] % (self.config.get("patch_size_t") or 1)
+        padded = {name: torch.cat([each[:, :, :1]] * missing + [each], dim=2) for name, each in made.items()}
+        return {name: each[0].transpose(0, 1) for name, each in padded.items()}
+
     def rotary_table(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE cosines and sines, each (F*H*W, head size) in fp32; 1.5 cuts them out of a table of its longest side."""
         patch, patch_t = self.config["patch_size"], self.config.get("patch_size_t")
@@ -77,6 +103,11 @@ class CogVideoX(Family):
         weights = weights.view(-1, *[1] * (predicted.ndim - 1))
         error = weights * (predicted - target) ** 2
         return error.reshape(target.shape[0], -1).mean(dim=1).mean()
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """As the pipeline does it: padded, and without a mask."""
+    return {"prompt": prompt_of("CogVideoXPipeline", encoder, caption)[0]}
 
 
 FAMILY = CogVideoX

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, likeliest, pixels, prompt_of, sampled
 
 
 class EasyAnimate(Family):
@@ -45,6 +46,34 @@ class EasyAnimate(Family):
         if "inpaint" in batch:
             inputs["inpaint_latents"] = batch["inpaint"]
         return inputs, target
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "Qwen2VLForConditionalGeneration", encode_prompt, "tokenizer"),)
+
+    def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+        """Drawn from the posterior and scaled. InP: the first frame with a little noise in it, the rest black, behind a
+        mask that is 1 where the clip is given (EasyAnimateInpaintPipeline; its own trainer also draws other masks).
+        """
+        clip, scale = pixels(encoder, frames), encoder.model.config.scaling_factor
+        made = {"latents": sampled(encoder, clip) * scale}
+        if self.config["in_channels"] > self.profile.vae.latent_channels:
+            clip[:, :, 1:] = -1.0
+            if self.config.get("add_noise_in_inpaint_model"):
+                deviation = torch.exp(torch.randn(1, generator=encoder.generator) * 0.5 - 3.0).item()
+                clip[:, :, 0] += deviation * torch.randn(clip[:, :, 0].shape, generator=encoder.generator).to(clip)
+            masked = likeliest(encoder, clip) * scale
+            mask = masked.new_zeros(1, 1, *masked.shape[2:])
+            mask[:, :, 0] = 1.0
+            made["inpaint"] = torch.cat([mask, masked], dim=1)
+        return {name: tensor[0] for name, tensor in made.items()}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The caption as a message to Qwen2-VL, padded, the last layer but one."""
+    return {"prompt": prompt_of("EasyAnimatePipeline", encoder, caption)[0]}
 
 
 FAMILY = EasyAnimate

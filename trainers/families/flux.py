@@ -10,10 +10,13 @@ from torch import Tensor
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, packed, pipeline, pixels, sampled
 
 
 class Flux(Family):
     """Double-stream, then single-stream blocks over text and image; Kontext's reference follows the noisy tokens."""
+
+    shared = frozenset({"image_ids", "text_ids", "reference_ids"})
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -56,6 +59,38 @@ class Flux(Family):
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Of the noisy tokens alone; what comes out for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        """None for Kontext, whose samples are pairs of images."""
+        return () if self.extra_tokens else (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        pooled = Turn("text_encoder", "CLIPTextModel", encode_pooled, "tokenizer")
+        return pooled, Turn("text_encoder_2", "T5EncoderModel", encode_prompt, "tokenizer_2")
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """Drawn from the posterior, shifted, scaled and packed, with the row and column of every token."""
+    latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
+    cells = packed((latents - config.shift_factor) * config.scaling_factor)
+    rows, columns = torch.meshgrid(torch.arange(cells.shape[0]), torch.arange(cells.shape[1]), indexing="ij")
+    places = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1)
+    return {"latents": cells.flatten(0, 1), "image_ids": places.flatten(0, 1).float()}
+
+
+def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """CLIP's one vector of the caption."""
+    whole = pipeline("FluxPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    return {"pooled": whole._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """T5's tokens, padded and without a mask; their places are all 0."""
+    whole = pipeline("FluxPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
+    prompt = whole._get_t5_prompt_embeds(
+        caption, max_sequence_length=encoder.tokens, device=encoder.device, dtype=encoder.model.dtype
+    )[0]
+    return {"prompt": prompt, "text_ids": prompt.new_zeros(prompt.shape[0], 3)}
 
 
 FAMILY = Flux

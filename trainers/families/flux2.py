@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, likeliest, packed, pipeline, pixels
 
 
 class Flux2(Family):
@@ -45,6 +46,39 @@ class Flux2(Family):
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Of the noisy tokens alone; what comes out for the references is dropped."""
         return super().loss(prediction[:, : target.shape[1]], target, inputs)
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        """None for FLUX.2 dev, whose Mistral takes a processor of text and images in place of a tokenizer."""
+        if self.profile.text_encoders[0].class_name != "Qwen3ForCausalLM":
+            return ()
+        return (Turn("text_encoder", "Qwen3ForCausalLM", encode_prompt, "tokenizer"),)
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """The mode of the posterior, packed and normalised by the VAE's batch norm, with the place of every token. Without
+    reference images (diffusers examples/dreambooth train_dreambooth_lora_flux2_klein.py)."""
+    latents, vae = likeliest(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model
+    deviation = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+    cells = (packed(latents) - vae.bn.running_mean.float()) / deviation.float()
+    zero = torch.arange(1)
+    places = torch.cartesian_prod(zero, torch.arange(cells.shape[0]), torch.arange(cells.shape[1]), zero)
+    tokens = cells.flatten(0, 1)
+    return {
+        "latents": tokens,
+        "image_ids": places,
+        "reference": tokens.new_zeros(0, tokens.shape[1]),
+        "reference_ids": places[:0],
+    }
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The caption as a message to Qwen3, padded, three layers beside each other, with the place of every token."""
+    whole = pipeline("Flux2KleinPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, places = whole.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
+    return {"prompt": prompt[0], "text_ids": places[0]}
 
 
 FAMILY = Flux2

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
 
 
 class HunyuanVideo(Family):
@@ -39,6 +40,35 @@ class HunyuanVideo(Family):
             "pooled_projections": batch["pooled"],
             "guidance": torch.full((noisy.shape[0],), 1000.0, device=noisy.device, dtype=noisy.dtype),
         }, target
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        pooled = Turn("text_encoder_2", "CLIPTextModel", encode_pooled, "tokenizer_2")
+        return pooled, Turn("text_encoder", "LlamaModel", encode_prompt, "tokenizer")
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """Drawn from the posterior and scaled (finetrainers models/hunyuan_video)."""
+    return {"latents": (sampled(encoder, pixels(encoder, frames)) * encoder.model.config.scaling_factor)[0]}
+
+
+def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """CLIP's one vector of the caption."""
+    whole = pipeline("HunyuanVideoPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
+    return {"pooled": whole._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The caption in the pipeline's template, whose own tokens are cut off, two layers before Llama's last."""
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+    whole = pipeline("HunyuanVideoPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, mask = whole._get_llama_prompt_embeds(
+        caption, DEFAULT_PROMPT_TEMPLATE, device=encoder.device, max_sequence_length=encoder.tokens
+    )
+    return {"prompt": prompt[0], "prompt_mask": mask[0]}
 
 
 FAMILY = HunyuanVideo

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, pixels, sampled
 
 
 class HunyuanVideo15(Family):
@@ -54,6 +55,42 @@ class HunyuanVideo15(Family):
             "encoder_attention_mask_2": batch["glyph_mask"],
             "image_embeds": batch["image"],
         }, target
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        glyphs = Turn("text_encoder_2", "T5EncoderModel", self.encode_glyphs, "tokenizer_2")
+        return glyphs, Turn("text_encoder", "Qwen2_5_VLTextModel", encode_prompt, "tokenizer")
+
+    def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+        """Drawn from the posterior and scaled; text-to-video, so no image is given: zeros (HunyuanVideo15Pipeline)."""
+        latents = sampled(encoder, pixels(encoder, frames))[0] * encoder.model.config.scaling_factor
+        extra = self.config["in_channels"] - latents.shape[0]
+        return {
+            "latents": latents,
+            "condition": latents.new_zeros(extra, *latents.shape[1:]),
+            "image": latents.new_zeros(self.image_tokens, self.config["image_embed_dim"]),
+        }
+
+    def encode_glyphs(self, encoder: Encoder, caption: str) -> dict[str, Tensor]:
+        """What the caption has in quotes, letter by letter; zeros without."""
+        from diffusers import HunyuanVideo15Pipeline
+
+        glyphs, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
+            encoder.helper, encoder.model, caption, encoder.device, self.glyph_tokens
+        )
+        return {"glyphs": glyphs[0], "glyph_mask": mask[0]}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The caption in the pipeline's template, whose own tokens are cut off, two layers before Qwen's last."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    prompt, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
+        encoder.model, encoder.helper, caption, encoder.device, tokenizer_max_length=encoder.tokens
+    )
+    return {"prompt": prompt[0], "prompt_mask": mask[0]}
 
 
 FAMILY = HunyuanVideo15

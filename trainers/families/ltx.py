@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
 
 
 class Ltx(Family):
@@ -37,6 +38,26 @@ class Ltx(Family):
             "width": width,
             "rope_interpolation_scale": (8 / 24, 32, 32),  # latent to pixel and second, at 24 frames a second
         }, target
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """Drawn from the posterior, every channel with the mean and deviation that stand in the VAE's weights (diffusers
+    LTXImageToVideoPipeline._normalize_latents; finetrainers models/ltx_video)."""
+    latents, vae = sampled(encoder, pixels(encoder, frames)), encoder.model
+    mean, deviation = per_channel(vae.latents_mean, latents), per_channel(vae.latents_std, latents)
+    return {"latents": ((latents - mean) * vae.config.scaling_factor / deviation)[0]}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """As the pipeline does it: padded, with the mask that cross-attention takes."""
+    prompt, mask = prompt_of("LTXPipeline", encoder, caption)
+    return {"prompt": prompt, "prompt_mask": mask}
 
 
 FAMILY = Ltx

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
 
 
 class Mochi(Family):
@@ -36,6 +37,25 @@ class Mochi(Family):
             "timestep": (1 - sigmas) * 1000,  # Mochi counts from noise to clip
             "encoder_attention_mask": batch["prompt_mask"],
         }, target
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """Drawn from the posterior, every channel with mean 0 and deviation 1 (what MochiPipeline undoes to decode)."""
+    latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
+    mean, deviation = per_channel(config.latents_mean, latents), per_channel(config.latents_std, latents)
+    return {"latents": ((latents - mean) * config.scaling_factor / deviation)[0]}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """As the pipeline does it: padded, with the mask of the tokens that attention takes."""
+    prompt, mask = prompt_of("MochiPipeline", encoder, caption)
+    return {"prompt": prompt, "prompt_mask": mask}
 
 
 FAMILY = Mochi

@@ -6,19 +6,23 @@ a mask is passed only where they differ, so one sample has none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
 
 
 class QwenImage(Family):
     """Double-stream blocks over text and image; the edit models append the reference's tokens to the noisy ones."""
 
     masks_all_tokens = True
+    ragged = frozenset({"prompt"})
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -61,6 +65,40 @@ class QwenImage(Family):
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Of the noisy tokens alone; what comes out for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        """None for the edit models, whose samples are pairs of images."""
+        return () if self.extra_tokens else (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "Qwen2_5_VLForConditionalGeneration", encode_prompt, "tokenizer"),)
+
+    def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Prompts are filled up to the longest one, with a mask wherever there are several."""
+        lengths = [sample["prompt"].shape[0] for sample in samples]
+        longest = max(lengths)
+        filled = [
+            {**sample, "prompt": functional.pad(sample["prompt"], (0, 0, 0, longest - length))}
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+        batch = super().collate(filled)
+        if len(samples) > 1:
+            batch["prompt_mask"] = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+        return batch
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """Drawn from the posterior, every channel with mean 0 and deviation 1, packed."""
+    latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
+    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+    return {"latents": packed(latents[0, :, 0])}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The caption in the pipeline's template, whose own tokens are cut off; as long as it is, and no padding."""
+    whole = pipeline("QwenImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, _ = whole.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
+    return {"prompt": prompt[0]}
 
 
 FAMILY = QwenImage

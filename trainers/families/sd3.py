@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
 
 
 class Sd3(Family):
@@ -36,6 +38,52 @@ class Sd3(Family):
             "encoder_hidden_states": batch["prompt"],
             "pooled_projections": batch["pooled"],
         }, target
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        kind = "CLIPTextModelWithProjection"
+        return (
+            Turn("text_encoder", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "1"), "tokenizer"),
+            Turn("text_encoder_2", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "2"), "tokenizer_2"),
+            Turn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3"),
+        )
+
+    def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Both CLIPs beside each other, filled up with zeros to T5's width, and T5's tokens behind them."""
+        if "t5" not in parts:
+            return parts
+        both = torch.cat([parts["prompt 1"], parts["prompt 2"]], dim=-1)
+        wide = functional.pad(both, (0, parts["t5"].shape[-1] - both.shape[-1]))
+        pooled = torch.cat([parts["pooled 1"], parts["pooled 2"]])
+        return {"prompt": torch.cat([wide.to(parts["t5"]), parts["t5"]]), "pooled": pooled}
+
+
+CLIP_TOKENS = 77
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """Drawn from the posterior, shifted and scaled (diffusers examples/dreambooth train_dreambooth_lora_sd3.py)."""
+    latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
+    return {"latents": (latents - config.shift_factor) * config.scaling_factor}
+
+
+def encode_by_clip(encoder: Encoder, caption: str, which: str) -> dict[str, Tensor]:
+    """One CLIP's last layer but one, and its projected vector."""
+    whole = pipeline("StableDiffusion3Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, pooled = whole._get_clip_prompt_embeds(caption, device=encoder.device)
+    return {f"prompt {which}": prompt[0], f"pooled {which}": pooled[0]}
+
+
+def encode_by_t5(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """T5's tokens, padded, as many as the plan's text has behind CLIP's."""
+    whole = pipeline("StableDiffusion3Pipeline", text_encoder_3=encoder.model, tokenizer_3=encoder.helper)
+    tokens = encoder.tokens - CLIP_TOKENS
+    prompt = whole._get_t5_prompt_embeds(
+        caption, max_sequence_length=tokens, device=encoder.device, dtype=encoder.model.dtype
+    )
+    return {"t5": prompt[0]}
 
 
 FAMILY = Sd3

@@ -15,6 +15,7 @@ from torch import Tensor
 from planner.facts import ModelProfile
 from trainers import draws
 from trainers.families.base import Family, Grid
+from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
 
 
 class Unet(Family):
@@ -56,6 +57,67 @@ class Unet(Family):
         if "pooled" in batch:
             inputs["added_cond_kwargs"] = {"text_embeds": batch["pooled"], "time_ids": batch["time_ids"]}
         return inputs, noise
+
+    @property
+    def pooled(self) -> bool:
+        """Whether it is SDXL, which also takes a pooled vector, and how its image was cropped."""
+        return self.config.get("addition_embed_type") == "text_time"
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        """None for LatentSync, whose condition is sound and a masked face."""
+        if self.profile.kind == "video":
+            return ()
+        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        if not self.pooled:
+            return (Turn("text_encoder", "CLIPTextModel", encode_prompt, "tokenizer"),)
+        return (
+            Turn("text_encoder", "CLIPTextModel", encode_first, "tokenizer"),
+            Turn("text_encoder_2", "CLIPTextModelWithProjection", encode_second, "tokenizer_2"),
+        )
+
+    def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+        """Drawn from the posterior and scaled; SDXL's size of the image, corner of its crop and size trained at
+        (diffusers examples/text_to_image train_text_to_image_lora_sdxl.py)."""
+        latents = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0]
+        made = {"latents": latents * encoder.model.config.scaling_factor}
+        if self.pooled:
+            (height, width), target = encoder.size, frames.shape[1:3]
+            scale = max(target[0] / height, target[1] / width)
+            corner = (round((height * scale - target[0]) / 2), round((width * scale - target[1]) / 2))
+            made["time_ids"] = torch.tensor([height, width, *corner, *target], dtype=torch.float32)
+        return made
+
+    def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Both encoders' widths beside each other."""
+        if "first" not in parts:
+            return parts
+        return {"prompt": torch.cat([parts["first"], parts["second"]], dim=-1), "pooled": parts["pooled"]}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """CLIP's last layer, as StableDiffusionPipeline takes it."""
+    whole = pipeline("StableDiffusionPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    return {"prompt": whole.encode_prompt(caption, encoder.device, 1, do_classifier_free_guidance=False)[0][0]}
+
+
+def encode_first(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The smaller encoder's last layer but one."""
+    return {"first": _states(encoder, caption).hidden_states[-2][0]}
+
+
+def encode_second(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The larger encoder's last layer but one, and its projected vector (StableDiffusionXLPipeline.encode_prompt)."""
+    states = _states(encoder, caption)
+    return {"second": states.hidden_states[-2][0], "pooled": states.text_embeds[0]}
+
+
+def _states(encoder: Encoder, caption: str) -> Any:
+    given = encoder.helper(
+        caption, padding="max_length", max_length=encoder.tokens, truncation=True, return_tensors="pt"
+    )
+    return encoder.model(given.input_ids.to(encoder.device), output_hidden_states=True)
 
 
 FAMILY = Unet

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, likeliest, per_channel, pixels, prompt_of
 
 
 class Wan(Family):
@@ -59,6 +60,34 @@ class Wan(Family):
             inputs["encoder_hidden_states_image"] = batch["image"]
         return inputs, target
 
+    def clip_turns(self) -> tuple[Turn, ...]:
+        vae = Turn("vae", self.profile.vae.class_name, self.encode_clip)
+        if self.config.get("image_dim"):
+            return Turn("image_encoder", "CLIPVisionModel", encode_image, "image_processor", frames=1), vae
+        return (vae,)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "UMT5EncoderModel", encode_prompt, "tokenizer"),)
+
+    def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+        """Latents by the mode of the posterior and the VAE's own mean and deviation per channel (Wan-Video/Wan2.1
+        wan/modules/vae.py); for image-to-video the condition that diffusers' WanImageToVideoPipeline prepares."""
+        clip = pixels(encoder, frames)
+        made = {"latents": self.normalised(encoder, clip)}
+        if self.first_frame_given:
+            made["first_frame"] = self.normalised(encoder, clip[:, :, :1])
+        if self.image_to_video:
+            clip[:, :, 1:] = 0.0
+            mask = made["latents"].new_zeros(1, self.profile.vae.temporal, *made["latents"].shape[2:])
+            mask[:, :, 0] = 1.0
+            made["condition"] = torch.cat([mask, self.normalised(encoder, clip)], dim=1)
+        return {name: tensor[0] for name, tensor in made.items()}
+
+    def normalised(self, encoder: Encoder, clip: Tensor) -> Tensor:
+        """Latents of a clip (1, 3, F, H, W), every channel with mean 0 and deviation 1."""
+        latents, config = likeliest(encoder, clip), encoder.model.config
+        return (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+
     def timestep_per_token(self, latents: Tensor, timesteps: Tensor) -> Tensor:
         """Timesteps (B, F*H*W): 0 for the tokens of the first frame (diffusers WanPipeline, ``expand_timesteps``)."""
         _, patch_h, patch_w = self.profile.shape.patch
@@ -71,6 +100,18 @@ class Wan(Family):
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Without the given frame (DiffSynth-Studio diffsynth/diffusion/loss.py FlowMatchSFTLoss)."""
         return super().loss(prediction[:, :, 1:] if self.first_frame_given else prediction, target, inputs)
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """As the pipeline does it: padded, masked, and zeros behind the caption's own tokens."""
+    return {"prompt": prompt_of("WanPipeline", encoder, caption)[0]}
+
+
+def encode_image(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """What CLIP sees of the first frame: its last layer but one (diffusers WanImageToVideoPipeline.encode_image)."""
+    seen = encoder.helper(images=frames[0].permute(2, 0, 1), return_tensors="pt").pixel_values
+    states = encoder.model(seen.to(encoder.device, encoder.model.dtype), output_hidden_states=True).hidden_states
+    return {"image": states[-2][0]}
 
 
 FAMILY = Wan

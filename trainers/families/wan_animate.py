@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.base import Grid
+from trainers.families.encoding import Turn
 from trainers.families.wan import Wan
 
 
@@ -25,6 +26,10 @@ class WanAnimate(Wan):
         "Q": (-1, ("F", "F")),  # half of them
         "Q2": (1, ("F", "F")),
     }
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        """None: a sample has a pose and a face, which a folder of clips does not."""
+        return ()
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         batch = super().batch({**grid, "F": grid["F"] + 1}, device, dtype)

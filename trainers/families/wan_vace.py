@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from trainers.families.base import Grid
+from trainers.families.encoding import Turn
 from trainers.families.wan import Wan
 
 
 class WanVace(Wan):
     """Wan text-to-video with a control video, and without reference images (each is one more latent frame)."""
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        """None: a sample has a control video, which a folder of clips does not."""
+        return ()
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """The control is cached as the pipeline makes it: what stays and what changes (32), and the mask (64)."""

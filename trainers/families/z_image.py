@@ -8,18 +8,21 @@ samples holds for two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.encoding import Encoder, Turn, likeliest, pipeline, pixels
 
 
 class ZImage(Family):
     """Refiner blocks over image and over text, then single-stream blocks over both."""
 
     fixed = {"F": 1, "B": 2}
+    ragged = frozenset({"prompt"})
     rounded = {"C": ("T", 32), "P": ("HW", 32)}
     sums = {"S": (0, ("C", "P"))}
 
@@ -41,6 +44,35 @@ class ZImage(Family):
     def loss(self, prediction: Any, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Of the samples stacked again."""
         return super().loss(-torch.stack(prediction), target, inputs)
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "Qwen3Model", encode_prompt, "tokenizer"),)
+
+    def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Prompts of unlike lengths become a nested tensor: the model takes them one by one, and pads them itself."""
+        prompts = [sample["prompt"] for sample in samples]
+        if len({prompt.shape for prompt in prompts}) == 1:
+            return super().collate(samples)
+        others = [{name: tensor for name, tensor in sample.items() if name != "prompt"} for sample in samples]
+        return {**super().collate(others), "prompt": torch.nested.as_nested_tensor(prompts)}
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """The mode of the posterior, shifted and scaled, as the example that the module names does it."""
+    latents, config = likeliest(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
+    return {"latents": ((latents - config.shift_factor) * config.scaling_factor)[:, None]}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The caption as a message to Qwen3, the last layer but one; as long as it is, and no padding."""
+    whole = pipeline("ZImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    made = whole.encode_prompt(
+        caption, encoder.device, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens
+    )
+    return {"prompt": made[0][0]}
 
 
 FAMILY = ZImage

@@ -1,0 +1,41 @@
+"""A tiny model's setting, and caching as training does it, for the tests around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from planner.facts import ModelProfile
+from planner.job import Job, Strategy
+from planner.shapes import job_for
+from tests.trainers import tiny
+from trainers import cache, data
+
+FP32 = Strategy(vae_dtype="fp32", text_encoder_dtype="fp32")
+
+
+def setting(model: Path, folder: Path, profile: ModelProfile | None = None, **more: object) -> cache.Setting:
+    profile = profile or tiny.profile("wan2.1-t2v-1.3b")
+    plan = more.pop("job", None) or job(profile)
+    return cache.Setting(profile, plan, more.pop("strategy", FP32), str(model), folder, **more)
+
+
+def job(profile: ModelProfile, **more: object) -> Job:
+    return job_for(profile, {"frames": 9, "height": 48, "width": 64, **more})
+
+
+def dataset(clips: Path, one: cache.Setting) -> data.Dataset:
+    return data.read(clips, one.profile, one.job, data.Reading(fps=16))
+
+
+def run(clips: Path, one: cache.Setting, **more: object) -> list[cache.Entry]:
+    return cache.cached(dataset(clips, one), one, show=False, **more)
+
+
+def files(folder: Path) -> dict[str, float]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*/*")}
+
+
+def shapes_of(batch: dict[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}

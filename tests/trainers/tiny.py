@@ -1,0 +1,222 @@
+"""Tiny diffusers folders with random weights, and short real videos, for tests of data, caching and training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import av
+import numpy
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from planner import catalog
+from planner.facts import ModelProfile
+
+WORDS = ("<pad>", "</s>", "<unk>", "a", "cat", "dog", "runs", "sits", "red", "blue")
+
+
+def write_video(path: Path, frames: int = 9, height: int = 48, width: int = 64, fps: int = 16, blue: int = 0) -> Path:
+    """A clip whose frames differ, encoded for real."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for number in range(frames):
+            picture = numpy.zeros((height, width, 3), numpy.uint8)
+            picture[..., 0] = 255 * number // max(1, frames - 1)  # red tells the frame
+            picture[: height // 2, :, 1] = 200
+            picture[..., 2] = blue
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def write_image(path: Path, height: int = 48, width: int = 64) -> Path:
+    Image.fromarray(numpy.tile(numpy.arange(width, dtype=numpy.uint8)[None, :, None], (height, 1, 3))).save(path)
+    return path
+
+
+def write_clips(folder: Path, count: int = 3, **shape: int) -> Path:
+    """So many videos with captions beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        write_video(folder / f"{number}.mp4", **{"frames": 9 + number, "blue": 40 * number % 250, **shape})
+        (folder / f"{number}.txt").write_text(f"a {WORDS[3 + number % 7]} cat")
+    return folder
+
+
+def tokenizer(length: int = 512) -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=length,
+        # HunyuanVideo 1.5 cuts off as many tokens as its own system message has
+        chat_template="{% if messages[0]['role'] == 'system' %}" + "a " * 108 + "{% endif %}"
+        "{% set said = messages[-1]['content'] %}"
+        "{{ said if said is string else said[0]['text'] }} a </s>",
+    )
+
+
+def text_encoder(kind: str, width: int) -> torch.nn.Module:
+    """A text encoder of two layers (of three, for those whose last but two is taken)."""
+    import transformers
+
+    words = {"vocab_size": len(WORDS), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    llm = {"hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    llm |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, **words}
+    if kind in ("UMT5EncoderModel", "T5EncoderModel"):
+        config_class = transformers.UMT5Config if kind.startswith("U") else transformers.T5Config
+        sizes = {"d_model": width, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        config = config_class(vocab_size=len(WORDS), feed_forward_proj="gated-gelu", **sizes)
+    elif kind.startswith("CLIPText"):
+        sizes = {"hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = transformers.CLIPTextConfig(projection_dim=width, max_position_embeddings=77, **sizes, **words)
+    elif kind == "LlamaModel":
+        config = transformers.LlamaConfig(**llm)
+    elif kind.startswith("Qwen3"):
+        layers = 28 if kind == "Qwen3ForCausalLM" else 3  # FLUX.2 takes the 9th, 18th and 27th
+        config = transformers.Qwen3Config(**{**llm, "num_hidden_layers": layers, "head_dim": 4})
+    else:  # Qwen2-VL and 2.5-VL, whose eyes stay shut
+        rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 0]}
+        llm |= {"rope_scaling": rope, "rope_parameters": rope}
+        eyes = {"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 2, "patch_size": 14, "intermediate_size": 8}
+        given = llm if kind.endswith("TextModel") else {"text_config": llm, "vision_config": eyes}
+        name = kind.removesuffix("ForConditionalGeneration").removesuffix("Model") + "Config"
+        config = getattr(transformers, name)(**given)
+    return getattr(transformers, kind)(config)
+
+
+SMALL = {"num_layers": 2, "num_attention_heads": 2}
+CONFIGS: dict[str, dict[str, object]] = {
+    "wan": {**SMALL, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8},
+    "cogvideox": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "sample_height": 8}
+    | {"sample_width": 8},
+    "ltx": {**SMALL, "attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 8},
+    "hunyuan-video": {**SMALL, "attention_head_dim": 8, "num_refiner_layers": 1, "num_single_layers": 2}
+    | {"rope_axes_dim": [4, 2, 2], "text_embed_dim": 8, "pooled_projection_dim": 8},
+    "flux": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "joint_attention_dim": 8}
+    | {"axes_dims_rope": [4, 2, 2], "pooled_projection_dim": 8},
+    "sd3": {**SMALL, "attention_head_dim": 8, "caption_projection_dim": 16, "joint_attention_dim": 24}
+    | {"pooled_projection_dim": 16, "dual_attention_layers": []},
+    "unet": {"block_out_channels": [8, 8, 8, 8], "attention_head_dim": 2, "cross_attention_dim": 8}
+    | {"norm_num_groups": 2, "layers_per_block": 1},
+    "qwen-image": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [4, 2, 2], "joint_attention_dim": 8},
+    "z-image": {"n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "dim": 16, "cap_feat_dim": 8, "n_refiner_layers": 1}
+    | {"axes_dims": [4, 2, 2]},
+    "flux2": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2], "joint_attention_dim": 24}
+    | {"num_single_layers": 2},
+    "hunyuan-video-1.5": {**SMALL, "attention_head_dim": 8, "rope_axes_dim": [4, 2, 2], "text_embed_dim": 8}
+    | {"text_embed_2_dim": 8, "image_embed_dim": 8, "num_refiner_layers": 1},
+    "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
+    "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
+}
+"""What of a published config becomes small, by family."""
+
+ENCODERS = {
+    "wan": {"text_encoder": "UMT5EncoderModel"},
+    "cogvideox": {"text_encoder": "T5EncoderModel"},
+    "ltx": {"text_encoder": "T5EncoderModel"},
+    "hunyuan-video": {"text_encoder": "LlamaModel", "text_encoder_2": "CLIPTextModel"},
+    "flux": {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"},
+    "sd3": {
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+    },
+    "unet": {"text_encoder": "CLIPTextModel"},
+    "qwen-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
+    "z-image": {"text_encoder": "Qwen3Model"},
+    "flux2": {"text_encoder": "Qwen3ForCausalLM"},
+    "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
+    "mochi": {"text_encoder": "T5EncoderModel"},
+    "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
+}
+
+VAES: dict[str, dict[str, object]] = {
+    "AutoencoderKLWan": {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "AutoencoderKLQwenImage": {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "AutoencoderKLCogVideoX": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLHunyuanVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLMagvit": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKL": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLFlux2": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
+    "AutoencoderKLHunyuanVideo15": {"block_out_channels": [64, 64, 64, 64, 64], "layers_per_block": 1},
+    "AutoencoderKLLTXVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": [1, 1, 1, 1, 1]}
+    | {"decoder_block_out_channels": [8, 8, 8, 8], "decoder_layers_per_block": [1, 1, 1, 1, 1]},
+    "AutoencoderKLMochi": {"encoder_block_out_channels": [32, 32, 32, 32], "layers_per_block": [1, 1, 1, 1, 1]}
+    | {"decoder_block_out_channels": [32, 32, 32, 32]},
+}
+
+MODELS = (
+    "wan2.1-t2v-1.3b",
+    "wan2.1-i2v-14b-480p",
+    "wan2.2-i2v-a14b",
+    "wan2.2-ti2v-5b",
+    "cogvideox-2b",
+    "cogvideox-5b-i2v",
+    "cogvideox1.5-5b-i2v",
+    "ltx-video-2b",
+    "hunyuan-video",
+    "mochi-1",
+    "easyanimate-v5.1-7b",
+    "flux.1-dev",
+    "sd3.5-medium",
+    "sd1.5",
+    "sdxl",
+    "qwen-image",
+    "z-image",
+    "flux.2-klein-4b",
+    "hunyuan-video-1.5",
+)
+"""Bundled models whose samples can be encoded, at least one of each kind of condition."""
+
+
+def profile(name: str) -> ModelProfile:
+    """A bundled model with a small config, for clips of 64x64."""
+    found = catalog.model(name)
+    config, inputs = {**found.config, **CONFIGS[found.family]}, dict(found.inputs)
+    if config.get("image_dim"):
+        config |= {"image_dim": 16, "added_kv_proj_dim": 24}
+        inputs["image_tokens"] = 5
+    if config.get("ofs_embed_dim"):  # CogVideoX 1.5 I2V
+        config["ofs_embed_dim"] = 8
+    if config.get("addition_embed_type"):  # SDXL
+        config |= {"block_out_channels": [8, 8, 8], "transformer_layers_per_block": 1, "cross_attention_dim": 16}
+        config |= {"addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 8 + 6 * 4}
+        inputs["pooled_dim"] = 8
+    shape = found.shape.replace(resolutions=((64, 64),))
+    return found.replace(config=config, inputs=inputs, shape=shape)
+
+
+def folder(path: Path, made: ModelProfile) -> Path:
+    """A pipeline's folder with random weights, all parts but the transformer, as save_pretrained writes it."""
+    import diffusers
+    import transformers
+
+    torch.manual_seed(0)
+    small = dict(VAES[made.vae.class_name])
+    if made.vae.config.get("decoder_base_dim"):
+        small["decoder_base_dim"] = 3
+    getattr(diffusers, made.vae.class_name)(**{**made.vae.config, **small}).save_pretrained(path / "vae")
+    encoders = ENCODERS[made.family]
+    if made.config.get("addition_embed_type"):
+        encoders = {**encoders, "text_encoder_2": "CLIPTextModelWithProjection"}
+    for part, kind in encoders.items():
+        width = made.config.get("joint_attention_dim", 8) if kind == "T5EncoderModel" else 8
+        text_encoder(kind, width).save_pretrained(path / part)
+        tokenizer(77 if kind.startswith("CLIP") else 512).save_pretrained(
+            path / part.replace("text_encoder", "tokenizer")
+        )
+    if made.config.get("image_dim"):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision = transformers.CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
+        transformers.CLIPVisionModel(vision).save_pretrained(path / "image_encoder")
+        crop = {"height": 28, "width": 28}
+        processor = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=crop)
+        processor.save_pretrained(path / "image_processor")
+    return path

@@ -1,0 +1,280 @@
+"""What a training step takes of its samples, encoded once and kept: latents of clips, embeddings of captions.
+
+One safetensors file for each clip at its shape and one for each caption, named by a hash of all that it depends on: the
+file's content, the frames taken, the shape, the encoders' own files, their settings, the dtype and the version of the
+family's code. A file is written aside, synced and renamed, so one that has its name is whole; a run that is killed
+loses what it was encoding. Ranks and runs may share a folder: rank r of n encodes every n-th.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import QUANTISED, Job, Strategy
+from planner.shapes import grid
+from planner.units import format_gib
+from trainers import clips, families, parts
+from trainers.clips import UnusableError
+from trainers.data import Dataset, Fault, Sample, refused
+from trainers.families.base import Family
+from trainers.families.encoding import Encoder, Turn
+from trainers.loader import Entry
+from trainers.shrink import shrink
+from trainers.step import DTYPES, compute_dtype
+from trainers.store import Digests, Store
+
+FORMAT = 1
+Item = TypeVar("Item")
+
+
+def _alone() -> None:
+    """A process by itself waits for nobody."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For which plan, from which model, to which folder, on which device, with whom."""
+
+    profile: ModelProfile
+    job: Job
+    strategy: Strategy
+    source: str
+    """the model: a diffusers folder, or a hub id"""
+    folder: Path
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    ranks: int = 1
+    wait: Callable[[], None] = _alone
+    """returns when all ranks have called it"""
+
+
+def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False, show: bool = True) -> list[Entry]:
+    """Encodes what is not cached yet and returns the samples in the dataset's order, the same on every rank.
+
+    Raises a VplanError for a model that cannot be loaded safely, a clip that breaks while it is decoded (with
+    `skip_bad` it is left out), encoders that give other shapes than the plan's model takes, and a full disk.
+    """
+    work = Work(setting, show)
+    captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
+    clip_keys = work.clip_keys(dataset)
+    text_keys = [work.text_key(caption) for caption in captions]
+    work.encode("captions", work.text_turns, dict(zip(text_keys, captions, strict=True)))
+    work.encode("clips", work.clip_turns, dict(zip(clip_keys, dataset.samples, strict=True)), skip_bad=skip_bad)
+    store, entries = work.store, []
+    for key, sample in zip(clip_keys, dataset.samples, strict=True):
+        if skip_bad and store.fault(key) is not None:
+            continue
+        entries.append(Entry(store.path(key), store.path(work.text_key(sample.clip.caption)), sample.bucket))
+    if not entries:
+        faults = [Fault(sample.clip.name, "breaks while it is decoded") for sample in dataset.samples]
+        raise refused(faults, len(faults))
+    return entries
+
+
+def empty_caption(setting: Setting) -> Path:
+    """Where `cached` has put the embeddings of the empty caption, for dropped captions and for guidance.
+
+    Any rank may ask, by itself.
+    """
+    work = Work(replace(setting, rank=0, ranks=1, wait=_alone), show=False)
+    return work.store.path(work.text_key(""))
+
+
+def _free(encoder: Encoder) -> None:
+    """Gives an encoder's memory back before the next one is loaded."""
+    remaining = weakref.ref(encoder.model)
+    encoder.model = None
+    if remaining() is not None:  # something that is in a cycle holds it
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Work:
+    """The caching of one setting."""
+
+    def __init__(self, setting: Setting, show: bool = True) -> None:
+        self.setting, self.show = setting, show
+        self.family: Family = families.family(setting.profile)
+        self.clip_turns, self.text_turns = self.family.clip_turns(), self.family.text_turns()
+        if not (self.clip_turns and self.text_turns):
+            fault = f"samples of family {setting.profile.family} ({setting.profile.name}) cannot be encoded yet"
+            raise VplanError(fault, "train a model of another family: `vplan models` lists them")
+        if setting.job.references:
+            raise VplanError("reference images cannot be read from a folder of clips yet", "write references = 0")
+        self.dtype = compute_dtype(setting.strategy)
+        self.tokens = grid(setting.profile, setting.job)["T"]
+        turns = (*self.clip_turns, *self.text_turns)
+        self.root = parts.locate(setting.source, [part for turn in turns for part in (turn.part, turn.helper) if part])
+        self.files = {turn.part: parts.check(self.root, turn.part, turn.class_name) for turn in turns}
+        self.files |= {turn.helper: parts.check_helper(self.root, turn.helper) for turn in turns if turn.helper}
+        self.store = Store(setting.folder)
+        self.digests = Digests(setting.folder, setting.rank)
+        self._sides = {"clip": self._about("clip", self.clip_turns), "text": self._about("text", self.text_turns)}
+
+    def _model_digest(self, turns: tuple[Turn, ...]) -> dict[str, str]:
+        """The content of every file the encoders of some turns are made of, by name."""
+        folders = [part for turn in turns for part in (turn.part, turn.helper) if part]
+        files = {f"{part}/{path.name}": path for part in folders for path in self.files[part]}
+        self._share(list(files.values()))
+        return {name: self.digests.of(path) for name, path in files.items()}
+
+    def _share(self, files: list[Path]) -> None:
+        """Hashes files, every rank its part of them, before all read all hashes."""
+        for path in files[self.setting.rank :: self.setting.ranks]:
+            self.digests.of(path)
+        self.setting.wait()
+        self.digests.read()
+
+    def _about(self, side: str, turns: tuple[Turn, ...]) -> str:
+        """What all samples of a side depend on, as text."""
+        profile, strategy = self.setting.profile, self.setting.strategy
+        batch = self.family.batch({**grid(profile, self.setting.job), "B": 1}, "meta", self.dtype)
+        facts = {
+            "format": FORMAT,
+            "family": [profile.family, self.family.encoding],
+            "side": side,
+            "encoders": self._model_digest(turns),
+            "dtypes": {turn.part: self._dtype_of(turn) for turn in turns},
+            # siblings share encoders, and take other things of a clip (a condition, padded frames)
+            "holds": sorted(batch),
+            "stored": str(self.dtype),
+        }
+        if side == "clip":
+            facts |= {"config": profile.config, "inputs": profile.inputs, "tiling": strategy.vae_tiling}
+        return json.dumps(facts, sort_keys=True)
+
+    def clip_keys(self, dataset: Dataset) -> list[str]:
+        """What each sample's clip is kept under."""
+        self._share([sample.clip.path for sample in dataset.samples])
+        keys = []
+        for clip, bucket, indices in dataset.samples:
+            shape = [bucket.frames, bucket.height, bucket.width]
+            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices))
+        return keys
+
+    def text_key(self, caption: str) -> str:
+        """What a caption is kept under."""
+        return self._key("text", caption=caption, tokens=self.tokens)
+
+    def _key(self, side: str, **sample: Any) -> str:
+        return hashlib.sha256((self._sides[side] + json.dumps(sample, sort_keys=True)).encode()).hexdigest()
+
+    def encode(self, what: str, turns: tuple[Turn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False) -> None:
+        """Every turn over this rank's part of the samples that are not cached yet, one encoder after another."""
+        if self.setting.rank == 0:
+            self.store.sweep()
+        mine = dict(list(samples.items())[self.setting.rank :: self.setting.ranks])
+        todo = {key: sample for key, sample in mine.items() if not self.store.has(key)}
+        for number, turn in enumerate(turns):
+            last = number == len(turns) - 1
+            waiting = {k: s for k, s in todo.items() if last or not self.store.has(k, number)}
+            waiting = {k: s for k, s in waiting.items() if not (skip_bad and self.store.fault(k))}
+            if not waiting:
+                continue
+            encoder = self._load(turn)
+            for done, (key, sample) in enumerate(self._watched(f"{what} ({turn.part})", waiting)):
+                try:
+                    made = self._encoded(turn, encoder, key, sample)
+                except UnusableError as error:
+                    if not skip_bad:
+                        raise refused([Fault(sample.clip.name, str(error))], len(samples)) from None
+                    self.store.mark(key, str(error))
+                    continue
+                nbytes = self._keep(key, made, sample, number, last=last)
+                if done == 0:
+                    self._check_space(nbytes * (len(waiting) - 1))
+            _free(encoder)
+        self.setting.wait()
+
+    def _load(self, turn: Turn) -> Encoder:
+        """The encoder of a turn on the device, as the strategy wants it."""
+        strategy, dtype = self.setting.strategy, self._dtype_of(turn)
+        is_vae = turn.part == "vae"
+        model = parts.load(self.root, turn.part, turn.class_name, DTYPES.get(dtype, torch.bfloat16))
+        if is_vae and strategy.vae_tiling:
+            model.enable_tiling()
+        if is_vae and strategy.vae_slicing:
+            model.enable_slicing()
+        helper = parts.load_helper(self.root, turn.helper) if turn.helper else None
+        place = self.setting.device
+        return Encoder(shrink(model, dtype, place) if dtype in QUANTISED else model.to(place), helper, self.tokens)
+
+    def _dtype_of(self, turn: Turn) -> str:
+        return self.setting.strategy.vae_dtype if turn.part == "vae" else self.setting.strategy.text_encoder_dtype
+
+    def _encoded(self, turn: Turn, encoder: Encoder, key: str, sample: Any) -> Mapping[str, Tensor]:
+        """What one encoder makes of one sample."""
+        encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
+        if isinstance(sample, Sample):
+            indices = sample.indices[: turn.frames]
+            frames = clips.frames(sample.clip.path, indices, sample.bucket.height, sample.bucket.width)
+            encoder.size = (sample.clip.height, sample.clip.width)
+            sample = torch.from_numpy(frames)
+        with torch.inference_mode():
+            made: Mapping[str, Tensor] = turn.encode(encoder, sample)
+        return made
+
+    def _keep(self, key: str, made: Mapping[str, Tensor], sample: Any, number: int, *, last: bool) -> int:
+        """Saves what a turn made: for the last one, or, by the last one, with what the others left; returns bytes."""
+        if not last:
+            return self.store.save(key, {name: tensor.contiguous().cpu() for name, tensor in made.items()}, number)
+        parts_made: dict[str, Tensor] = {}
+        for earlier in range(number):
+            parts_made |= self.store.load(key, earlier)
+        fitted = self._fitted(self.family.joined({**parts_made, **made}), sample)
+        nbytes = self.store.save(key, fitted)
+        self.store.drop_turns(key, number)
+        return nbytes
+
+    def _fitted(self, made: Mapping[str, Tensor], sample: Any) -> dict[str, Tensor]:
+        """The tensors in the dtypes of the plan's batches; a VplanError for other shapes, or for what is no number."""
+        shape = sample.bucket if isinstance(sample, Sample) else self.setting.job.shapes[0]
+        job = self.setting.job
+        batch = self.family.batch({**grid(self.setting.profile, job, shape), "B": 1}, "meta", self.dtype)
+        fitted = {}
+        for name, tensor in made.items():
+            wanted = batch[name] if name in self.family.shared else batch[name][0]
+            lengths = zip(tensor.shape, wanted.shape, strict=False)
+            fits = all(a <= b for a, b in lengths) if name in self.family.ragged else tensor.shape == wanted.shape
+            if not fits or tensor.ndim != wanted.ndim:
+                sizes = f"{name} of {list(tensor.shape)}, and {self.setting.profile.name} takes {list(wanted.shape)}"
+                fix = "name the model of the plan, or plan for this one"
+                raise VplanError(f"the encoders of {self.root.name} give {sizes}", fix)
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                what = sample.clip.name if isinstance(sample, Sample) else "a caption"
+                fix = "use --vae-dtype fp32" if isinstance(sample, Sample) else "use --text-encoder-dtype fp32"
+                raise VplanError(f"encoding {what} gave {name} that are no numbers (overflow in half precision)", fix)
+            fitted[name] = tensor.to(wanted.dtype).contiguous().cpu()
+        return fitted
+
+    def _check_space(self, nbytes: int) -> None:
+        """Raises a VplanError when what all ranks will write does not fit: known once the first is written."""
+        needed, free = nbytes * self.setting.ranks, shutil.disk_usage(self.setting.folder).free
+        if needed > free:
+            there = f"{format_gib(free)} is free in {self.setting.folder}"
+            fault = f"caching needs about {format_gib(needed)} more, and {there}"
+            raise VplanError(fault, "free some space, or name another folder; what is cached so far stays", exit_code=4)
+
+    def _watched(self, what: str, items: Mapping[str, Item]) -> Iterable[tuple[str, Item]]:
+        """The items one by one, with progress and time left on stderr (one rank's, which stands for all)."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        quiet = not self.show or self.setting.rank != 0
+        with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+            yield from progress.track(items.items(), description=f"encoding {what}")

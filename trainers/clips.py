@@ -1,0 +1,125 @@
+"""One video or image file: what its header says, and its frames at a size. PyAV reads videos, Pillow reads images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import av
+import numpy
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+VIDEOS = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+Pixels = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]
+"""Frames (F, H, W, 3), RGB."""
+
+
+class UnusableError(ValueError):
+    """Why a file cannot be trained on, in words that stand behind its name."""
+
+
+class Media(NamedTuple):
+    """What there is in a file, turned as it is shown."""
+
+    frames: int
+    """1 for an image"""
+    fps: Fraction
+    """0 for an image, and for a video that does not say"""
+    height: int
+    width: int
+
+
+def probe(path: Path) -> Media:
+    """Size, frames and rate of a file, from its header and, of a video, its first frame; an UnusableError otherwise.
+
+    A container that does not say how many frames it holds (Matroska) is asked for its packets, which are not decoded.
+    """
+    return _image_size(path) if path.suffix.lower() in IMAGES else _video_size(path)
+
+
+def frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixels:
+    """The frames of rising `indices`, resized and cropped to (F, height, width, 3); an UnusableError when it breaks.
+
+    Videos are decoded from their start: the n-th frame is the n-th that comes out, whatever its time stamp says.
+    """
+    if path.suffix.lower() in IMAGES:
+        try:
+            with Image.open(path) as image:
+                picture = ImageOps.exif_transpose(image).convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UnusableError(f"broken image ({_short(error)})") from None
+        return numpy.stack([numpy.asarray(_fit(picture, height, width))])
+    return _video_frames(path, indices, height, width)
+
+
+def _image_size(path: Path) -> Media:
+    try:
+        with Image.open(path) as image:
+            turned = image.getexif().get(0x0112, 1) >= 5  # Orientation: 5 to 8 lie on their side
+            width, height = image.size[::-1] if turned else image.size
+    except UnidentifiedImageError:
+        raise UnusableError("not an image, or broken") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UnusableError(f"broken image ({_short(error)})") from None
+    return Media(1, Fraction(0), height, width)
+
+
+def _video_size(path: Path) -> Media:
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise UnusableError("corrupt video (no picture stream in it)")
+            stream = container.streams.video[0]
+            count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
+            if not count:
+                raise UnusableError("zero frames")
+            rate = stream.average_rate or stream.guessed_rate
+            fps = Fraction(rate) if rate else Fraction(0)
+            container.seek(0)
+            first = next(container.decode(stream), None)
+    except (av.FFmpegError, OSError) as error:
+        raise UnusableError(f"corrupt video ({_short(error)})") from None
+    if first is None:
+        raise UnusableError("zero frames")
+    turned = first.rotation % 180 != 0
+    height, width = (first.width, first.height) if turned else (first.height, first.width)
+    return Media(count, fps, height, width)
+
+
+def _video_frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixels:
+    wanted, made, last = frozenset(indices), [], max(indices)
+    try:
+        with av.open(str(path)) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            for number, frame in enumerate(container.decode(video=0)):
+                if frame.is_corrupt:
+                    raise UnusableError(f"corrupt video (frame {number} is damaged)")
+                if number in wanted:
+                    picture = Image.fromarray(frame.to_ndarray(format="rgb24")).rotate(frame.rotation, expand=True)
+                    made.append(numpy.asarray(_fit(picture, height, width)))
+                if number == last:
+                    break
+    except (av.FFmpegError, OSError) as error:
+        raise UnusableError(f"corrupt video ({_short(error)})") from None
+    if len(made) < len(wanted):
+        raise UnusableError(f"corrupt video (it ends before frame {last})")
+    return numpy.stack(made)
+
+
+def _fit(picture: Image.Image, height: int, width: int) -> Image.Image:
+    """The largest centred part of the target's aspect, resized (bicubic over the whole area a pixel covers)."""
+    scale = min(picture.width / width, picture.height / height)
+    left, top = (picture.width - width * scale) / 2, (picture.height - height * scale) / 2
+    box = (max(0.0, left), max(0.0, top), min(picture.width, left + width * scale), 0.0)
+    box = (*box[:3], min(picture.height, top + height * scale))
+    return picture.resize((width, height), Image.Resampling.BICUBIC, box=box)
+
+
+def _short(error: Exception) -> str:
+    """A library's words on one line, without the path they end in."""
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(text.split())[:80] or type(error).__name__

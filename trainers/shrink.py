@@ -1,0 +1,138 @@
+"""Frozen encoders in 8 and 4 bits: matrices and tables of words are kept packed, and unpacked while they are used.
+
+* ``fp8``: float8 e4m3, one scale per row.
+* ``int8``: one scale per row (as torchao's weight-only int8).
+* ``nf4``: bitsandbytes' 4 bits with one scale per 64 weights.
+
+The libraries' own layers do not fit encoders: T5 asks its last matrix for a dtype and casts activations to it, which
+spoils fp8 and 4 bits there, and tables of words, a fifth of UMT5-XXL, would stay as they are. There are no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.errors import VplanError
+
+FORMATS = ("fp8", "int8", "nf4")
+SMALLEST = 4096
+"""Weights with fewer numbers stay as they are (bitsandbytes' rule): T5's table of distances is one."""
+BLOCK = 64
+
+
+def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
+    """Packs a half-precision model, matrix by matrix, on the device, and moves the rest there.
+
+    At most one matrix is on the device in both forms.
+    """
+    if how not in FORMATS:
+        fault = f"text_encoder_dtype {how} cannot be built: no 4-bit integer format runs everywhere"
+        raise VplanError(fault, "use --text-encoder-dtype nf4, which takes the same 4 bits")
+    packed: dict[nn.Parameter, Packed] = {}  # tables of words may stand in two places
+    for parent, name, module in list(_large(model)):
+        if module.weight not in packed:
+            packed[module.weight] = Packed(module, how, device)
+        setattr(parent, name, packed[module.weight])
+    return model.to(device)
+
+
+def _large(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name in it, module) of every matrix and table of words worth packing."""
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            if isinstance(module, nn.Linear | nn.Embedding) and module.weight.numel() >= SMALLEST:
+                yield parent, name, module
+
+
+class Packed(nn.Module):
+    """A linear layer or a table of words whose weight is packed."""
+
+    weight = None
+    """Encoders that look at a layer's weight before they use it find none, and leave their activations alone."""
+
+    packed: Tensor
+    scale: Tensor
+
+    def __init__(self, module: nn.Module, how: str, device: torch.device) -> None:
+        super().__init__()
+        weight = module.weight.data.to(device)
+        self.is_table, self.shape, self.dtype = isinstance(module, nn.Embedding), weight.shape, weight.dtype
+        pack, self._unpack = KINDS[how]
+        for name, tensor in zip(("packed", "scale"), pack(weight), strict=True):
+            self.register_buffer(name, tensor)
+        self.bias = getattr(module, "bias", None)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """As the layer that was packed."""
+        if not self.is_table:
+            whole = self._unpack(self.packed, self.scale, self.dtype).reshape(self.shape)
+            return functional.linear(given, whole, self.bias)
+        rows = given.flatten()
+        found = self._unpack(_rows(self.packed, rows, self.shape), _rows(self.scale, rows, self.shape), self.dtype)
+        return found.reshape(*given.shape, self.shape[1])
+
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves what is packed; its dtype is not a number format to change."""
+        self.packed, self.scale = (_moved(each, change) for each in (self.packed, self.scale))
+        if self.bias is not None:
+            self.bias.data = change(self.bias.data)
+        return self
+
+
+def _moved(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    return tensor.to(change(tensor.new_empty(0, dtype=torch.float32)).device)
+
+
+def _rows(tensor: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """What belongs to some rows of a table, of which a tensor holds the same share for each."""
+    return tensor.reshape(shape[0], -1)[rows]
+
+
+def _pack_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _largest(weight) / torch.finfo(torch.float8_e4m3fn).max
+    return (weight.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def _pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _largest(weight) / 127
+    return (weight.float() / scale).round().to(torch.int8), scale
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """The largest magnitude in each row (rows, 1), and no zero."""
+    return weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
+
+
+def _unpack_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (packed.to(torch.float32) * scale).to(dtype)
+
+
+def _pack_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    from bitsandbytes.functional import quantize_4bit
+
+    if weight.shape[1] % BLOCK:
+        raise VplanError(f"a matrix of {weight.shape[1]} columns cannot be packed as nf4", "use int8")
+    packed, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=False, quant_type="nf4")
+    return packed, state.absmax
+
+
+def _unpack_nf4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    shape = torch.Size((2 * packed.numel(),))
+    code = get_4bit_type("nf4", device=packed.device, blocksize=BLOCK)
+    state = QuantState(scale.flatten(), shape, code, BLOCK, "nf4", dtype)
+    return dequantize_4bit(packed.reshape(-1, 1), state)
+
+
+KINDS = {
+    "fp8": (_pack_fp8, _unpack_rows),
+    "int8": (_pack_int8, _unpack_rows),
+    "nf4": (_pack_nf4, _unpack_nf4),
+}
+"""How a weight is packed, as (packed, scales), and unpacked."""
