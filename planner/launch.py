@@ -127,9 +127,14 @@ def environment(device: str) -> dict[str, str]:
 
 
 def run(request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
-    """Trains to the end; `tick` is called a few times a second. Request, results and log are in OUTPUT/run."""
-    folder = write_request(Path(request.output) / RUN_FOLDER, request)
+    """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
+    folder = write_request(run_folder(Path(request.output), nodes), request)
     return _run(command(request.plan, folder, nodes), folder, request.device, tick)
+
+
+def run_folder(output: Path, nodes: Nodes) -> Path:
+    """Where this computer's ranks and their parent talk: OUTPUT/run, with a number on the further ones."""
+    return output / (f"{RUN_FOLDER}-{nodes.rank}" if nodes.rank else RUN_FOLDER)
 
 
 def prepare(wanted: Preparation, output: Path, tick: Callable[[], None]) -> Outcome:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -90,7 +91,7 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VplanError(f"cannot make {quoted(output)}: {error.strerror}", "name another --output") from None
-    with locked(place), contextlib.ExitStack() as stack:
+    with locked(place, said["node_rank"]), contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
         found = _plan(asked, place)
@@ -100,14 +101,14 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
 
 
 @contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Keeps a second run out of an output folder; the system lets go of the lock however we end."""
+def locked(output: Path, node: int = 0) -> Iterator[None]:
+    """Keeps a second run out of an output folder, which the nodes of one run share; however we end, it is let go."""
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
-    with (output / ".lock").open("w") as file:
+    with (output / f".lock-{node}").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -199,7 +200,9 @@ class _Train:
         for warning in warnings:
             self._note(f"warning: {warning}")
         resume = self._resume()
-        if not entries.is_file():
+        if self.nodes.rank > 0:
+            self._wait_for(entries)
+        elif not entries.is_file():
             self._raise_unless_ok(self._prepare(entries))
         return self._train(entries, resume, estimate, as_json)
 
@@ -211,6 +214,13 @@ class _Train:
         """The list of cached samples: the data folder's own where it is one, else the cache's."""
         own = self.data / ENTRIES
         return own if own.is_file() else self.output / CACHE / ENTRIES
+
+    def _wait_for(self, entries: Path) -> None:
+        """The first computer encodes for all, into the folder they share."""
+        if not entries.is_file():
+            self._note(f"waiting until the first computer has written {entries}")
+        while not entries.is_file():
+            time.sleep(1)
 
     def _prepare(self, entries: Path) -> launch.Outcome:
         wanted = launch.Preparation(
@@ -300,7 +310,7 @@ class _Train:
         return DONE
 
     def _print_command(self, request: launch.Request, as_json: bool) -> int:
-        folder = launch.write_request(self.output / launch.RUN_FOLDER, request)
+        folder = launch.write_request(launch.run_folder(self.output, self.nodes), request)
         words = launch.command(self.plan, folder, self.nodes)
         show({"command": words}, as_json, lambda console: console.print(shlex.join(words), soft_wrap=True))
         return DONE

@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 
 import vplan  # noqa: E402
 from planner import checkpoints  # noqa: E402
-from planner.plan import read_plan, write_plan  # noqa: E402
+from planner.job import Job, Machine, Strategy  # noqa: E402
+from planner.plan import Plan, read_plan, write_plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 
 PATIENCE = 300
@@ -33,6 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         made = runs.Place(root, "wan")
         write_plan(made.plan(), root / "plan.toml")
         write_plan(made.plan({"sharding": "ddp"}, gpus=2), root / "two.toml")
+        large = Job(model="wan2.1-t2v-14b", method="full", frames=81, height=480, width=832)
+        write_plan(Plan(job=large, strategy=Strategy(), machine=Machine(gpu="24GB")), root / "large.toml")
         yield made
 
 
@@ -59,10 +62,7 @@ def lines(output: Path) -> int:
 
 def test_from_a_plan_to_a_lora_file_with_a_kill_and_a_resume(place: runs.Place, tmp_path: Path) -> None:
     """Killed five times, the last with the parent alone; each call goes on, and the end is the uninterrupted one's."""
-    whole = run(place, tmp_path / "whole", "--steps", "60", "--checkpoint-every", "5", "--json")
-    assert whole.returncode == 0, whole.stderr
-    answer = json.loads(whole.stdout)
-    assert answer["steps"] == 60 and Path(answer["weights"]).is_dir()
+    assert runs.train(place.request(tmp_path / "whole", steps=60, checkpoint_every=60))["outcome"] == "ok"
     output = tmp_path / "killed"
     finished: set[str] = set()
     for number, steps in enumerate((7, 14, 23, 38, 52)):
@@ -82,8 +82,10 @@ def test_from_a_plan_to_a_lora_file_with_a_kill_and_a_resume(place: runs.Place, 
         assert newest is not None and finished <= {newest.name} | finished
         assert int(newest.name[5:]) > steps - 11  # no more is lost than since the last checkpoint and its writing
         finished.add(newest.name)
-    done = run(place, output, "--steps", "60", "--checkpoint-every", "5")
+    done = run(place, output, "--steps", "60", "--checkpoint-every", "5", "--json")
     assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["steps"] == 60 and answer["resumed_from"] >= 50 and Path(answer["weights"]).is_dir()
     assert "going on from" in done.stderr
     assert runs.losses(output) == runs.losses(tmp_path / "whole")
     wanted, found = runs.tensors(tmp_path / "whole" / "final"), runs.tensors(output / "final")
@@ -116,6 +118,14 @@ def test_what_cannot_be_is_said_in_two_lines(place: runs.Place, tmp_path: Path) 
         assert done.returncode == code, (more, done.stderr)
         assert named in done.stderr and "Traceback" not in done.stderr
         assert done.stdout == ""
+
+
+def test_a_plan_that_does_not_fit_is_not_begun(place: runs.Place, tmp_path: Path) -> None:
+    done = run(place, tmp_path, "--weights", str(place.root / "model"), "--json", plan="large.toml")
+    assert done.returncode == 3
+    error = json.loads(done.stdout)["error"]
+    assert "does not fit" in error["message"] and "vplan suggest" in error["fix"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_run_in_the_same_folder_is_refused(place: runs.Place, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Our training loop against a plain diffusers + accelerate loop: seconds a step, interleaved in one process.
+
+    python -m tests.benchmarks.train_loop [STEPS]
+
+Both train the same LoRA of the same tiny model on the same cached samples. Prints the ratio of the medians with the
+95 % interval of a bootstrap. On a busy machine the interval is wide: look at its lower end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WARM_UP = 10
+RESAMPLES = 1000
+
+
+def main(steps: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        os.environ["VPLAN_HOME"] = str(root / "home")
+        import torch
+
+        torch.set_num_threads(1)
+        from tests.trainers import runs
+        from trainers.train import Training
+
+        place = runs.Place(root, "wan")
+        plan = place.plan(batch_size=8)
+        request = place.request(root / "out", plan, steps=steps + WARM_UP, checkpoint_every=10**5)
+        ours = Training(request, runs.Told())
+        plain = plain_step(root, ours)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for number in range(steps + WARM_UP):
+            for step, found in zip((ours._step, plain), seconds, strict=True):
+                began = time.perf_counter()
+                step(number)
+                found.append(time.perf_counter() - began)
+        ours.loader.close()
+    report(*(found[WARM_UP:] for found in seconds))
+
+
+def plain_step(root: Path, ours: Any) -> Callable[[int], None]:
+    """One step of a loop as diffusers' examples write it, over the same samples."""
+    import diffusers
+    import torch
+    from accelerate import Accelerator
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    model = diffusers.WanTransformer3DModel.from_pretrained(root / "model" / "transformer").requires_grad_(False)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian", target_modules=targets))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-4, foreach=True))
+    sampler = ours.loader.sampler
+
+    def step(number: int) -> None:
+        entries = [sampler.entries[place] for place in sampler.step(number).samples]
+        latents = torch.stack([load_file(entry.path)["latents"] for entry in entries])
+        prompt = torch.stack([load_file(entry.text)["prompt"] for entry in entries])
+        noise, sigmas = torch.randn_like(latents), torch.sigmoid(torch.randn(len(entries)))
+        spread = sigmas.view(-1, 1, 1, 1, 1)
+        noisy = (1 - spread) * latents + spread * noise
+        out = model(hidden_states=noisy, timestep=sigmas * 1000, encoder_hidden_states=prompt, return_dict=False)[0]
+        loss = torch.nn.functional.mse_loss(out.float(), (noise - latents).float())
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return step
+
+
+def report(ours: list[float], plain: list[float]) -> None:
+    def ratio(one: list[float], other: list[float]) -> float:
+        return statistics.median(one) / statistics.median(other)
+
+    dice = random.Random(0)
+    drawn = sorted(ratio(dice.choices(ours, k=len(ours)), dice.choices(plain, k=len(plain))) for _ in range(RESAMPLES))
+    low, high = drawn[RESAMPLES // 40], drawn[-RESAMPLES // 40]
+    print(f"ours {statistics.median(ours):.4f} s, plain {statistics.median(plain):.4f} s a step, {len(ours)} steps")
+    print(f"ratio {ratio(ours, plain):.3f}, 95 % of resamples in {low:.3f} .. {high:.3f}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 120)
