@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -34,8 +33,7 @@ CACHED_ORDERS = 2
 """Epochs whose order is remembered: the one that runs and the next."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One sample as caching left it: two safetensors files that together hold `Family.batch` without its first axis."""
 
     path: Path
