@@ -37,9 +37,9 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 @click.command(
     cls=Verb,
     epilog=examples(
-        "vplan train plan.toml --data clips/ --output run/ --weights Wan2.1-T2V-1.3B-Diffusers/",
-        "vplan train wan2.1-t2v-1.3b --gpu 24GB --data clips/ --output run/ --weights Wan2.1-T2V-1.3B-Diffusers/",
-        "vplan train plan.toml --data clips/ --output run/ --steps 2000 --log-with tensorboard",
+        "vplan train plan.toml --data clips --output run --weights Wan2.1-T2V-1.3B",
+        "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
+        "vplan train plan.toml --data clips --output run --log-with tensorboard",
     ),
 )
 @request_options(searched=True)
