@@ -16,14 +16,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import QUANTISED, Bucket, Job, Strategy
+from planner.job import QUANTISED, Job, Strategy
 from planner.shapes import grid
 from planner.units import format_gib
 from trainers import clips, families, parts
@@ -31,22 +31,13 @@ from trainers.clips import UnusableError
 from trainers.data import Dataset, Fault, Sample, refused
 from trainers.families.base import Family
 from trainers.families.encoding import Encoder, Turn
+from trainers.loader import Entry
 from trainers.shrink import shrink
 from trainers.step import DTYPES, compute_dtype
 from trainers.store import Digests, Store
 
 FORMAT = 1
 Item = TypeVar("Item")
-
-
-class Entry(NamedTuple):
-    """One sample as training takes it. `Family.collate` makes a batch of entries of one bucket."""
-
-    path: Path
-    """tensors of the clip"""
-    text: Path
-    """tensors of its caption"""
-    bucket: Bucket
 
 
 def _alone() -> None:

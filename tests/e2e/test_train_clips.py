@@ -1,0 +1,69 @@
+"""From a folder of short real videos to a LoRA file that a pipeline loads, in one process and in two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("av")
+
+import diffusers  # noqa: E402
+
+import vplan  # noqa: E402
+from planner.commands import own  # noqa: E402
+from planner.job import Job, Machine, Strategy  # noqa: E402
+from planner.plan import Plan, write_plan  # noqa: E402
+from tests.trainers import runs, tiny  # noqa: E402
+
+PATIENCE = 300
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("clips")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPLAN_HOME", str(root / "home"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        profile = tiny.profile("wan2.1-t2v-1.3b")
+        tiny.folder(root / "model", profile)
+        model = diffusers.WanTransformer3DModel.from_config(profile.config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.1)
+        model.save_pretrained(root / "model" / "transformer")
+        own.keep(*own.read(str(root / "model"), "tiny-clips"))
+        tiny.write_clips(root / "clips")
+        for gpus in (1, 2):
+            job = Job(model="tiny-clips", frames=9, height=48, width=64, lora_rank=4, batch_size=2 // gpus)
+            strategy = {
+                **runs.PLAIN,
+                "sharding": "ddp" if gpus == 2 else "none",
+                "vae_dtype": "fp32",
+                "text_encoder_dtype": "fp32",
+            }
+            plan = Plan(job=job, strategy=Strategy.read(strategy), machine=Machine(gpu="24GB", gpus=gpus))
+            write_plan(plan, root / f"{gpus}.toml")
+        yield root
+
+
+def test_clips_become_a_lora_file_with_one_rank_and_with_two(place: Path, tmp_path: Path) -> None:
+    for gpus in (1, 2):
+        said = ["--data", str(place / "clips"), "--output", str(tmp_path / str(gpus)), "--device", "cpu"]
+        more = ["--steps", "4", "--checkpoint-every", "2", "--learning-rate", "0.01", "--json"]
+        done = subprocess.run(
+            vplan.command("train", str(place / f"{gpus}.toml"), *said, *more),
+            capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert json.loads(done.stdout)["steps"] == 4
+    assert runs.losses(tmp_path / "1") == pytest.approx(runs.losses(tmp_path / "2"), abs=1e-5)
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(place / "model" / "transformer")
+    parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": None}
+    pipe = diffusers.WanPipeline(transformer=transformer, **parts)
+    pipe.load_lora_weights(tmp_path / "2" / "final")
+    assert pipe.get_active_adapters()
