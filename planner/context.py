@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.errors import VplanError
+from planner.program import Stage
 from planner.run import Run
-from planner.tape import Growing, Monomial, Stage, Tape
+from planner.tape import Growing, Monomial, Tape
 
 
 class Plan(NamedTuple):

@@ -17,11 +17,11 @@ from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import Component, caching, decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
+from planner.program import Moment, Stage
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
 from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.shapes import grid
-from planner.tape import Moment, Stage
 from planner.timing import step_seconds, total_flops
 from planner.traffic import step_work, traffic
 from planner.units import MIB

@@ -12,8 +12,8 @@ import itertools
 
 from planner.facts import ModelProfile
 from planner.job import Job
+from planner.program import Stage
 from planner.run import Run
-from planner.tape import Stage
 
 
 def idle_weights(run: Run) -> tuple[int, int]:

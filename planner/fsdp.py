@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.gather import Weaver, first_backward, spans
+from planner.program import Block, Stage
 from planner.run import Run
-from planner.tape import Block, Stage
 from planner.variants import trained_storage
 from planner.zero import FULL, HALF, cast_to_16_bits
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from planner.program import Block, Stage
 from planner.run import SERVICE
-from planner.tape import Block, Stage
 
 Span = tuple[int, int]
 """Index of a block's first and last stretch in one pass."""

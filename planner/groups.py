@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from planner.gather import Weaver, spans
+from planner.program import Block, Stage
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Run
-from planner.tape import Block, Stage
 from planner.units import power_of_two
 
 Groups = Mapping[Block | None, Mapping[str, int]]

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import NotRecordedError, VplanError
-from planner.tape import Block, Moment, Program, Stage, Tape
+from planner.program import Block, Moment, Program, Stage
+from planner.tape import Tape
 
 Pair = tuple[Moment, list[int], list[int]]
 """A moment, and its events without checkpointing and with it."""

@@ -26,11 +26,12 @@ from planner.facts import ModelProfile, TextEncoder, Vae
 from planner.groups import Turns, host_sizes, model_in_turn
 from planner.job import Bucket, Job, Strategy
 from planner.margin import RECORDED
+from planner.program import Moment, Part, Program, Stage
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
-from planner.tape import Moment, Monomial, Part, Program, Stage, Tape
+from planner.tape import Monomial, Tape
 from planner.variants import trained_storage
 
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}

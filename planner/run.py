@@ -16,7 +16,8 @@ from planner.job import Job, Machine, Strategy
 from planner.parameters import Parameters
 from planner.partial import partial
 from planner.plan import PhaseName
-from planner.tape import Block, Moment, Program, Stage, Tape
+from planner.program import Block, Moment, Program, Stage
+from planner.tape import Tape
 from planner.variants import Precision
 
 PAGED_ELEMENTS = 100_000

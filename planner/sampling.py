@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planner.groups import model_in_turn
 from planner.phases import decode_with, decoder, samples, take_sizes, weights_on_gpu
+from planner.program import Stage
 from planner.run import SERVICE, Run
-from planner.tape import Stage
 
 
 def sampling(run: Run) -> None:

@@ -17,10 +17,10 @@ from planner.estimate import outside_bytes, replayed_alone
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import TRANSFORMS, choose_kernels, end_of_step, kernels, refuse_unpriced
 from planner.phases import caching
+from planner.program import Stage
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run, recorded
 from planner.shapes import grid
-from planner.tape import Stage
 from planner.timing import StepWork, Traffic, step_seconds
 from planner.traffic import Passes, passes_work, step_work, traffic
 

@@ -9,8 +9,8 @@ import itertools
 
 from planner.errors import VplanError
 from planner.facts import GpuProfile
+from planner.program import Block, Moment, Stage
 from planner.run import SERVICE, Run
-from planner.tape import Block, Moment, Stage
 from planner.units import KIB, MIB
 from planner.variants import UNPAGED, Precision
 

@@ -10,15 +10,14 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from planner import margin
 from planner.errors import NotRecordedError
 from planner.estimate import estimate
-from planner.facts import GpuProfile, ModelProfile
-from planner.job import SPLIT, Job, Machine, Strategy
-from planner.plan import Estimate, Plan
+from planner.job import SPLIT, Job, Strategy
+from planner.plan import Estimate
+from planner.question import Question, Suggestion, Switch
 from planner.screen import Look, Screen
 from planner.space import effort, most_swapped, naive, strategies, switched
 
@@ -36,60 +35,6 @@ FOUR_BITS = ("nf4", "int4")
 
 WORTH_LOSS = 1.05
 """The tightest plan of all is a lossy one only when every lossless one needs this much more."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked of a search: the records, and which of their fields were typed and so stay."""
-
-    job: Job
-    strategy: Strategy
-    machine: Machine
-    model: ModelProfile
-    gpu: GpuProfile
-    fixed: frozenset[str] = frozenset()
-    allow_lossy: bool = False
-
-    @property
-    def budget_bytes(self) -> int:
-        """What the plan may take of the card."""
-        return self.gpu.allocatable_bytes - self.machine.reserve
-
-
-@dataclass(frozen=True)
-class Switch:
-    """One step from the naive setting towards the plan, and what it changed: negative is saved."""
-
-    field: str
-    before: str | int
-    after: str | int
-    device_bytes: int
-    step_seconds: float
-
-    def to_json(self) -> dict[str, object]:
-        """The object of DESIGN section 9."""
-        return {
-            "field": self.field,
-            "from": self.before,
-            "to": self.after,
-            "device_bytes": self.device_bytes,
-            "step_seconds": self.step_seconds,
-        }
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """The answer of a search. `plan` fits, or is tight, or is the tightest there is."""
-
-    plan: Estimate
-    alternatives: tuple[Estimate, ...]
-    switches: tuple[Switch, ...]
-    considered: int
-
-    def to_plan(self, trainer: str = "vplan") -> Plan:
-        """The plan's file: below it the ones to step down to when it runs out of memory after all."""
-        lower = [found for found in self.alternatives if found.peak.device_bytes < self.plan.peak.device_bytes]
-        return Plan.of(self.plan, tuple(sorted(lower, key=lambda found: found.step_seconds)), trainer)
 
 
 def loss(job: Job, strategy: Strategy) -> int:

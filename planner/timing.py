@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
-from planner.tape import KINDS, Block, Tape, kept_template
+from planner.program import Block, kept_template
+from planner.tape import KINDS, Tape
 
 KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
 

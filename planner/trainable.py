@@ -10,8 +10,8 @@ import fnmatch
 from collections.abc import Iterable
 
 from planner.errors import VplanError
+from planner.program import Stage
 from planner.run import Run
-from planner.tape import Stage
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -12,8 +12,9 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import MAX_FRAMES, Job, Strategy
 from planner.plan import Estimate
+from planner.question import Suggestion
 from planner.space import searched
-from planner.suggest import Search, Suggestion
+from planner.suggest import Search
 from planner.units import GIB
 
 MOST_SAMPLES = 1_000

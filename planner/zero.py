@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from planner.errors import VplanError
 from planner.gather import first_backward
+from planner.program import Stage
 from planner.run import Run
-from planner.tape import Stage
 
 HALF, FULL = 2, 4
 """Bytes of a 16-bit and of an fp32 number."""

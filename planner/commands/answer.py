@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from planner.commands.request import Request
     from planner.plan import Estimate
-    from planner.suggest import Suggestion, Switch
+    from planner.question import Suggestion, Switch
     from planner.wishes import Relaxed
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}

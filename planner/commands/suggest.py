@@ -17,8 +17,9 @@ from planner.errors import VplanError
 from planner.facts import GpuProfile
 from planner.library import facts
 from planner.plan import Estimate, write_plan
+from planner.question import Question, Suggestion
 from planner.screen import Screen
-from planner.suggest import Question, Search, Suggestion
+from planner.suggest import Search
 from planner.units import format_gib, gib
 from planner.wishes import PREFERRED, Relaxed, largest, relaxed
 

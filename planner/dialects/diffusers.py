@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from planner.components import component_name
 from planner.phases import Component, alive, encoders, load, take_sizes, weights_on_gpu, work
+from planner.program import Moment, Stage
 from planner.run import SERVICE, Run, Term
-from planner.tape import Moment, Stage
 
 RGB = 3
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from planner.dialects.shared import steps_by_itself
 from planner.estimate import NCCL_BYTES
+from planner.program import Stage
 from planner.run import Run, Term
-from planner.tape import Stage
 from planner.units import MIB
 
 HELPERS = 22_459_110 + 13_631_616

@@ -24,9 +24,9 @@ from planner import catalog
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.library import tape
+from planner.program import Program, Stage
 from planner.replay import CachingAllocator
 from planner.shapes import grid, job_for
-from planner.tape import Program, Stage
 from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.record import Trace, record_optimizer, record_sample, record_step

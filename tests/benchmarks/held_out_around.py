@@ -18,7 +18,8 @@ import profiles
 from planner import catalog
 from planner.components import CHUNKS, COMPONENTS, FRAMEWISE, SHORTEST, Component, component_name, components, frames_of
 from planner.facts import ModelProfile, Vae
-from planner.tape import Part, Program, Tape, read_tape
+from planner.program import Part, Program
+from planner.tape import Tape, read_tape
 from trainers.components import record_vae
 from trainers.encoders import record_text_encoder
 from trainers.record import Trace

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
 WORLD = 2
@@ -58,9 +59,17 @@ class Case(NamedTuple):
 
 @functools.cache
 def _fork_server() -> Any:
-    os.environ.update(ENVIRONMENT)
+    """Started with the ranks' environment, which this process must not keep: it would wait for ranks of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    before = os.environ.copy()
+    os.environ.update(ENVIRONMENT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in ENVIRONMENT.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
     return context
 
 

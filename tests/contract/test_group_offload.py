@@ -17,7 +17,7 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from planner.groups import Turns, host_sizes
-from planner.tape import Moment, Stage
+from planner.program import Moment, Stage
 from planner.units import power_of_two
 
 Model = tuple[nn.Module, dict[str, Any], tuple[str, ...]]

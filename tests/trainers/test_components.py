@@ -17,7 +17,8 @@ from planner import catalog
 from planner.commands.record import NOT_COMPARED, first_difference
 from planner.components import COMPONENTS, Component, component_name, components
 from planner.facts import TextEncoder
-from planner.tape import Part, Program, Tape, parse_tape, read_tape
+from planner.program import Part, Program
+from planner.tape import Tape, parse_tape, read_tape
 from tests.benchmarks.held_out_around import Held, compared, directly, from_tape
 from trainers import components as vaes
 from trainers import tapes

@@ -8,8 +8,9 @@ from planner import catalog
 from planner.errors import NotRecordedError
 from planner.job import Machine, Strategy
 from planner.library import facts
+from planner.program import Program
 from planner.shapes import grid, job_for
-from planner.tape import CATEGORIES, Program, parse_tape
+from planner.tape import CATEGORIES, parse_tape
 from planner.variants import StepVariant
 from trainers import tapes
 

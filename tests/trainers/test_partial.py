@@ -11,9 +11,10 @@ from planner import catalog
 from planner.errors import VplanError
 from planner.library import tape
 from planner.partial import partial
+from planner.program import Program
 from planner.replay import CachingAllocator
 from planner.shapes import grid, job_for
-from planner.tape import Program, Tape
+from planner.tape import Tape
 from planner.variants import StepVariant
 from trainers.record import record_step
 

@@ -20,9 +20,10 @@ from planner.job import QUANTISED as QUANTISED_BASES
 from planner.job import Job, Strategy
 from planner.parameters import FILE as PARAMETERS
 from planner.parameters import read_parameters
+from planner.program import Program
 from planner.replay import CachingAllocator
 from planner.shapes import grid
-from planner.tape import ATOMS, FORMAT, Monomial, Program, Tape, parse_tape
+from planner.tape import ATOMS, FORMAT, Monomial, Tape, parse_tape
 from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers import tapes
 from trainers.compress import compress

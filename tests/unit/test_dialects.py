@@ -13,10 +13,10 @@ from planner.estimate import NCCL_BYTES, estimate, play
 from planner.job import Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import component_bytes
+from planner.program import Stage
 from planner.rules import resolve
 from planner.run import SERVICE, Run
 from planner.shapes import grid, job_for
-from planner.tape import Stage
 from planner.units import MIB
 from tests.unit.hand_made import (
     ADAPTER,

@@ -14,11 +14,12 @@ from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.library import facts
 from planner.plan import Estimate
+from planner.question import Question
 from planner.rules import check, resolve
 from planner.run import Run
 from planner.screen import Screen
 from planner.shapes import grid
-from planner.suggest import Question, Search
+from planner.suggest import Search
 from planner.units import GIB
 
 MODEL = catalog.model("wan2.1-t2v-1.3b")

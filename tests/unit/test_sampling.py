@@ -17,11 +17,12 @@ from planner.job import Bucket, Job, Machine, Strategy, ValidationShape
 from planner.layout import lay_out
 from planner.library import facts
 from planner.plan import Estimate, Plan, plan_from_toml, plan_to_toml
+from planner.question import Question
 from planner.rules import check, resolve
 from planner.run import Run
 from planner.screen import Screen, allocated_peak
 from planner.shapes import grid, job_for
-from planner.suggest import Question, Search
+from planner.suggest import Search
 from planner.units import GIB, MIB
 from planner.wishes import relaxed
 

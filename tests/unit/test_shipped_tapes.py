@@ -6,7 +6,7 @@ import pytest
 
 from planner import catalog
 from planner.library import tape
-from planner.tape import Program
+from planner.program import Program
 from planner.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, StepVariant, methods
 
 UNRECORDED = {"wan2.1-vace-14b", "wan2.2-animate-14b"}

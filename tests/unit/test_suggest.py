@@ -14,10 +14,11 @@ from planner.facts import ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Plan, plan_from_toml, plan_to_toml
+from planner.question import Question, Suggestion
 from planner.rules import resolve
 from planner.screen import Screen
 from planner.space import naive
-from planner.suggest import Question, Search, Suggestion
+from planner.suggest import Search
 from planner.units import GIB
 from planner.wishes import PREFERRED, frames, largest, relaxed
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import VplanError
+from planner.program import Program, template_of
 from planner.replay import CachingAllocator
-from planner.tape import FORMAT, Monomial, Program, Tape, parse_tape, read_tape, template_of
+from planner.tape import FORMAT, Monomial, Tape, parse_tape, read_tape
 
 GRID = {"B": 2, "F": 3, "H": 5, "W": 7, "T": 11, "R": 13}
 WEIGHT, GRADIENT, ACTIVATION, TEMPORARY = 0, 1, 4, 5

@@ -1,0 +1,311 @@
+"""A tape laid out at full depth: numbered buffers, allocated and freed in the order the real step does it.
+
+A Program holds the buffers of all stages of a run; a Stage is one piece of a tape (load, step, optimizer), block by
+block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from planner.tape import CATEGORIES, HEAD, KERNELS, TAIL, Growing, Monomial, Tape
+
+Block = tuple[str, int]
+"""(module list, index)"""
+
+
+class Moment(NamedTuple):
+    """Where in the run a stretch of events belongs."""
+
+    piece: str
+    passes: str
+    module_list: str
+    """"" outside the repeated blocks"""
+
+    block: int
+
+
+@dataclass
+class Stage:
+    """One piece at full depth: stretches of events, each with its moment.
+
+    An event >= 0 allocates that buffer, < 0 frees ``~event``. A buffer may be made again in a later round of the stage.
+    Copies of a stage share their lists of events, so a stretch is never changed in place, only put in another's place.
+    """
+
+    name: str
+    stretches: list[tuple[Moment, list[int]]]
+
+    @property
+    def ops(self) -> list[int]:
+        """All events in order."""
+        return list(itertools.chain.from_iterable(events for _, events in self.stretches))
+
+    def copy(self) -> Stage:
+        """One whose stretches can be put in others' places."""
+        return Stage(self.name, self.stretches.copy())
+
+    def moment(self, index: int) -> Moment:
+        """The moment of the index-th event."""
+        for moment, events in self.stretches:
+            if index < len(events):
+                return moment
+            index -= len(events)
+        raise IndexError(index)
+
+
+@dataclass
+class Program:
+    """Numbered buffers, and stages that allocate and free them in the order a real run does."""
+
+    buffers: list[int] = field(default_factory=list)
+    """Per buffer: index into ``sizes``."""
+
+    category: list[str] = field(default_factory=list)
+    """Per buffer: one of CATEGORIES, or of what strategies add (residents, buckets)."""
+
+    op: list[str] = field(default_factory=list)
+    """Per buffer: the operator that made it."""
+
+    kernel: dict[int, str] = field(default_factory=dict)
+    """Buffer -> the attention kernel without which it is not there, of those that depend on one."""
+
+    sizes: list[tuple[Tape, Monomial] | int] = field(default_factory=list)
+    """Symbolic sizes of the tapes, and plain bytes."""
+
+    named: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Category -> full name -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
+
+    def bytes_of(self, grid: Mapping[str, int]) -> list[int]:
+        """The size of every buffer at a shape."""
+        values: dict[int, list[int]] = {}
+        table = []
+        for size in self.sizes:
+            if isinstance(size, int):
+                table.append(size)
+            else:
+                tape, monomial = size
+                if id(tape) not in values:
+                    values[id(tape)] = tape.values(grid)
+                table.append(monomial.value(values[id(tape)]))
+        return [table[index] for index in self.buffers]
+
+    def buffer(self, nbytes: int, category: str, op: str) -> int:
+        """A new buffer of plain bytes; returns its number."""
+        self.sizes.append(nbytes)
+        self.buffers.append(len(self.sizes) - 1)
+        self.category.append(category)
+        self.op.append(op)
+        return len(self.buffers) - 1
+
+    def copy(self) -> Program:
+        """One to add to and to resize in."""
+        named = {kind: buffers.copy() for kind, buffers in self.named.items()}
+        parts = self.buffers.copy(), self.category.copy(), self.op.copy(), self.kernel.copy(), self.sizes.copy()
+        return Program(*parts, named)
+
+    def resize(self, buffer: int, nbytes: int) -> None:
+        """Gives a buffer another size, the same at every shape."""
+        self.sizes.append(nbytes)
+        self.buffers[buffer] = len(self.sizes) - 1
+
+    def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None) -> Stage:
+        """Lays a piece (load, step, optimizer_first, optimizer, denoise, encode or decode) out.
+
+        ``counts``: blocks per run, else the full model's. ``part``: of something beside the model, at its own shape.
+        """
+        first_size = len(self.sizes)
+        values = tape.values(part.grid) if part else []
+        for size in tape.sizes:
+            if isinstance(size, Growing):
+                self.sizes.append(0)  # one for each block, see _Piece._size
+            else:
+                self.sizes.append(size.value(values) * part.batch if part else (tape, size))
+        counted = list(counts or [run.count for run in tape.runs])
+        return _Piece(self, tape, first_size, counted, part).play(piece)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something beside the model (a VAE, a text encoder) whose tape is unfolded at a shape of its own."""
+
+    name: str
+    """keeps its tensors apart from the model's in ``Program.named``"""
+
+    grid: Mapping[str, int]
+    batch: int = 1
+    """how many of what was recorded run side by side: every size is multiplied"""
+
+    def __hash__(self) -> int:
+        return hash((self.name, *self.grid.items(), self.batch))
+
+
+class _Pattern(NamedTuple):
+    """A template as it is laid out block by block; what it allocates is numbered by position.
+
+    On a tape events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position]
+    for a free, or [-1, category, mode, run, block, name] for the free of what another piece made.
+    """
+
+    sizes: list[int]
+    categories: list[str]
+    ops: list[str]
+    events: list[tuple[int, int]]
+    """(-1, position) allocates, (index into ``bases``, position) frees"""
+    bases: list[tuple[int, int, int]]
+    """(item, mode, block) of what is freed"""
+    named: list[tuple[int, int, int, list[int]]]
+    """(which event, position or -1 for a free, category, owner)"""
+    kernels: list[tuple[int, str]]
+    growing: list[tuple[int, int]]
+    """(position, size)"""
+
+    @classmethod
+    def of(cls, events: list[list[int]], tape: Tape, beside: bool) -> _Pattern:
+        """``beside``: whether it is of something beside the model, whose weights count as residents."""
+        found = cls([], [], [], [], [], [], [], [])
+        bases: dict[tuple[int, int, int], int] = {}
+        for at, event in enumerate(events):
+            position = len(found.sizes)
+            if len(event) == 4:
+                item, mode, block, freed = event
+                found.events.append((bases.setdefault((item, mode, block), len(bases)), freed))
+            elif len(event) == 6:
+                found.events.append((-1, 0))
+                found.named.append((at, -1, event[1], event[2:]))
+            else:
+                size, category, op, kernel, is_named = event[:5]
+                if isinstance(tape.sizes[size], Growing):
+                    found.growing.append((position, size))
+                if kernel:
+                    found.kernels.append((position, KERNELS[kernel]))
+                if is_named:
+                    found.named.append((at, position, category, event[5:]))
+                found.sizes.append(size)
+                found.categories.append("residents" if beside and category == 0 else CATEGORIES[category])
+                found.ops.append(tape.ops[op])
+                found.events.append((-1, position))
+        found.bases.extend(bases)
+        return found
+
+
+class _Piece:
+    """One piece being laid out."""
+
+    def __init__(self, program: Program, tape: Tape, first_size: int, counts: list[int], part: Part | None) -> None:
+        self.program = program
+        self.tape = tape
+        self.first_size = first_size
+        self.counts = counts
+        self.part = part
+        self.items: list[dict[str, Any]] = []
+        self.made: list[dict[int, int]] = []
+        """Per item: block -> number of its first buffer."""
+
+        self.again: dict[int, int] = {}
+        """Buffer -> the one of its name that an earlier piece made: a weight that was cast away and stored anew."""
+
+    def play(self, piece: str) -> Stage:
+        stage = Stage(piece, [])
+        self.items = self.tape.pieces[piece]
+        for item in self.items:
+            bases: dict[int, int] = {}
+            self.made.append(bases)
+            run = None if item["run"] is None else self.tape.runs[item["run"]]
+            for block, template in self._blocks(item):
+                bases[block] = len(self.program.buffers)
+                moment = Moment(piece, item["pass"], run.module_list if run else "", run.start + block if run else -1)
+                stage.stretches.append((moment, self._events(template, block)))
+        return stage
+
+    def _blocks(self, item: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+        templates, run = item["templates"], item["run"]
+        if run is None:
+            return [(-1, templates[0])]
+        count = self.counts[run]
+        if not item.get("step"):
+            return [(item["block"] % count, templates[0])]
+        order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
+        return [(block, templates[kept_template(item, block, count)]) for block in order]
+
+    def _events(self, template: dict[str, Any], block: int) -> list[int]:
+        program, pattern = self.program, self._pattern(template)
+        first = len(program.buffers)
+        program.buffers += [self.first_size + size for size in pattern.sizes]
+        program.category += pattern.categories
+        program.op += pattern.ops
+        for position, kernel in pattern.kernels:
+            program.kernel[first + position] = kernel
+        for position, size in pattern.growing:
+            program.buffers[first + position] = self._grown(size, block)
+        bases = [
+            self.made[item][self._target(mode, to, self.items[item]["run"], block)] for item, mode, to in pattern.bases
+        ]
+        events = [first + position if base < 0 else ~(bases[base] + position) for base, position in pattern.events]
+        for at, position, category, owner in pattern.named:
+            key, name = self._kind(category), self._name(owner, block)
+            if position < 0:
+                events[at] = ~program.named[key][name]
+            elif key == "weight" and name in program.named.get(key, ()):
+                self.again[first + position] = program.named[key][name]
+            else:
+                program.named.setdefault(key, {})[name] = first + position
+        if self.again:
+            again = self.again
+            events = [again.get(event, event) if event >= 0 else ~again.get(~event, ~event) for event in events]
+        return events
+
+    def _pattern(self, template: dict[str, Any]) -> _Pattern:
+        """The template, taken apart once."""
+        key = (id(template), self.part is not None)
+        if key not in self.tape.patterns:
+            self.tape.patterns[key] = _Pattern.of(template["events"], self.tape, self.part is not None)
+        found: _Pattern = self.tape.patterns[key]
+        return found
+
+    def _kind(self, index: int) -> str:
+        return f"{CATEGORIES[index]} of {self.part.name}" if self.part else CATEGORIES[index]
+
+    def _grown(self, index: int, block: int) -> int:
+        size = self.tape.sizes[index]
+        assert self.part and isinstance(size, Growing), "only the chunks of a VAE grow"
+        self.program.sizes.append(size.value(self.tape.values(self.part.grid), block) * self.part.batch)
+        return len(self.program.sizes) - 1
+
+    def _name(self, owner: list[int], block: int) -> str:
+        mode, number, target, name = owner
+        if number < 0:
+            return self.tape.names[name]
+        run = self.tape.runs[number]
+        return f"{run.module_list}.{run.start + self._target(mode, target, number, block)}.{self.tape.names[name]}"
+
+    def _target(self, mode: int, target: int, run: int | None, block: int) -> int:
+        """The block an address means. Mode 0: none; 1: relative to this block; 2: from the first; 3: from the last."""
+        if mode == 0 or run is None:
+            return -1
+        return block + target if mode == 1 else target % self.counts[run]
+
+
+def kept_template(item: Mapping[str, Any], block: int, count: int) -> int:
+    """Which template of a sweep a block of a run of ``count`` uses.
+
+    A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
+    """
+    if "order" in item:
+        assert len(item["order"]) == count, "a sweep over unlike blocks has one depth"
+        return int(item["order"][block])
+    return template_of(block, count, len(item["templates"]))
+
+
+def template_of(block: int, count: int, kept: int) -> int:
+    """Which kept template a block of a sweep uses: one of the first, a middle, or one of the last two."""
+    if count == kept:
+        return block
+    head = kept - 1 - TAIL
+    assert head >= HEAD and count >= head + TAIL, (kept, count)
+    if block < head:
+        return block
+    return block - count + kept if block >= count - TAIL else head
