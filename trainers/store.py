@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from planner.checkpoints import sync
 from planner.errors import VplanError, quoted
 
 STALE_SECONDS = 3600.0
@@ -67,7 +68,7 @@ class Store:
             except OSError:
                 aside.unlink(missing_ok=True)
                 raise
-            _sync_folder(path.parent)
+            sync(path.parent)
         return len(data)
 
     def drop_turns(self, key: str, turns: int) -> None:
@@ -142,14 +143,3 @@ def told(folder: Path) -> Iterator[None]:
         fault = "the disk is full" if error.errno in NO_ROOM else str(error.strerror)
         fix = "free some space, or name another folder; what is cached so far stays and is used again"
         raise VplanError(f"cannot write to the cache {folder}: {fault}", fix, exit_code=4) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename last; Windows has no such thing, and needs none."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
