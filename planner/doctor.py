@@ -24,7 +24,7 @@ import pynvml
 
 import profiles
 import vplan
-from planner import catalog, home
+from planner import catalog, home, monitor
 from planner.errors import VplanError
 from planner.units import GIB
 
@@ -138,10 +138,7 @@ def _known_as(name: str, total_bytes: int | None, ecc: bool | None) -> str | Non
 
 def _processes(handle: Any) -> list[Facts]:
     """Who holds memory of a card, as far as it can be seen from here: containers and Windows hide some of it."""
-    found: dict[int, int | None] = {}
-    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        for process in _ask(ask, handle) or ():
-            found[process.pid] = process.usedGpuMemory
+    found: dict[int, int | None] = _ask(monitor.processes, handle) or {}
     return [{"pid": pid, "name": _process_name(pid), "used_bytes": used} for pid, used in sorted(found.items())]
 
 
