@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from planner import catalog, checkpoints, doctor, launch
-from planner.applied import settled
+from planner import catalog, checkpoints, doctor, launch, preflight
 from planner.commands import USAGE
 from planner.commands.common import DONE, Verb, examples, json_option, show
 from planner.commands.request import Asked, request_options
@@ -95,7 +94,7 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
         found = _plan(asked, place)
-        plan = settled(found, trained=True).replace(ladder=found.ladder)
+        plan = preflight.ready(found)
         stack.close()
         return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json)
 
@@ -123,7 +122,7 @@ def _plan(asked: Asked, output: Path) -> Plan:
         request = asked.settle()
         plan = Plan(job=request.job, strategy=request.strategy, machine=request.machine, trainer=asked.trainer)
         if not asked.typed:
-            plan = plan.replace(ladder=asked.plan.ladder)
+            plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
         write_plan(plan, kept)
         return plan
     if asked.model is None:
@@ -196,9 +195,13 @@ class _Train:
         """Checks, prepares, trains, and says how it ended."""
         entries = self._entries()
         launch.check_installed(self.plan, self.said["log_with"])
-        estimate, warnings = launch.preflight(self.plan, self.device)
-        for warning in warnings:
-            self._note(f"warning: {warning}")
+        asked = preflight.Asked(device=self.device, output=self.output, keep=self.said["keep"])
+        report = preflight.preflight(self.plan, asked)
+        report.raise_fault()
+        for one in report.checks:
+            if one.level == "warning":
+                self._note(f"warning: {one.what}")
+        estimate = report.estimate
         resume = self._resume()
         if self.nodes.rank > 0:
             self._wait_for(entries)
