@@ -5,9 +5,11 @@ all they started are gone when `run` returns, also when it ends by an error or a
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -81,6 +83,7 @@ class Nodes(NamedTuple):
     rank: int = 0
     address: str | None = None
     """of the first one"""
+    port: int = PORT
 
 
 class Outcome(NamedTuple):
@@ -109,7 +112,7 @@ def command(plan: Plan, folder: Path, nodes: Nodes) -> list[str]:
     launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(machine.gpus)]
     if machine.nodes == 1:
         return [*launcher, "--standalone", *worker[1:]]
-    where = ["--master-addr", nodes.address or "127.0.0.1", "--master-port", str(PORT)]
+    where = ["--master-addr", nodes.address or "127.0.0.1", "--master-port", str(nodes.port)]
     return [*launcher, "--nnodes", str(machine.nodes), "--node-rank", str(nodes.rank), *where, *worker[1:]]
 
 
@@ -126,6 +129,22 @@ def run(request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
     """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
     folder = write_request(run_folder(Path(request.output), nodes), request)
     return _run(command(request.plan, folder, nodes), folder, request.device, tick)
+
+
+@contextlib.contextmanager
+def locked(output: Path, node: int = 0) -> Iterator[None]:
+    """Keeps a second run out of an output folder, which the nodes of one run share; however we end, it is let go."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (output / f".lock-{node}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise VplanError(f"another run is writing into {output}", "name another --output, or wait") from None
+        yield
 
 
 def run_folder(output: Path, nodes: Nodes) -> Path:

@@ -129,7 +129,7 @@ def test_a_plan_that_does_not_fit_is_not_begun(place: runs.Place, tmp_path: Path
 
 
 def test_a_second_run_in_the_same_folder_is_refused(place: runs.Place, tmp_path: Path) -> None:
-    from planner.commands.train import locked
+    from planner.launch import locked
 
     with locked(tmp_path):
         done = run(place, tmp_path)
