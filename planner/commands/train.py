@@ -15,6 +15,7 @@ import click
 from planner import catalog, checkpoints, doctor, launch, preflight
 from planner.checks import FAILED
 from planner.commands import USAGE
+from planner.commands.batch import write_script
 from planner.commands.common import DONE, Verb, examples, json_option, show
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
@@ -40,6 +41,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
         "vplan train plan.toml --data clips --output run --weights Wan2.1-T2V-1.3B",
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
+        "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh && sbatch job.sh",
     ),
 )
 @request_options(searched=True)
@@ -77,6 +79,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     "--main-port", type=click.IntRange(1, 65_535), default=launch.PORT, metavar="N", help="A free port there."
 )
 @click.option("--print-command", is_flag=True, help="Do all but start the ranks; print how to.")
+@click.option("--slurm", metavar="FILE", help="Train nothing: write a batch script that does, for sbatch.")
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
 )
@@ -173,7 +176,7 @@ class _Train:
         machine = plan.machine
         if self.nodes.rank >= machine.nodes:
             raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
-        if machine.nodes > 1 and not self.nodes.address:
+        if machine.nodes > 1 and not self.nodes.address and not said["slurm"]:
             raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
         profile = catalog.model(plan.job.model)
         if said["weights"] is None and not profile.is_own:
@@ -182,6 +185,8 @@ class _Train:
 
     def run(self, as_json: bool) -> int:
         """Checks, prepares, trains, and says how it ended."""
+        if self.said["slurm"]:
+            return write_script(Path(self.said["slurm"]).expanduser(), self.plan, self.output, as_json)
         entries = self._entries()
         launch.check_installed(self.plan, self.said["log_with"])
         asked = preflight.Asked(device=self.device, output=self.output, keep=self.said["keep"])
