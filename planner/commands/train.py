@@ -72,7 +72,12 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
 )
 @click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
-@click.option("--log-with", metavar="NAME", help="Also tell one of accelerate's trackers: tensorboard, wandb.")
+@click.option(
+    "--log-with",
+    type=click.Choice(launch.TRACKERS),
+    metavar="NAME",
+    help="Also tell one of accelerate's trackers: tensorboard, wandb, ...",
+)
 @click.option("--node-rank", type=click.IntRange(0), default=0, metavar="N", help="This computer's number, from 0.")
 @click.option("--main-address", metavar="HOST", help="The first computer's address, where there are --nodes.")
 @click.option(

@@ -141,3 +141,12 @@ def test_the_launchers_words_name_the_others() -> None:
     said = " ".join(words)
     assert "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29777" in said
     assert words[-4:] == [*vplan.command("worker", "train", "/run")[1:]]
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launch.importlib.util.find_spec
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == "comet_ml" else found(name))
+    launch.check_installed(PLAN, None)
+    with pytest.raises(VplanError, match="--log-with comet_ml needs comet-ml") as refused:
+        launch.check_installed(PLAN, "comet_ml")
+    assert refused.value.fix == "install it: pip install comet-ml"
