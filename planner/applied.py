@@ -59,8 +59,6 @@ EVERY_VALUE = frozenset({
 
 TRAINED: dict[str, tuple[object, ...]] = {
     **{field: applied for field, applied in VALUES.items() if field != "gradient_accumulation"},
-    # CAME and Muon have no checkpoint yet.
-    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
     "offload_optimizer": ("none", "cpu"),
     "offload_params": ("none", "cpu"),

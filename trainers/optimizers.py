@@ -44,6 +44,20 @@ class MuonAndAdamW:
             optimizer.zero_grad(set_to_none)
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of both: what a learning rate is written into."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, Muon's first."""
+        return {"both": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        for optimizer, kept in zip(self.optimizers, state["both"], strict=True):
+            take_up(optimizer, kept)
+
+    @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
         """The states of all parameters, as one optimizer has them."""
         return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
@@ -79,7 +93,7 @@ class SteppedInBackward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
         for optimizer, kept in zip(self.optimizers.values(), state["each"], strict=True):
-            optimizer.load_state_dict(kept)
+            take_up(optimizer, kept)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -132,7 +146,7 @@ class OverMasters:
         for master, kept in zip(self.masters.values(), state["masters"], strict=True):
             if kept is not None:
                 master.copy_(kept)
-        self.optimizer.load_state_dict(state["over_masters"])
+        take_up(self.optimizer, state["over_masters"])
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -141,6 +155,24 @@ class OverMasters:
 
 
 Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMasters
+
+
+def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
+    """Gives an optimizer a state it has kept, each tensor in the format it was kept in.
+
+    ``torch.optim.Optimizer.load_state_dict`` casts states to the parameters' format, and Adafactor and CAME keep those
+    of 16-bit weights in fp32. bitsandbytes keeps its own apart from the rest, and never casts them.
+    """
+    optimizer.load_state_dict(kept)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in kept["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter]
+        for name, was in kept["state"].get(number, {}).items():
+            if isinstance(was, torch.Tensor) and was.dtype != state[name].dtype:
+                state[name] = was.to(state[name].device)
 
 
 def make_optimizer(trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4) -> Optimizer:

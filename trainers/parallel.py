@@ -24,7 +24,7 @@ from planner.zero import DEEPSPEED, Settings
 from trainers import step
 from trainers.engines import deepspeed_config, shard
 from trainers.families import family
-from trainers.optimizers import make_optimizer
+from trainers.optimizers import make_optimizer, take_up
 
 LOCAL, SHAPE, DIM = "local", "whole shape", "split along"
 """A share of a tensor in a state."""
@@ -54,7 +54,7 @@ class Alone(step.Engine):
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes up what `state` gave on the same rank of as many."""
         assert self.trainee.optimizer is not None
-        self.trainee.optimizer.load_state_dict(state)
+        take_up(self.trainee.optimizer, state)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Where learning rates are written."""

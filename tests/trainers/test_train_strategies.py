@@ -132,18 +132,29 @@ def test_a_step_inside_backward_leaves_no_gradient_behind(place: runs.Place, tmp
 
 @pytest.mark.parametrize(
     ("optimizer", "states"),
-    [("adamw", 8), ("adamw-8bit", None), ("adamw-8bit-paged", None), ("lion", 4), ("prodigy", 16), ("adafactor", None)],
+    [
+        ("adamw", 8),
+        ("adamw-8bit", None),
+        ("adamw-8bit-paged", None),
+        ("lion", 4),
+        ("prodigy", 16),
+        ("adafactor", None),
+        ("came", None),
+        ("muon", None),
+    ],
 )
 def test_optimizers_hold_what_they_should_and_learn(
     place: runs.Place, tmp_path: Path, optimizer: str, states: int | None
 ) -> None:
     """Bytes of state a trained element: two fp32 moments, one, four; 8 bits hold less where tensors are large enough
-    (4,096 elements), factored ones always."""
+    (4,096 elements), factored ones always. CAME has one moment and two factored, Muon one of what is a matrix."""
     found = held(place, tmp_path, {"optimizer": optimizer}, method="full")
     if states is not None:
         assert found.states == states * found.trained
     elif optimizer == "adafactor":
         assert found.states < 2 * found.trained
+    elif optimizer in ("came", "muon"):
+        assert 4 * found.trained < found.states < 6 * found.trained
     else:
         assert found.states <= 8 * found.trained
     plain = losses(place, tmp_path / "plain", {})
