@@ -31,7 +31,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "validation_mode": ("off",),
     "group_offload": ("none",),
     "attention": ("sdpa",),
-    "compile": ("none",),
+    "compile": ("none", "blocks"),
     "context_parallel": (1,),
     "inactive_expert": ("absent",),
 }
@@ -113,10 +113,22 @@ def _neither(
     weights = strategy.weights(job.method)
     if strategy.swap_blocks and weights in QUANTISED:
         yield f"swap_blocks of weights in {weights}", "write swap_blocks = 0, or weights_dtype = bf16"
+    yield from _compiled(strategy, weights)
     for field, applied in values.items():
         value = getattr(strategy, field)
         if value not in applied:
             yield f"{field} {value}", f"write {field} = {' or '.join(map(str, applied))}"
+
+
+def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
+    """What torch.compile cannot take in. Compiled as a whole, a model would leave no place between its blocks where
+    checkpoints, swap and FSDP2 do their work."""
+    if strategy.compile == "full":
+        yield "compile full", "write compile = blocks, which leaves room between them for checkpoints and swap"
+    if strategy.compile == "blocks" and weights == "fp8":  # a traced layer multiplies by what was cast back already
+        yield "compile of weights in fp8, which are cast as each layer runs,", "write weights_dtype = int8 or bf16"
+    if strategy.compile == "blocks" and strategy.sharding == "zero-3":
+        yield "compile under zero-3, which gathers weights inside the blocks,", "use --sharding fsdp, or --compile none"
 
 
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:

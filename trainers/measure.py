@@ -146,6 +146,7 @@ def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
     with meter.phase("load"):
         model = step.build_model(wanted.profile, wanted.job, strategy)
         step.place(model, wanted.profile, strategy, meter.device, randomise)
+        step.compile_blocks(model, wanted.profile, strategy)
         trainee = step.Trainee(model, step.trainable_parameters(model))
         trainee.optimizer = make_optimizer(trainee.trainable, strategy)
     with meter.phase("first_step"):

@@ -172,6 +172,7 @@ def set_up(
     if strategy.sharding == "fsdp":
         device = next(model.parameters()).device.type
         shard(model, profile, job, strategy, init_device_mesh(device, (dist.get_world_size(),)))
+    step.compile_blocks(model, profile, strategy)
     trainable = step.trainable_parameters(model)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
     engine: Alone

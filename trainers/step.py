@@ -167,6 +167,32 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]
 
 
+COMPILER = "inductor"
+"""The backend of torch.compile."""
+
+
+def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> None:
+    """Compiles the forward of each repeated block where the strategy says so; never for a recording.
+
+    Regional compilation, as diffusers' ``compile_repeated_blocks`` (PyTorch recipe "regional_compilation"): alike blocks
+    share what is compiled. Forward alone, so that what is around a block (checkpointing, swap, FSDP2's gathering) stays
+    as it is. A block that torch would give up compiling, and run as it is from then on, ends the run instead.
+    """
+    if strategy.compile == "none":
+        return
+    assert strategy.compile == "blocks", strategy.compile
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for block in compiled_blocks(model, profile):
+        block.forward = torch.compile(block.forward, backend=COMPILER)
+
+
+def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
+    """The blocks that are alike: of a UNet, whose stages differ, the transformer blocks in them."""
+    if profile.family == "unet":
+        return [module for module in model.modules() if type(module).__name__ in model._repeated_blocks]
+    return [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]
+
+
 Fill = Callable[[str, torch.Tensor], None]
 """Gives a weight, by its full name and just allocated, its values."""
 

@@ -270,7 +270,8 @@ def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: 
 @pytest.mark.parametrize(
     ("model", "strategy", "named"),
     [
-        ("wan2.1-t2v-1.3b", {"compile": "blocks"}, "compile blocks"),
+        ("wan2.1-t2v-1.3b", {"compile": "full"}, "compile full"),
+        ("wan2.1-t2v-1.3b", {"compile": "blocks", "weights_dtype": "fp8"}, "compile of weights in fp8"),
         ("wan2.1-t2v-1.3b", {"autocast": "fp16"}, "fp16"),
         ("wan2.1-t2v-1.3b", {"offload_optimizer": "cpu"}, "optimizer in host RAM"),
         ("wan2.1-t2v-1.3b", {"validation_mode": "on"}, "validation_mode on"),

@@ -1,6 +1,6 @@
 """Each strategy that training applies changes what it should (bytes held) and nothing else (losses of the plain run).
 
-Two ranks are in tests/contract; swapped and compiled blocks are not applied yet and refused (test_train.py).
+Two ranks are in tests/contract, swapped blocks in test_swap.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from planner import catalog  # noqa: E402
 from planner.launch import Request  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers import step  # noqa: E402
@@ -87,6 +88,27 @@ def test_checkpointing_keeps_less_and_learns_the_same(
     plain = losses(place, tmp_path / "plain", {}, method=method)
     assert losses(place, tmp_path / "changed", strategy, method=method) == plain
     assert held(place, tmp_path, strategy, method=method).saved < held(place, tmp_path, {}, method=method).saved
+
+
+def test_compiled_blocks_learn_the_same(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and not translated, which would take half a minute: inductor itself rounds as it likes."""
+    strategy = {"gradient_checkpointing": "full", "swap_blocks": 1}
+    plain = losses(place, tmp_path / "plain", strategy)
+    monkeypatch.setattr(step, "COMPILER", "eager")
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    assert losses(place, tmp_path / "compiled", {**strategy, "compile": "blocks"}) == pytest.approx(plain, abs=1e-6)
+    assert counted["stats"]["unique_graphs"] >= 1 and not counted["graph_break"]
+
+
+def test_blocks_are_compiled_and_nothing_else(place: runs.Place) -> None:
+    """A model as it is recorded is never compiled."""
+    profile = catalog.model(place.model)
+    plan = place.plan({"compile": "blocks"})
+    model = step.build_model(profile, plan.job.replace(lora_targets=profile.lora.targets), plan.strategy)
+    assert not any("forward" in vars(module) for module in model.modules())
+    step.compile_blocks(model, profile, plan.strategy)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["blocks.0", "blocks.1"]
 
 
 def test_checkpoint_offload_sends_what_blocks_hand_on_to_the_host(
