@@ -138,8 +138,11 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     if strategy.weights(job.method) in QUANTISED and not alone:
         fix = "use --sharding ddp, or --weights-dtype bf16"
         yield f"a base in {strategy.weights(job.method)} under {strategy.sharding}", fix
-    if "fp16" in (strategy.autocast, strategy.weights(job.method)) or _computes_in_fp16(strategy):
-        yield "fp16, whose gradients vanish without loss scaling,", "use bf16"
+    if uses_fp16(job, strategy) and not scales_loss(job, strategy):
+        how = "under " + strategy.sharding if strategy.sharding in SPLIT else "of trained weights that are not fp32"
+        if strategy.optimizer_step == "backward":
+            how = "with the optimizer inside backward, where gradients are scaled,"
+        yield f"fp16 {how}", "use bf16"
     if strategy.offload_optimizer != "none" and alone:
         yield "an optimizer in host RAM outside ZeRO and FSDP", "use --zero-stage 2, or --offload-optimizer none"
     if strategy.sharding.startswith("zero") and strategy.compute_dtype != strategy.weights(job.method):
@@ -151,6 +154,15 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
 
 
-def _computes_in_fp16(strategy: Strategy) -> bool:
-    """Whether DeepSpeed or FSDP2 would run the model in fp16."""
-    return strategy.sharding in SPLIT and strategy.compute_dtype == "fp16"
+def uses_fp16(job: Job, strategy: Strategy) -> bool:
+    """Whether gradients go through fp16, where small ones vanish."""
+    weights = strategy.weights(job.method)
+    computes = strategy.sharding in SPLIT or weights in QUANTISED
+    return "fp16" in (strategy.autocast, weights) or (computes and strategy.compute_dtype == "fp16")
+
+
+def scales_loss(job: Job, strategy: Strategy) -> bool:
+    """Whether the step scales its loss: torch's scaler unscales fp32 gradients, behind backward, on every rank alike."""
+    trained = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
+    behind = strategy.optimizer_step != "backward" and strategy.sharding not in SPLIT
+    return job.method != "sample" and uses_fp16(job, strategy) and trained == "fp32" and behind

@@ -5,6 +5,7 @@ Two ranks are in tests/contract, swapped blocks in test_swap.py.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ torch = pytest.importorskip("torch")
 from planner import catalog  # noqa: E402
 from planner.launch import Request  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers import step  # noqa: E402
+from trainers import scaling, step  # noqa: E402
 from trainers.memory.offload import InputsOnHost  # noqa: E402
 from trainers.train import Training  # noqa: E402
 
@@ -214,6 +215,33 @@ def test_an_average_is_fp32_of_all_that_trains_and_changes_no_loss(
         parameter.numel() for parameter in training.trainee.trainable.values()
     )
     training.loader.close()
+
+
+FP16 = {"autocast": "fp16", "weights_dtype": "fp16"}
+
+
+def test_fp16_learns_what_fp32_learns(place: runs.Place, tmp_path: Path) -> None:
+    assert losses(place, tmp_path / "half", FP16) == pytest.approx(losses(place, tmp_path / "whole", {}), rel=3e-3)
+
+
+def test_a_loss_scaled_too_far_leaves_out_steps_and_counts_them(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first every gradient is infinite, and the weights stay; a resumed run goes on with the scale it had."""
+    made = scaling.LossScaler.__init__
+    monkeypatch.setattr(scaling.LossScaler, "__init__", lambda self, device: made(self, device, init_scale=2.0**24))
+    plan, once, twice = place.plan(FP16), tmp_path / "once", tmp_path / "twice"
+    assert runs.train(place.request(once, plan, steps=STEPS))["outcome"] == "ok"
+    lines = [json.loads(line) for line in (once / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["skipped_steps"] == 1 and lines[0]["loss_scale"] == 2.0**23
+    for request in (
+        place.request(twice, plan, steps=2),
+        place.request(twice, plan, steps=STEPS, resume=str(twice / "checkpoints" / "step-00000002")),
+    ):
+        assert runs.train(request)["outcome"] == "ok"
+    again = [json.loads(line) for line in (twice / "metrics.jsonl").read_text().splitlines()]
+    told = ("loss", "loss_scale", "skipped_steps")
+    assert [[line[name] for name in told] for line in again] == [[line[name] for name in told] for line in lines]
 
 
 @pytest.mark.parametrize("dtype", ["nf4", "fp8", "int8"])
