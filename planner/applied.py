@@ -23,8 +23,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "gradient_accumulation": (1,),
     "ema": ("none",),
     "sharding": ("none",),
-    "offload_optimizer": ("none",),
-    "offload_gradients": ("none",),
+    "offload_optimizer": ("none", "cpu"),
+    "offload_gradients": ("none", "cpu"),
     "offload_params": ("none",),
     "text_encoder": ("cached",),
     "vae": ("cached",),
@@ -60,7 +60,6 @@ EVERY_VALUE = frozenset({
 TRAINED: dict[str, tuple[object, ...]] = {
     **{field: applied for field, applied in VALUES.items() if field != "gradient_accumulation"},
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
-    "offload_optimizer": ("none", "cpu"),
     "offload_params": ("none", "cpu"),
     "ema": ("none", "gpu", "cpu"),
 }
@@ -143,8 +142,6 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         if strategy.optimizer_step == "backward":
             how = "with the optimizer inside backward, where gradients are scaled,"
         yield f"fp16 {how}", "use bf16"
-    if strategy.offload_optimizer != "none" and alone:
-        yield "an optimizer in host RAM outside ZeRO and FSDP", "use --zero-stage 2, or --offload-optimizer none"
     if strategy.sharding.startswith("zero") and strategy.compute_dtype != strategy.weights(job.method):
         fix = "give the two the same format"
         yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
@@ -162,7 +159,7 @@ def uses_fp16(job: Job, strategy: Strategy) -> bool:
 
 
 def scales_loss(job: Job, strategy: Strategy) -> bool:
-    """Whether the step scales its loss: torch's scaler unscales fp32 gradients, behind backward, on every rank alike."""
+    """Whether the step scales its loss: torch's scaler unscales fp32 gradients, behind backward, alike on all ranks."""
     trained = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
     behind = strategy.optimizer_step != "backward" and strategy.sharding not in SPLIT
     return job.method != "sample" and uses_fp16(job, strategy) and trained == "fp32" and behind

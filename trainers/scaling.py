@@ -1,4 +1,4 @@
-"""Loss scaling: gradients that fp16 computes are too small for it, so the loss is made larger and they are made smaller.
+"""Loss scaling: small gradients vanish in fp16, so the loss is made larger first and they are made smaller afterwards.
 
 torch's own (``torch.amp.GradScaler``, arXiv 1710.03740, section 3.2). It takes a few numbers on the GPU and unscales in
 place, so a plan's memory is what it is without it, and recordings leave it out.

@@ -24,7 +24,7 @@ from trainers import draws, families, quantise
 from trainers.families.base import Family
 from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
-from trainers.optimizers import Optimizer, SteppedInBackward
+from trainers.optimizers import OnHost, Optimizer, SteppedInBackward
 from trainers.scaling import LossScaler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,9 +56,11 @@ class Engine:
         assert optimizer is not None
         if isinstance(optimizer, SteppedInBackward):
             return
+        on_host = isinstance(optimizer, OnHost)
+        stepped = optimizer.take_gradients() if on_host else list(trainee.trainable.values())
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM, foreach=True)
+        torch.nn.utils.clip_grad_norm_(stepped, MAX_GRAD_NORM, foreach=not on_host)
         if self.scaler is not None:
             self.scaler.step_unless_infinite(optimizer)
         else:

@@ -170,6 +170,7 @@ def resumed(place: runs.Place, tmp_path: Path, plan: Any) -> tuple[Request, Path
         ({"optimizer": "adamw-8bit-paged"}, {}),
         ({"optimizer": "lion"}, {}),
         ({"optimizer": "prodigy"}, {}),
+        ({"offload_optimizer": "cpu", "offload_gradients": "cpu"}, {}),
         ({"optimizer": "muon"}, {"method": "full"}),
         ({"optimizer": "came", "adapter_dtype": "bf16"}, {}),
         ({"optimizer": "adafactor", "adapter_dtype": "bf16"}, {}),

@@ -18,6 +18,7 @@ from planner.launch import Request  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers import scaling, step  # noqa: E402
 from trainers.memory.offload import InputsOnHost  # noqa: E402
+from trainers.optimizers import OnHost  # noqa: E402
 from trainers.train import Training  # noqa: E402
 
 STEPS = 4
@@ -215,6 +216,32 @@ def test_an_average_is_fp32_of_all_that_trains_and_changes_no_loss(
         parameter.numel() for parameter in training.trainee.trainable.values()
     )
     training.loader.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_gradients": "cpu"}, {"gradient_accumulation": 2}])
+def test_an_optimizer_on_the_host_learns_the_same(place: runs.Place, tmp_path: Path, more: dict[str, Any]) -> None:
+    plain = losses(place, tmp_path / "plain", {**more, "offload_gradients": "none"}, method="full")
+    found = losses(place, tmp_path / "away", {"offload_optimizer": "cpu", **more}, method="full")
+    assert found == pytest.approx(plain, abs=1e-6)
+
+
+def test_an_optimizer_on_the_host_holds_what_the_plan_says(place: runs.Place, tmp_path: Path) -> None:
+    """There a weight, its gradient and two states, in the format they are trained in; of gradients that leave at once
+    nothing is left where the model is."""
+    bf16 = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "offload_optimizer": "cpu", "offload_gradients": "cpu"}
+    training = Training(place.request(tmp_path, place.plan(bf16, method="full"), steps=1), runs.Told())
+    (batch,) = training.loader.batches(0)
+    step.forward(training.trainee, training.kind, batch, training.strategy).backward()
+    training.loader.close()
+    trained, optimizer = training.trainee.trainable.values(), training.trainee.optimizer
+    assert isinstance(optimizer, OnHost) and all(parameter.grad is None for parameter in trained)
+    step.optimizer_step(training.trainee)
+    held = [*optimizer.hosts.values(), *optimizer.gradients.values()]
+    held += [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+    kept_in_fp32 = sum(parameter.numel() for parameter in trained if parameter.dtype == torch.float32)
+    wanted = 8 * sum(parameter.numel() for parameter in trained) + 8 * kept_in_fp32
+    found = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in held}
+    assert sum(found.values()) == wanted
 
 
 FP16 = {"autocast": "fp16", "weights_dtype": "fp16"}
