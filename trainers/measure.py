@@ -25,6 +25,7 @@ from trainers.families import family
 from trainers.families.base import Family
 from trainers.meter import Meter, Told
 from trainers.optimizers import make_optimizer
+from trainers.scaling import loss_scaler
 
 SEED = 0
 SPREAD = 0.02
@@ -146,8 +147,10 @@ def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
     with meter.phase("load"):
         model = step.build_model(wanted.profile, wanted.job, strategy)
         step.place(model, wanted.profile, strategy, meter.device, randomise)
+        step.compile_blocks(model, wanted.profile, strategy)
         trainee = step.Trainee(model, step.trainable_parameters(model))
         trainee.optimizer = make_optimizer(trainee.trainable, strategy)
+        trainee.engine = step.Engine(loss_scaler(wanted.job, strategy, meter.device))
     with meter.phase("first_step"):
         report.tell(first_step_seconds=one_step())
     with meter.phase("step"):
@@ -160,7 +163,7 @@ def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
     with meter.phase("train"):
         batch = kind.batch(wanted.grid, meter.device, dtype)
         loss = step.forward(trainee, kind, batch, strategy)
-        loss.backward()
+        trainee.engine.backward(loss)
     with meter.phase("optimizer"):
         step.optimizer_step(trainee)
     losses.append(_finite(loss.detach()))

@@ -221,7 +221,7 @@ def test_every_field_is_judged() -> None:
             {"swap_blocks": 4, "gradient_checkpointing": "full", "weights_dtype": "fp8"},
             "swap_blocks of weights in fp8 is not applied",
         ),
-        ({"offload_optimizer": "cpu"}, "offload_optimizer cpu is not applied"),
+        ({"ema": "cpu"}, "ema cpu is not applied"),
         ({"sharding": "zero-2", "gpus": 2}, "training on 2 GPUs is not applied"),
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
         ({"weights_dtype": "int4"}, "weights_dtype int4 has no backward"),
