@@ -65,6 +65,8 @@ TRAINED: dict[str, tuple[object, ...]] = {
     "offload_optimizer": ("none", "cpu"),
     "offload_params": ("none", "cpu"),
     "ema": ("none", "gpu", "cpu"),
+    "validation_mode": ("off", "on", "offload"),
+    "group_offload": ("none", "block", "leaf"),
 }
 """The same of `vplan train`, which has a loop around the step, and other processes beside it."""
 
@@ -137,8 +139,25 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
     if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
         yield "offload_optimizer under zero-1", "use --zero-stage 2"
+    if strategy.validation_mode != "off":
+        yield from _not_sampled(profile, job, strategy)
     if profile.experts == 2:
         yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
+
+
+def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """Ways in which samples cannot be made while training.
+
+    Where weights are split all ranks would have to run each sample, and one that ran out of memory would leave the
+    others waiting for it: a sample would end the run.
+    """
+    moves = strategy.validation_mode == "offload" or strategy.group_offload != "none"
+    if strategy.sharding in ("zero-3", "fsdp"):
+        yield f"validation_mode {strategy.validation_mode} under {strategy.sharding}", "use --validation-mode off"
+    if strategy.weights(job.method) == "int8" and moves:
+        yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
+    if profile.experts == 2:
+        yield "a sample of one of two experts, which takes both,", "use --validation-mode off"
 
 
 def _computes_in_fp16(strategy: Strategy) -> bool:
