@@ -62,6 +62,8 @@ TRAINED: dict[str, tuple[object, ...]] = {
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
     "offload_params": ("none", "cpu"),
     "ema": ("none", "gpu", "cpu"),
+    "validation_mode": ("off", "on", "offload"),
+    "group_offload": ("none", "block", "leaf"),
 }
 """The same of `vplan train`, which has a loop around the step, and other processes beside it."""
 
@@ -88,9 +90,7 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 
-def _not_applied(
-    profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine
-) -> Iterator[tuple[str, str]]:
+def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
     if machine.world > 1:
         yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"
@@ -147,6 +147,8 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
     if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
         yield "offload_optimizer under zero-1", "use --zero-stage 2"
+    if strategy.validation_mode != "off":
+        yield from _not_sampled(profile, job, strategy)
     if profile.experts == 2:
         yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
 
@@ -163,3 +165,18 @@ def scales_loss(job: Job, strategy: Strategy) -> bool:
     trained = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
     behind = strategy.optimizer_step != "backward" and strategy.sharding not in SPLIT
     return job.method != "sample" and uses_fp16(job, strategy) and trained == "fp32" and behind
+
+
+def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """Ways in which samples cannot be made while training.
+
+    Where weights are split all ranks would have to run each sample, and one that ran out of memory would leave the
+    others waiting for it: a sample would end the run.
+    """
+    moves = strategy.validation_mode == "offload" or strategy.group_offload != "none"
+    if strategy.sharding in ("zero-3", "fsdp"):
+        yield f"validation_mode {strategy.validation_mode} under {strategy.sharding}", "use --validation-mode off"
+    if strategy.weights(job.method) == "int8" and moves:
+        yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
+    if profile.experts == 2:
+        yield "a sample of one of two experts, which takes both,", "use --validation-mode off"

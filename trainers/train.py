@@ -84,6 +84,7 @@ class Training:
         manifest = self._set_up()
         self.metrics = Metrics(self.output / METRICS, self.done) if self.rank == 0 else None
         self.rate = rates(request)
+        self.samples = self._samples()
         report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
 
     def train(self) -> None:
@@ -92,10 +93,12 @@ class Training:
 
         request = self.request
         try:
+            self._sample(taken_up=True)
             for number in range(self.done, request.steps):
                 self._step(number)
                 if self.done % request.checkpoint_every == 0 or self.done == request.steps:
                     self._save()
+                self._sample()
             self.report.tell(phase="save")
             export.finish(self.output / FINAL, self.profile, self.job, self.engine, self.average)
         finally:
@@ -113,6 +116,27 @@ class Training:
         sampler = loader.Sampler(entries, self.job, plan.machine.world, accumulation, request.seed)
         stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy))
         return loader.Loader(sampler, stacker, self.rank, self.device, request.steps)
+
+    def _samples(self) -> Any:
+        """What makes samples meanwhile, where the plan has some."""
+        from trainers.samples import Samples
+
+        if self.request.validation is None or self.strategy.validation_mode == "off":
+            return None
+        return Samples(self.request, self.profile, self.device, self.rank)
+
+    def _sample(self, *, taken_up: bool = False) -> None:
+        """Makes the samples that are due; where a run is taken up, those that a kill left out."""
+        if self.samples is None or not (self.samples.missing(self.done) if taken_up else self.samples.due(self.done)):
+            return
+
+        def tell(line: dict[str, Any]) -> None:
+            if self.metrics:
+                self.metrics.write({**line, **self.watch.peaks()} if "samples" in line else line)
+
+        self.report.tell(phase="validate")
+        self.samples.make(self.engine.plain, self.done, tell)
+        self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:
         """Model, engine, optimizer and average: as published, or as a checkpoint left them; returns its manifest."""

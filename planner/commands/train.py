@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from planner import catalog, checkpoints, doctor, launch
+from planner import catalog, checkpoints, doctor, launch, validation
 from planner.applied import settled
 from planner.commands import USAGE
 from planner.commands.common import DONE, Verb, examples, json_option, show
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from planner.plan import Estimate
 
 PLAN, ENTRIES, CACHE, FINAL, ASIDE = "plan.toml", "entries.jsonl", "cache", "final", "checkpoints.before"
+VALIDATION = "validation.json"
 SCHEDULES = get_args(launch.Schedule)
 RATES = {"lora": 1e-4, "full": 1e-5}
 """What the published trainers use (diffusers examples/cogvideo, finetrainers examples/training)."""
@@ -40,6 +41,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
         "vplan train plan.toml --data clips --output run --weights Wan2.1-T2V-1.3B",
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
+        "vplan train plan.toml --data clips --output run --validation-mode on --validation-prompt 'a cat runs'",
     ),
 )
 @request_options(searched=True)
@@ -69,6 +71,11 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     metavar="auto|no|DIR",
     help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
 )
+@click.option("--validate-every", type=click.IntRange(1, 10**5), metavar="N", help="Steps.  [default: at the end only]")
+@click.option("--validation-prompt", multiple=True, metavar="TEXT", help="Of a sample; may be repeated.")
+@click.option("--validation-prompts", metavar="FILE", help="The same, one a line.  [default: a caption of the data]")
+@click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
+@click.option("--validation-guidance", type=click.FloatRange(0, 100), metavar="X", help="Guidance scale of a sample.")
 @click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
 @click.option("--log-with", metavar="NAME", help="Also tell one of accelerate's trackers: tensorboard, wandb.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, metavar="N", help="This computer's number, from 0.")
@@ -191,19 +198,23 @@ class _Train:
         if said["weights"] is None and not profile.is_own:
             raise VplanError("no --weights", f"name the folder of {profile.title} as diffusers saves it", USAGE)
         self.weights = said["weights"] or str(own_folder(profile.origin))
+        self.prompts = validation.prompts(plan, said)
 
     def run(self, as_json: bool) -> int:
         """Checks, prepares, trains, and says how it ended."""
         entries = self._entries()
         launch.check_installed(self.plan, self.said["log_with"])
+        self.plan, note = validation.fitted(self.plan)
+        if note:
+            self._note(f"warning: {note}")
         estimate, warnings = launch.preflight(self.plan, self.device)
         for warning in warnings:
             self._note(f"warning: {warning}")
         resume = self._resume()
         if self.nodes.rank > 0:
             self._wait_for(entries)
-        elif not entries.is_file():
-            self._raise_unless_ok(self._prepare(entries))
+        elif not entries.is_file() or not validation.is_listed(self._preparation(entries)):
+            self._raise_unless_ok(launch.prepare(self._preparation(entries), self.output, lambda: None))
         return self._train(entries, resume, estimate, as_json)
 
     def _note(self, text: str) -> None:
@@ -222,16 +233,22 @@ class _Train:
         while not entries.is_file():
             time.sleep(1)
 
-    def _prepare(self, entries: Path) -> launch.Outcome:
-        wanted = launch.Preparation(
+    @property
+    def _listed(self) -> str | None:
+        """File that lists the samples to make; None where none are."""
+        return None if self.plan.strategy.validation_mode == "off" else str(self.output / CACHE / VALIDATION)
+
+    def _preparation(self, entries: Path) -> launch.Preparation:
+        return launch.Preparation(
             plan=self.plan,
             data=str(self.data),
             weights=self.weights,
             entries=str(entries),
             device=self.device,
             skip_bad=self.said["skip_bad"],
+            prompts=self.prompts,
+            validation=self._listed,
         )
-        return launch.prepare(wanted, self.output, lambda: None)
 
     def _resume(self) -> Path | None:
         """The checkpoint to go on from. To begin anew moves the old ones aside; nothing finished is removed."""
@@ -274,6 +291,7 @@ class _Train:
             keep=said["keep"],
             resume=str(resume) if resume else None,
             log_with=said["log_with"],
+            validation=validation.request(self._listed, said),
         )
 
     def _train(self, entries: Path, resume: Path | None, estimate: Estimate | None, as_json: bool) -> int:
@@ -304,6 +322,7 @@ class _Train:
             "loss": last.get("loss"),
             "step_seconds": follower.step_seconds,
             "peak": follower.peaks or None,
+            "samples": follower.samples,
             "notes": self.notes,
         }
         show(answer, as_json, lambda console: _render(console, answer))
@@ -369,3 +388,5 @@ def _render(console: Console, answer: dict[str, Any]) -> None:
     console.print(f"trained to step {answer['steps']}" + ("" if loss is None else f", loss {loss:.4f}"))
     console.print(f"weights: {answer['weights']}")
     console.print(f"checkpoint: {answer['checkpoint']}")
+    for path in answer["samples"]:
+        console.print(f"sample: {path}", soft_wrap=True)
