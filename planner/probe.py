@@ -4,11 +4,10 @@ The process is `trainers/probe.py`. It tells what it knows in one JSON file, rep
 so that one that is killed has still said where it was. It and all it started are gone when `probe` returns.
 """
 
-# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+from __future__ import annotations
+
 import contextlib
-import hashlib
 import importlib.util
-import json
 import shutil
 import statistics
 import tempfile
@@ -24,10 +23,10 @@ import vplan
 from planner import catalog
 from planner.applied import settled
 from planner.errors import VplanError
-from planner.job import Job, Machine, Strategy
+from planner.job import Machine, Strategy
+from planner.measurement import ProbeRow, row_id
 from planner.plan import Environment, Measured, Outcome, Plan
 from planner.process import Ended, read_json, run_worker, write_json
-from planner.record import Record
 
 STEPS = 3
 """Steady steps, after the first step and a warm-up."""
@@ -36,20 +35,6 @@ TIME_LIMIT = 900.0
 REQUEST, RESULT, LOG = "request.json", "result.json", "log.txt"
 """Files in the folder that parent and worker share."""
 COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
-
-
-class ProbeRow(Record):
-    """One measured run of our own, as a line of a file of measurements (DESIGN section 9)."""
-
-    id: str
-    job: Job
-    strategy: Strategy
-    machine: Machine
-    implementation: Literal["vplan"] = "vplan"
-    measured: Measured
-    env: Environment
-    details: dict[str, Any] = {}
-    """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
 
 
 def probe(
@@ -103,19 +88,6 @@ def probe(
         env=_environment(told, command, started),
         details=details,
     )
-
-
-def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
-    """The name of a plan's row: the same for the same job, strategy and machine, whatever else the plan's file says."""
-    plan = settled(plan)
-    said: dict[str, Any] = {
-        part: getattr(plan, part).model_dump(mode="json", exclude_defaults=True)
-        for part in ("job", "strategy", "machine")
-    }
-    if config:
-        said["config"] = dict(config)
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
-    return f"{plan.job.model}-{plan.job.method}-{digest}"
 
 
 def classify(told: str | None, ended: Ended) -> Outcome:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from planner.applied import settled
 from planner.commands import USAGE
 from planner.commands.common import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show, table
 from planner.errors import VplanError
+from planner.measurement import row_id
 from planner.plan import Plan, read_plan
-from planner.probe import STEPS, TIME_LIMIT, probe, row_id
+from planner.probe import STEPS, TIME_LIMIT, probe
 from planner.rows import append_row, rows_by_id
 from planner.units import gib
 
@@ -76,7 +78,7 @@ def command(
         raise VplanError("--record-history is one file, for one plan", "name one plan", USAGE)
     plans = [(path, read_plan(path)) for path in paths]
     # All are checked before the first runs: a slip in the last one should not show after an hour.
-    ids = [row_id(plan) for _, plan in plans]
+    ids = [row_id(settled(plan)) for _, plan in plans]
     known = rows_by_id(output) if output else {}
     rows: list[Row] = []
     for number, ((path, plan), name) in enumerate(zip(plans, ids, strict=True), start=1):

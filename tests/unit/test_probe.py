@@ -26,8 +26,9 @@ from planner.commands import probe as verb
 from planner.errors import VplanError
 from planner.evidence import read_rows
 from planner.job import Job, Machine, Strategy
+from planner.measurement import ProbeRow, row_id
 from planner.plan import Plan, write_plan
-from planner.probe import ProbeRow, classify, measured, probe, row_id
+from planner.probe import classify, measured, probe
 from planner.process import Ended, run_worker, write_json
 from planner.rows import append_row, rows_by_id
 from planner.units import GIB
