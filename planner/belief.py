@@ -107,7 +107,7 @@ class Belief:
 
     def _likelihood(self, each: Seen) -> NDArray[np.float64]:
         estimated, device = each.estimate.peak.device_bytes, each.measured.device_bytes
-        if each.measured.outcome == "oom":
+        if each.measured.outcome == "oom" or each.measured.retries:  # at the edge it needs more than it got
             return 1 - _below((each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL)
         if each.measured.outcome != "ok" or device is None:
             return np.ones_like(RATIOS)

@@ -115,7 +115,7 @@ class SimulatedRunner:
             strategy=strategy,
             machine=plan.machine,
             measured=measured,
-            env=_environment(gpu, self.seed, plan),
+            env=environment(gpu, self.seed, f"vplan tune --runner simulate --seed {self.seed}"),
             runner=self.name,
             requested_bytes=requested,
         )
@@ -349,7 +349,7 @@ def _optimizer_seconds(run: Run, hidden: Hidden) -> float:
     return (3 * gradients + 2 * states) / share / (gpu.bandwidth_gbs * 1e9 * hidden.reached["pointwise"])
 
 
-def _environment(gpu: GpuProfile, seed: int, plan: Plan) -> Environment:
+def environment(gpu: GpuProfile, seed: int, command: str) -> Environment:
     """Where a row comes from: no time of day, so that the same question has the same answer."""
     digest = hashlib.sha256(f"{gpu.name} {seed}".encode()).hexdigest()[:8]
     return Environment(
@@ -358,6 +358,6 @@ def _environment(gpu: GpuProfile, seed: int, plan: Plan) -> Environment:
         torch="simulated",
         diffusers="simulated",
         attention_kernel="simulated",
-        command=f"vplan tune --runner simulate --seed {seed} --model {plan.job.model} --gpu {plan.machine.gpu}",
+        command=command,
         time="1970-01-01T00:00:00+00:00",
     )

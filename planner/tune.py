@@ -228,8 +228,14 @@ class Tuner:
         """Other plans that were proved, the best first, then what is next by estimate with less memory."""
         proved = sorted((each for each in self.seen.values() if each.proved and each is not best), key=self._rank)
         self.search.taken, self.search.chance = set(self.seen), CHANCES[0]
-        others = self.search.runners_up(best.estimate)
+        others = map(self._nearby, self.search.runners_up(best.estimate))
         return (*map(self.answer, proved), *others)[:most]
+
+    def _nearby(self, found: Estimate) -> Estimate:
+        """A plan that was not measured, with its speed as far from the estimate as its neighbour's."""
+        assert self.search.belief is not None
+        seconds = self.search.belief.seconds(found.strategy, found.step_seconds)
+        return found.replace(step_seconds=seconds, step_seconds_high=None, basis="nearby")
 
     def tightest(self) -> Estimate:
         """The plan that needs least, where none is to be proved."""
