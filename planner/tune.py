@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from planner.belief import Belief, Seen
 from planner.errors import VplanError
-from planner.job import Job, Strategy
+from planner.job import SPLIT, Job, Strategy
 from planner.plan import Estimate, Measured
 from planner.question import Question
 from planner.rules import check
@@ -205,6 +205,8 @@ class Tuner:
         for found in self.search.by_speed(best.estimate.job, lossy):
             if not self.question.allow_lossy and loss(found.job, found.strategy) > lost:
                 return None
+            if found.strategy.sharding in SPLIT and best.strategy.sharding not in SPLIT:
+                return None  # speed is no reason to change engines, see `Search.by_speed`; what follows splits as well
             if belief.soonest(found.step_seconds) * WORTH_A_PROBE > seconds:
                 return None
             if belief.seconds(found.strategy, found.step_seconds) * WORTH_A_PROBE <= seconds:
