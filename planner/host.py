@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner import experts, nvme
+from planner.beside import STORED
 from planner.groups import host_sizes
 from planner.job import Machine
 from planner.master import master_bytes
-from planner.phases import STORED, caching, encoders, weights_on_gpu
+from planner.phases import caching, encoders, weights_on_gpu
 from planner.plan import PhaseName
 from planner.run import Run
 from planner.strategies import ema_bytes

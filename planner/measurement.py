@@ -30,6 +30,8 @@ class ProbeRow(Record):
     env: Environment
     runner: str = "real"
     """`real`, or `simulate`: such rows say nothing about any GPU"""
+    planned_gpu: str | None = None
+    """the card or class that the plan is for, where it says another than `machine`"""
     capped_bytes: Bytes | None = None
     """the device bytes this process could have, where that is less than the card gives"""
     requested_bytes: Bytes | None = None

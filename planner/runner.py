@@ -27,15 +27,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RealRunner:
-    """Measures in a fresh process on this machine, see `planner.probe.probe`."""
+    """Measures in fresh processes on this machine; the fields are those of `planner.probe.probe`."""
 
     device: Literal["cuda", "cpu"] = "cuda"
+    weights: str | Path | None = None
     config: Mapping[str, Any] | None = None
-    """replaces keys of the model's published architecture, to shrink it"""
     history: str | Path | None = None
-    """file for the allocator's every event"""
     command: str = "vplan probe"
-    """what the row says was typed"""
 
     @property
     def name(self) -> str:
@@ -49,6 +47,7 @@ class RealRunner:
             steps=steps,
             time_limit=time_limit,
             device=self.device,
+            weights=self.weights,
             config=self.config,
             history=self.history,
             command=self.command,
