@@ -67,11 +67,14 @@ TRAINED: dict[str, tuple[object, ...]] = {
 }
 """The same of `vplan train`, which has a loop around the step, and other processes beside it."""
 
+PROBED: dict[str, tuple[object, ...]] = {**TRAINED, "optimizer": VALUES["optimizer"]}
+"""The same of a probe, which sets up what training does and keeps nothing."""
+
 
 def settled(plan: Plan, *, trained: bool = False) -> Plan:
     """The plan's three records with open fields filled in, or a VplanError for what contradicts or is not applied.
 
-    `trained`: by `vplan train`; else by a probe, which is one process and a few single steps.
+    `trained`: by `vplan train`; else by a probe, which is a few steps on one computer.
     """
     strategy = resolve(plan.job, plan.strategy, plan.machine)
     profile = catalog.model(plan.job.model)
@@ -92,9 +95,10 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
 
 def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
-    if machine.world > 1:
-        yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"
-    yield from _neither(profile, job, strategy, VALUES)
+    if machine.nodes > 1:
+        yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
+    yield from _neither(profile, job, strategy, PROBED)
+    yield from _not_set_up(job, strategy)
 
 
 def _neither(
@@ -133,6 +137,15 @@ def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What training asks for beside the step's own switches."""
     yield from _neither(profile, job, strategy, TRAINED)
+    yield from _not_set_up(job, strategy)
+    if strategy.validation_mode != "off":
+        yield from _not_sampled(profile, job, strategy)
+    if profile.experts == 2:
+        yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
+
+
+def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """What the engines behind sharding are not set up for."""
     alone = strategy.sharding in ("none", "ddp")
     if strategy.weights(job.method) in QUANTISED and not alone:
         fix = "use --sharding ddp, or --weights-dtype bf16"
@@ -147,10 +160,6 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
     if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
         yield "offload_optimizer under zero-1", "use --zero-stage 2"
-    if strategy.validation_mode != "off":
-        yield from _not_sampled(profile, job, strategy)
-    if profile.experts == 2:
-        yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
 
 
 def uses_fp16(job: Job, strategy: Strategy) -> bool:

@@ -121,9 +121,9 @@ def result_file(rank: int) -> str:
     return f"result-{rank:05d}.json"
 
 
-def command(plan: Plan, folder: Path, nodes: Nodes) -> list[str]:
-    """The command line that starts this computer's ranks on the request in a folder."""
-    worker = vplan.command("worker", "train", str(folder))
+def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list[str]:
+    """The command line that starts this computer's ranks on the request in a folder: `trainers/WORK.py` in each."""
+    worker = vplan.command("worker", work, str(folder))
     machine = plan.machine
     if machine.world == 1 and plan.strategy.sharding == "none":
         return worker

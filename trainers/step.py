@@ -304,6 +304,13 @@ def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch],
 
     As many as ``gradient_accumulation`` says; one is on the device at a time where ``batches`` makes them so.
     """
+    loss = gradients(trainee, family, batches, strategy)
+    optimizer_step(trainee)
+    return loss
+
+
+def gradients(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
+    """Forward and backward of the micro-batches of one optimisation step; the mean of their losses, detached."""
     count, number, losses = strategy.gradient_accumulation, 0, []
     for number, batch in enumerate(batches, start=1):
         with trainee.engine.micro_batch(last=number == count):
@@ -312,5 +319,4 @@ def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch],
         losses.append(loss.detach())
         del loss
     assert number == count, f"{number} micro-batches for a step of {count}"
-    optimizer_step(trainee)
     return losses[0] if count == 1 else torch.stack(losses).mean()

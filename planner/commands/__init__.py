@@ -22,6 +22,7 @@ from planner.errors import VplanError, did_you_mean
 VERBS = {
     "suggest": "The best way to train on a card, and what it saves and costs.",
     "estimate": "What one way of training needs, phase by phase.",
+    "tune": "Finds the best plan by measuring, and proves it.",
     "probe": "What a plan really takes, measured on this machine's GPU.",
     "preflight": "Whether a plan can start on this machine as it is now.",
     "train": "Trains: a plan or a model, from clips to finished weights.",
