@@ -31,6 +31,10 @@ TRAINERS = (
 """Trainers with a file of their own here; every other name is priced like ours."""
 
 
+FORMER = ("diffsynth-2025",)
+"""Files of trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
+
+
 def terms(trainer: str) -> tuple[Term, ...]:
     """The memory terms of a trainer, as it is or, named ``trainer@version``, as it was.
 
@@ -48,14 +52,14 @@ def terms(trainer: str) -> tuple[Term, ...]:
 @functools.cache
 def spoken() -> dict[str, Dialect]:
     """The dialects that we read or write, by name."""
-    found = (getattr(_module(name), "DIALECT", None) for name in TRAINERS)
+    found = (getattr(_module(name), "DIALECT", None) for name in (*TRAINERS, *FORMER))
     return {dialect.name: dialect for dialect in found if dialect is not None}
 
 
 def dialect(name: str) -> Dialect:
     """The dialect of a trainer; a VplanError names those there are."""
     known = spoken()
-    name = name.partition("@")[0]
+    name = name if name in known else name.partition("@")[0]
     if name not in known:
         listed = "the trainers we know are " + ", ".join(known)
         raise VplanError(f"we do not speak {name}", did_you_mean(name, known, listed))

@@ -219,14 +219,19 @@ class When:
 
 @dataclass(frozen=True)
 class Move:
-    """A change that saves memory, to be tried: fields to new values, and what it costs beside seconds and host RAM."""
+    """A change that saves memory, to be tried: fields to new values. Its words are what its bindings write anew."""
 
     changes: Mapping[str, Any]
     cost: str = ""
+    """in words, beside what seconds, host RAM and lossy fields say"""
     words: tuple[str, ...] = ()
-    """flags that go with it and are no field: a learning rate for another optimizer"""
+    """what goes with it and is no field: a learning rate for another optimizer"""
+    said: Callable[[Settings], list[str]] | None = None
+    """its words for what was given, where they are not what its bindings write"""
     values: tuple[Any, ...] = ()
-    """for one changed field: values to choose the first from that does it, the dearest last"""
+    """for one field that counts (blocks): values to find the first of that does it, the dearest last"""
+    when: Callable[[Fields], bool] = field(default=lambda fields: True)
+    """whether it can be done at all, by what is now"""
 
 
 @dataclass(frozen=True)
