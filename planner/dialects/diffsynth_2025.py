@@ -6,19 +6,9 @@ Two commands of one script: ``--task data_process`` encodes, ``--task train`` re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from planner.dialects.diffsynth import (
     TERMS,
-    _checkpointed_if_asked,
-    _gather,
-    _say_targets,
-    _targets,
 )
-from planner.dialects.interface import Choice, Dialect, Fields, Fixed, Given, Move, Remark, Settings, Several, Value, When
-from planner.dialects.parts import EXPANDABLE, GPUS, NODES, the_model, usual
-from planner.errors import VplanError
-from planner.script import Script
 
 __all__ = ["DIALECT", "TERMS"]
 

@@ -11,8 +11,18 @@ from typing import Any
 
 from planner import catalog
 from planner.dialects import flags
-from planner.dialects.interface import Choice, Fields, Fixed, Given, Inexpressible, NotSaidError, Remark, Settings
-from planner.dialects.interface import Several, Value
+from planner.dialects.interface import (
+    Choice,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    NotSaidError,
+    Remark,
+    Settings,
+    Several,
+    Value,
+)
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.job import SPLIT, Job, Strategy
 from planner.rules import DEEPSPEED
@@ -201,7 +211,7 @@ def engine(plain: Callable[[Settings], Fields], say: Callable[[Fields], Settings
             raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
         return settings
 
-    listed = {name: "accelerate launch" for name in ENGINE} | dict(words)
+    listed = dict.fromkeys(ENGINE, "accelerate launch") | dict(words)
     return Several(ENGINE, _LAUNCH, of, write, listed)
 
 
