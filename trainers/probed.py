@@ -21,10 +21,9 @@ from trainers.average import Average
 from trainers.families import family
 from trainers.memory import swap
 from trainers.meter import Meter
+from trainers.noise import randomise
 
 SEED = 0
-SPREAD = 0.02
-"""Standard deviation of random weights: small enough for every published architecture to keep its loss finite."""
 LEARNING_RATE = 1e-4
 
 
@@ -166,14 +165,3 @@ def finite(loss: torch.Tensor) -> float | None:
     """The loss, or None: JSON has neither NaN nor infinity."""
     value = float(loss)
     return value if math.isfinite(value) else None
-
-
-@torch.no_grad()
-def randomise(name: str, weight: torch.Tensor) -> None:
-    """Fills a weight in place: vectors like fresh norms and biases, the rest with small noise."""
-    if weight.ndim <= 1:
-        weight.fill_(0.0 if name.endswith("bias") else 1.0)
-    elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own
-        weight.copy_(torch.empty_like(weight, dtype=torch.bfloat16).normal_(0.0, SPREAD))
-    else:
-        weight.normal_(0.0, SPREAD)
