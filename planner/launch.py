@@ -19,10 +19,10 @@ from planner.errors import VplanError
 from planner.plan import Plan
 from planner.probe import LIBRARIES
 from planner.process import Ended, read_json, watch_worker, write_json
-from planner.record import Count, CountOrZero, Flag, Positive, Record
+from planner.record import Count, CountOrZero, Flag, NotNegative, Positive, Record
 from planner.units import KIB
 
-REQUEST, METRICS, LOG = "request.json", "metrics.jsonl", "log.txt"
+REQUEST, METRICS, LOG, SAMPLES = "request.json", "metrics.jsonl", "log.txt", "samples"
 RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
 FULL_BYTES = 64 * KIB
 """Less than this free is a full disk."""
@@ -39,6 +39,20 @@ FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RA
 """Beginnings of environment variables by which another launcher would have a say."""
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
+
+
+class Validation(Record):
+    """Which samples are made while training, and how."""
+
+    prompts: str
+    """file that lists them, with what was encoded for them"""
+    every: CountOrZero = 0
+    """steps between two rounds; 0: at the end only"""
+    steps: Count | None = None
+    """denoising steps; the pipeline's own number when not given"""
+    guidance: NotNegative | None = None
+    """its scale; the pipeline's own when not given"""
+    seed: CountOrZero = 0
 
 
 class Request(Record):
@@ -64,6 +78,7 @@ class Request(Record):
     resume: str | None = None
     """checkpoint to take up; whoever asks has checked it"""
     log_with: str | None = None
+    validation: Validation | None = None
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint and a tracker keep of it."""
@@ -82,6 +97,10 @@ class Preparation(Record):
     """file that will list the cached samples, in the folder of the cache"""
     device: Literal["cuda", "cpu"] = "cuda"
     skip_bad: Flag = False
+    prompts: tuple[str, ...] = ()
+    """of the samples that are made while training"""
+    validation: str | None = None
+    """file that will list those samples; None when there are none"""
 
 
 class Nodes(NamedTuple):
@@ -109,9 +128,9 @@ def result_file(rank: int) -> str:
     return f"result-{rank:05d}.json"
 
 
-def command(plan: Plan, folder: Path, nodes: Nodes) -> list[str]:
-    """The command line that starts this computer's ranks on the request in a folder."""
-    worker = vplan.command("worker", "train", str(folder))
+def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list[str]:
+    """The command line that starts this computer's ranks on the request in a folder: `trainers/WORK.py` in each."""
+    worker = vplan.command("worker", work, str(folder))
     machine = plan.machine
     if machine.world == 1 and plan.strategy.sharding == "none":
         return worker

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from planner import catalog, checkpoints, doctor, launch, preflight
+from planner import catalog, checkpoints, launch, preflight, validation
 from planner.checks import FAILED
 from planner.commands import USAGE
 from planner.commands.batch import write_script
+from planner.commands.choose import PLAN, choose
 from planner.commands.common import DONE, Verb, examples, json_option, show
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
 from planner.follow import Follower
 from planner.peers import Peers
-from planner.plan import Plan, read_plan, write_plan
+from planner.plan import Plan, write_plan
 from planner.stepdown import difference, next_plan
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
     from planner.plan import Estimate
 
-PLAN, ENTRIES, CACHE, FINAL, ASIDE = "plan.toml", "entries.jsonl", "cache", "final", "checkpoints.before"
+ENTRIES, CACHE, FINAL, ASIDE = "entries.jsonl", "cache", "final", "checkpoints.before"
+VALIDATION = "validation.json"
 SCHEDULES = get_args(launch.Schedule)
 RATES = {"lora": 1e-4, "full": 1e-5}
 """What the published trainers use (diffusers examples/cogvideo, finetrainers examples/training)."""
@@ -42,6 +44,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
         "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh && sbatch job.sh",
+        "vplan train plan.toml --data clips --output run --validation-mode on --validation-prompt 'a cat runs'",
     ),
 )
 @request_options(searched=True)
@@ -71,6 +74,11 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     metavar="auto|no|DIR",
     help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
 )
+@click.option("--validate-every", type=click.IntRange(1, 10**5), metavar="N", help="Steps.  [default: at the end only]")
+@click.option("--validation-prompt", multiple=True, metavar="TEXT", help="Of a sample; may be repeated.")
+@click.option("--validation-prompts", metavar="FILE", help="The same, one a line.  [default: a caption of the data]")
+@click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
+@click.option("--validation-guidance", type=click.FloatRange(0, 100), metavar="X", help="Guidance scale of a sample.")
 @click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
 @click.option(
     "--log-with",
@@ -105,69 +113,10 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
     with launch.locked(place, said["node_rank"]), contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
-        found = _plan(asked, place, first=said["node_rank"] == 0)
+        found = choose(asked, place, first=said["node_rank"] == 0)
         plan = preflight.ready(found)
         stack.close()
         return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json)
-
-
-def _plan(asked: Asked, output: Path, first: bool) -> Plan:
-    """The plan that was named, or the one a former call chose here, or the best one there is."""
-    kept = output / PLAN
-    if asked.plan is not None:
-        request = asked.settle()
-        plan = Plan(job=request.job, strategy=request.strategy, machine=request.machine, trainer=asked.trainer)
-        if not asked.typed:
-            plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
-        if first:
-            write_plan(plan, kept)
-        return plan
-    if asked.model is None:
-        raise VplanError(
-            "no plan and no model", "name one: vplan train plan.toml, or vplan train wan2.1-t2v-1.3b", USAGE
-        )
-    if kept.exists():
-        plan = read_plan(kept)
-        _check_same(asked, plan, kept)
-        click.echo(f"going on with {kept}", err=True)
-        return plan
-    _suggest(asked, kept)
-    click.echo(f"the plan is in {kept}", err=True)
-    return read_plan(kept)
-
-
-def _check_same(asked: Asked, plan: Plan, path: Path) -> None:
-    """What was typed must be what the kept plan says."""
-    fix = "leave it out, or name another --output"
-    if catalog.model(asked.model or "").name != catalog.model(plan.job.model).name:
-        raise VplanError(f"{path} trains {plan.job.model}", fix)
-    for record, said in ((plan.job, asked.job), (plan.strategy, asked.strategy), (plan.machine, asked.machine)):
-        for name, value in said.items():
-            if name not in ("model", "gpu") and name in asked.typed and getattr(record, name) != value:
-                raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
-
-
-def _suggest(asked: Asked, path: Path) -> None:
-    """Runs `vplan suggest` with what was typed, on the card that is here where none was named."""
-    from planner.commands import suggest
-
-    context = click.get_current_context()
-    known = {parameter.name for parameter in suggest.command.params}
-    said = {name: value for name, value in context.params.items() if name in known}
-    if asked.gpu is None:
-        said["gpu"] = _card_here()
-    code = context.invoke(suggest.command, **{**said, "output": str(path), "as_json": False})
-    if code:
-        path.unlink(missing_ok=True)
-        raise VplanError(f"no way to train {asked.model} fits", "see above for the nearest, and what to relax", code)
-
-
-def _card_here() -> str:
-    _, cards = doctor.gpus()
-    known = [card["known_as"] for card in cards if card.get("known_as")]
-    if not known:
-        raise VplanError("no --gpu, and no card that we know is here", "add one, as --gpu 24GB", USAGE)
-    return str(known[0])
 
 
 class _Train:
@@ -187,6 +136,7 @@ class _Train:
         if said["weights"] is None and not profile.is_own:
             raise VplanError("no --weights", f"name the folder of {profile.title} as diffusers saves it", USAGE)
         self.weights = said["weights"] or str(own_folder(profile.origin))
+        self.prompts = validation.prompts(plan, said)
 
     def run(self, as_json: bool) -> int:
         """Checks, prepares, trains, and says how it ended."""
@@ -194,6 +144,9 @@ class _Train:
             return write_script(Path(self.said["slurm"]).expanduser(), self.plan, self.output, as_json)
         entries = self._entries()
         launch.check_installed(self.plan, self.said["log_with"])
+        self.plan, note = validation.fitted(self.plan)
+        if note:
+            self._note(f"warning: {note}")
         asked = preflight.Asked(device=self.device, output=self.output, keep=self.said["keep"])
         report = preflight.preflight(self.plan, asked)
         report.raise_fault()
@@ -214,16 +167,22 @@ class _Train:
         own = self.data / ENTRIES
         return own if own.is_file() else self.output / CACHE / ENTRIES
 
-    def _prepare(self, entries: Path) -> launch.Outcome:
-        wanted = launch.Preparation(
+    @property
+    def _listed(self) -> str | None:
+        """File that lists the samples to make; None where none are."""
+        return None if self.plan.strategy.validation_mode == "off" else str(self.output / CACHE / VALIDATION)
+
+    def _preparation(self, entries: Path) -> launch.Preparation:
+        return launch.Preparation(
             plan=self.plan,
             data=str(self.data),
             weights=self.weights,
             entries=str(entries),
             device=self.device,
             skip_bad=self.said["skip_bad"],
+            prompts=self.prompts,
+            validation=self._listed,
         )
-        return launch.prepare(wanted, self.output, lambda: None)
 
     def _resume(self) -> Path | None:
         """The checkpoint to go on from. To begin anew moves the old ones aside; nothing finished is removed."""
@@ -266,14 +225,17 @@ class _Train:
             keep=said["keep"],
             resume=str(resume) if resume else None,
             log_with=said["log_with"],
+            validation=validation.request(self._listed, said),
         )
 
     def _train(self, entries: Path, estimate: Estimate | None, peers: Peers | None, as_json: bool) -> int:
         """Trains to the end, with the next plan of the ladder from the last checkpoint when memory runs out."""
         output, first = self.output, self.nodes.rank == 0
         resume = self._resume() if first else None
-        if first and not entries.is_file():  # for all computers
-            self._raise_unless_ok(self._prepare(entries))
+        if first:  # for all computers
+            wanted = self._preparation(entries)
+            if not entries.is_file() or not validation.is_listed(wanted):
+                self._raise_unless_ok(launch.prepare(wanted, output, lambda: None))
         begun: int | None = None
         for attempt in itertools.count():
             request = self._request(entries, resume) if first else self._told(peers, attempt, entries)
@@ -306,6 +268,7 @@ class _Train:
             "loss": last.get("loss"),
             "step_seconds": follower.step_seconds,
             "peak": follower.peaks or None,
+            "samples": follower.samples,
             "notes": self.notes,
         }
         show(answer, as_json, lambda console: _render(console, answer))
@@ -387,3 +350,5 @@ def _render(console: Console, answer: dict[str, Any]) -> None:
     console.print(f"trained to step {answer['steps']}" + ("" if loss is None else f", loss {loss:.4f}"))
     console.print(f"weights: {answer['weights']}")
     console.print(f"checkpoint: {answer['checkpoint']}")
+    for path in answer["samples"]:
+        console.print(f"sample: {path}", soft_wrap=True)

@@ -116,7 +116,7 @@ def test_what_cannot_be_is_said_in_two_lines(place: runs.Place, tmp_path: Path) 
     cases = [
         (("--learning-rate", "1e30", "--steps", "5"), 4, "no number"),
         (("--resume", str(tmp_path)), 1, "is no checkpoint"),
-        (("--optimizer", "muon"), 1, "optimizer muon"),
+        (("--attention", "flash"), 1, "attention flash"),
     ]
     for number, (more, code, named) in enumerate(cases):
         done = run(place, tmp_path / f"out-{number}", *more)
