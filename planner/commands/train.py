@@ -43,8 +43,8 @@ RATES = {"lora": 1e-4, "full": 1e-5}
         "vplan train plan.toml --data clips --output run --weights Wan2.1-T2V-1.3B",
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
-        "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh && sbatch job.sh",
-        "vplan train plan.toml --data clips --output run --validation-mode on --validation-prompt 'a cat runs'",
+        "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh",
+        "vplan train plan.toml --data clips --output run --validation-mode on",
     ),
 )
 @request_options(searched=True)
