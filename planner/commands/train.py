@@ -155,6 +155,8 @@ class _Train:
                 self._note(f"warning: {one.what}")
         if self.plan.machine.nodes == 1 or self.said["print_command"]:
             return self._train(entries, report.estimate, None, as_json)
+        if self.nodes.rank:
+            self._note("waiting for the first computer")
         with Peers(self.output, self.nodes.rank, self.plan.machine.nodes) as peers:
             return self._train(entries, report.estimate, peers, as_json)
 
@@ -278,8 +280,6 @@ class _Train:
         """What the first computer says to do, with this one's own paths to what they share."""
         if peers is None:  # --print-command
             return self._request(entries, None)
-        if attempt == 0:
-            self._note("waiting for the first computer")
         request = peers.request(attempt)
         if request is None:
             why = peers.end_message() or "it has ended before its ranks began"
