@@ -217,10 +217,6 @@ def test_every_field_is_judged() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"swap_blocks": 4, "gradient_checkpointing": "full", "weights_dtype": "fp8"},
-            "swap_blocks of weights in fp8 is not applied",
-        ),
         ({"ema": "cpu"}, "ema cpu is not applied"),
         ({"sharding": "zero-2", "gpus": 2}, "training on 2 GPUs is not applied"),
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
