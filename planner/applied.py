@@ -30,7 +30,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "vae": ("cached",),
     "validation_mode": ("off",),
     "group_offload": ("none",),
-    "attention": ("sdpa",),
+    "attention": ("sdpa", "flash", "cudnn", "efficient"),
     "compile": ("none", "blocks"),
     "context_parallel": (1,),
     "inactive_expert": ("absent",),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner import catalog
 from planner.errors import VplanError
@@ -23,6 +22,7 @@ from planner.plan import Plan
 from trainers import step
 from trainers.families import family
 from trainers.families.base import Family
+from trainers.kernels import Kernels
 from trainers.meter import Meter, Told
 from trainers.optimizers import make_optimizer
 from trainers.scaling import loss_scaler
@@ -147,7 +147,7 @@ def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
     with meter.phase("load"):
         model = step.build_model(wanted.profile, wanted.job, strategy)
         step.place(model, wanted.profile, strategy, meter.device, randomise)
-        step.compile_blocks(model, wanted.profile, strategy)
+        step.choose_kernels(model, wanted.profile, strategy, meter.device)
         trainee = step.Trainee(model, step.trainable_parameters(model))
         trainee.optimizer = make_optimizer(trainee.trainable, strategy)
         trainee.engine = step.Engine(loss_scaler(wanted.job, strategy, meter.device))
@@ -211,37 +211,12 @@ def _sampled(watch: DeviceMemory | None) -> dict[str, Any]:
     return {"device_hertz": watch.hertz, "missing": watch.missing} if watch else {}
 
 
-KERNELS = {
-    "_scaled_dot_product_flash_attention": "flash",
-    "_scaled_dot_product_cudnn_attention": "cudnn",
-    "_scaled_dot_product_efficient_attention": "efficient",
-    "_scaled_dot_product_flash_attention_for_cpu": "flash-cpu",
-    "_safe_softmax": "math",
-    "_softmax": "math",
-}
-"""Operator that torch's scaled_dot_product_attention ends in -> kernel. The math path is known by its softmax."""
-
-
-class _Kernels(TorchDispatchMode):
-    """Notes which attention operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kernel = KERNELS.get(func.overloadpacket.__name__)
-        if kernel:
-            self.seen.add(kernel)
-        return func(*args, **(kwargs or {}))
-
-
 def attention_kernels(trainee: step.Trainee, kind: Family, wanted: Wanted, device: torch.device) -> str:
     """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
     batch = kind.batch(wanted.grid, device, step.compute_dtype(wanted.strategy))
-    with _Kernels() as kernels:
+    with Kernels() as kernels:
         step.forward(trainee, kind, batch, wanted.strategy)
-    return "+".join(sorted(kernels.seen)) or "unknown"
+    return kernels.names
 
 
 def _write_history(wanted: Wanted, meter: Meter) -> None:

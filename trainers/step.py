@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
 from planner.trainable import matches
-from trainers import draws, families, quantise
+from trainers import draws, families, kernels, quantise
 from trainers.families.base import Family
 from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
@@ -177,6 +177,12 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
 
     model.register_forward_pre_hook(start_forward)
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]
+
+
+def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
+    """What a model that will run has beyond one that is recorded: the attention asked for, and compiled blocks."""
+    kernels.ask_for(model, strategy.attention, device)
+    compile_blocks(model, profile, strategy)
 
 
 COMPILER = "inductor"
