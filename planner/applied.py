@@ -23,15 +23,15 @@ VALUES: dict[str, tuple[object, ...]] = {
     "gradient_accumulation": (1,),
     "ema": ("none",),
     "sharding": ("none",),
-    "offload_optimizer": ("none",),
-    "offload_gradients": ("none",),
+    "offload_optimizer": ("none", "cpu"),
+    "offload_gradients": ("none", "cpu"),
     "offload_params": ("none",),
     "text_encoder": ("cached",),
     "vae": ("cached",),
     "validation_mode": ("off",),
     "group_offload": ("none",),
     "attention": ("sdpa",),
-    "compile": ("none",),
+    "compile": ("none", "blocks"),
     "context_parallel": (1,),
     "inactive_expert": ("absent",),
 }
@@ -59,10 +59,7 @@ EVERY_VALUE = frozenset({
 
 TRAINED: dict[str, tuple[object, ...]] = {
     **{field: applied for field, applied in VALUES.items() if field != "gradient_accumulation"},
-    # CAME and Muon have no checkpoint yet.
-    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
-    "offload_optimizer": ("none", "cpu"),
     "offload_params": ("none", "cpu"),
     "ema": ("none", "gpu", "cpu"),
     "validation_mode": ("off", "on", "offload"),
@@ -70,11 +67,14 @@ TRAINED: dict[str, tuple[object, ...]] = {
 }
 """The same of `vplan train`, which has a loop around the step, and other processes beside it."""
 
+PROBED: dict[str, tuple[object, ...]] = {**TRAINED, "optimizer": VALUES["optimizer"]}
+"""The same of a probe, which sets up what training does and keeps nothing."""
+
 
 def settled(plan: Plan, *, trained: bool = False) -> Plan:
     """The plan's three records with open fields filled in, or a VplanError for what contradicts or is not applied.
 
-    `trained`: by `vplan train`; else by a probe, which is one process and a few single steps.
+    `trained`: by `vplan train`; else by a probe, which is a few steps on one computer.
     """
     strategy = resolve(plan.job, plan.strategy, plan.machine)
     profile = catalog.model(plan.job.model)
@@ -93,13 +93,12 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 
-def _not_applied(
-    profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine
-) -> Iterator[tuple[str, str]]:
+def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
-    if machine.world > 1:
-        yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"
-    yield from _neither(profile, job, strategy, VALUES)
+    if machine.nodes > 1:
+        yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
+    yield from _neither(profile, job, strategy, PROBED)
+    yield from _not_set_up(job, strategy)
 
 
 def _neither(
@@ -117,34 +116,66 @@ def _neither(
     weights = strategy.weights(job.method)
     if strategy.swap_blocks and weights in QUANTISED:
         yield f"swap_blocks of weights in {weights}", "write swap_blocks = 0, or weights_dtype = bf16"
+    yield from _compiled(strategy, weights)
     for field, applied in values.items():
         value = getattr(strategy, field)
         if value not in applied:
             yield f"{field} {value}", f"write {field} = {' or '.join(map(str, applied))}"
 
 
+def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
+    """What torch.compile cannot take in. Compiled as a whole, a model would leave no place between its blocks where
+    checkpoints, swap and FSDP2 do their work."""
+    if strategy.compile == "full":
+        yield "compile full", "write compile = blocks, which leaves room between them for checkpoints and swap"
+    if strategy.compile == "blocks" and weights == "fp8":  # a traced layer multiplies by what was cast back already
+        yield "compile of weights in fp8, which are cast as each layer runs,", "write weights_dtype = int8 or bf16"
+    if strategy.compile == "blocks" and strategy.sharding == "zero-3":
+        yield "compile under zero-3, which gathers weights inside the blocks,", "use --sharding fsdp, or --compile none"
+
+
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What training asks for beside the step's own switches."""
     yield from _neither(profile, job, strategy, TRAINED)
-    alone = strategy.sharding in ("none", "ddp")
-    if strategy.weights(job.method) in QUANTISED and not alone:
-        fix = "use --sharding ddp, or --weights-dtype bf16"
-        yield f"a base in {strategy.weights(job.method)} under {strategy.sharding}", fix
-    if "fp16" in (strategy.autocast, strategy.weights(job.method)) or _computes_in_fp16(strategy):
-        yield "fp16, whose gradients vanish without loss scaling,", "use bf16"
-    if strategy.offload_optimizer != "none" and alone:
-        yield "an optimizer in host RAM outside ZeRO and FSDP", "use --zero-stage 2, or --offload-optimizer none"
-    if strategy.sharding.startswith("zero") and strategy.compute_dtype != strategy.weights(job.method):
-        fix = "give the two the same format"
-        yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
-    if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
-        yield "offload_optimizer under zero-1", "use --zero-stage 2"
+    yield from _not_set_up(job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
     if profile.experts == 2 and job.experts is None:
         yield "one of two experts that is not named", "write experts = high or low: a run each"
     if profile.experts == 2 and profile.training.boundary is None:
         yield "one of two experts without the noise level between them", "write boundary into its profile"
+
+
+def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """What the engines behind sharding are not set up for."""
+    alone = strategy.sharding in ("none", "ddp")
+    if strategy.weights(job.method) in QUANTISED and not alone:
+        fix = "use --sharding ddp, or --weights-dtype bf16"
+        yield f"a base in {strategy.weights(job.method)} under {strategy.sharding}", fix
+    if uses_fp16(job, strategy) and not scales_loss(job, strategy):
+        how = "under " + strategy.sharding if strategy.sharding in SPLIT else "of trained weights that are not fp32"
+        if strategy.optimizer_step == "backward":
+            how = "with the optimizer inside backward, where gradients are scaled,"
+        yield f"fp16 {how}", "use bf16"
+    if strategy.sharding.startswith("zero") and strategy.compute_dtype != strategy.weights(job.method):
+        fix = "give the two the same format"
+        yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
+    if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
+        yield "offload_optimizer under zero-1", "use --zero-stage 2"
+
+
+def uses_fp16(job: Job, strategy: Strategy) -> bool:
+    """Whether gradients go through fp16, where small ones vanish."""
+    weights = strategy.weights(job.method)
+    computes = strategy.sharding in SPLIT or weights in QUANTISED
+    return "fp16" in (strategy.autocast, weights) or (computes and strategy.compute_dtype == "fp16")
+
+
+def scales_loss(job: Job, strategy: Strategy) -> bool:
+    """Whether the step scales its loss: torch's scaler unscales fp32 gradients, behind backward, alike on all ranks."""
+    trained = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
+    behind = strategy.optimizer_step != "backward" and strategy.sharding not in SPLIT
+    return job.method != "sample" and uses_fp16(job, strategy) and trained == "fp32" and behind
 
 
 def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
@@ -160,8 +191,3 @@ def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
     if profile.experts == 2:
         yield "a sample of one of two experts, which takes both,", "use --validation-mode off"
-
-
-def _computes_in_fp16(strategy: Strategy) -> bool:
-    """Whether DeepSpeed or FSDP2 would run the model in fp16."""
-    return strategy.sharding in SPLIT and strategy.compute_dtype == "fp16"

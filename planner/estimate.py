@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner import attention, host, margin
+from planner.beside import Component
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
-from planner.phases import Component, caching, decoder, encoders, validation_grid
+from planner.phases import caching, decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
 from planner.program import Moment, Stage
 from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed

@@ -8,222 +8,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
-from planner.components import (
-    CHUNKS,
-    FRAMEWISE,
-    KEPT_IN_FP32,
-    SPLIT_OVER,
-    SPLITTING,
-    chunks_of,
-    component_name,
-    frames_of,
-    together,
-)
-from planner.facts import ModelProfile, TextEncoder, Vae
-from planner.groups import Turns, host_sizes, model_in_turn
-from planner.job import Bucket, Job, Strategy
+from planner.beside import STORED, Component, alive, load, text_component, vae_component, waiting_bytes, work
+from planner.components import CHUNKS, FRAMEWISE, component_name, together
+from planner.facts import ModelProfile
+from planner.groups import model_in_turn
+from planner.job import Bucket, Job
 from planner.margin import RECORDED
 from planner.program import Moment, Part, Program, Stage
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
-from planner.tape import Monomial, Tape
+from planner.tape import Tape
 from planner.variants import trained_storage
-
-STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
-"""Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
-
-
-@dataclass(frozen=True)
-class Component:
-    """A text encoder or the VAE at one shape, ready to be laid out."""
-
-    name: str
-    tape: Tape | None
-    """None: not recorded, only its weights count"""
-
-    piece: str
-    part: Part
-    counts: tuple[int, ...] | None
-    parameters: int
-    dtype: str
-    tiles: int = 1
-    """how many times it runs, one tile or sample after the other, keeping what came out"""
-
-    splits: bool = False
-    """whether some convolutions work in parts, which takes more than the tape says"""
-
-    offload: str = "none"
-    """none; layers: of a stack, each comes to the GPU for its turn; block or leaf: as group offload does it"""
-
-    stream: bool = False
-    """whether group offload fetches ahead"""
-
-    @property
-    def weights(self) -> str:
-        """The category of its weights among a program's names."""
-        return f"weight of {self.part.name}"
-
-    @property
-    def piece_of_layers(self) -> bool:
-        """Whether it is a stack of layers, which can come to the GPU one by one."""
-        return self.tape is not None and self.counts is None and bool(self.tape.runs)
-
-
-def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> Component:
-    """A text encoder, for a batch of prompts of its full length."""
-    name = component_name(encoder.class_name, encoder.config)
-    part = Part(name, {"B": batch, "T": encoder.max_tokens})
-    return Component(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
-
-
-def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> Component:
-    """The VAE for ``clip``: latent frames F, rows H, columns W, batch B."""
-    name = component_name(vae.class_name, vae.config)
-    frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
-    if not vae.takes_clips:
-        frames, batch = 1, batch * frames
-    times = 1
-    if strategy.vae_slicing:
-        times, batch = batch, 1
-    tile = tape.tile if tape else ()
-    if strategy.vae_tiling and tile and (rows * vae.spatial > tile[0] or columns * vae.spatial > tile[1]):
-        across = -(-rows * vae.spatial // tile[2]) * -(-columns * vae.spatial // tile[3])
-        rows, columns = min(rows, tile[0] // vae.spatial), min(columns, tile[1] // vae.spatial)
-        times *= across
-    if vae.class_name in FRAMEWISE and frames > 1:
-        length, stride = FRAMEWISE[vae.class_name]
-        frames, times = length, times * -(-frames // stride)
-    chunks = chunks_of(vae, frames)
-    grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
-    counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
-    splits = vae.class_name in SPLITTING and tape is not None and _splits(tape, part, strategy.vae_dtype)
-    return Component(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, splits)
-
-
-def _splits(tape: Tape, part: Part, dtype: str) -> bool:
-    """Whether anything it holds is so large that a convolution of it is split."""
-    values = tape.values(part.grid)
-    largest = max(size.value(values) for size in tape.sizes if isinstance(size, Monomial))
-    return largest * part.batch > SPLIT_OVER * (4 if dtype == "fp32" else 2)
-
-
-# ---- laying out
-
-
-def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
-    """Its weights; and apart, by block, those that group offload brings for their turn only."""
-    stage = Stage("load", [])
-    kept = STORED[component.dtype] / 2
-    blocks: dict[tuple[str, int], list[int]] = {}
-    if component.tape is None:
-        buffer = program.buffer(int(component.parameters * STORED[component.dtype]), "residents", component.name)
-        stage.stretches.append((SERVICE, [buffer]))
-        return stage, blocks
-    first = len(program.buffers)
-    stage = program.unfold(component.tape, "load", None, replace(component.part, batch=1))
-    if component.dtype not in ("bf16", "fp16", "fp32"):  # recorded in 16 bits
-        for buffer in range(first, len(program.buffers)):
-            size = program.sizes[program.buffers[buffer]]
-            assert isinstance(size, int)
-            program.sizes.append(int(size * kept))
-            program.buffers[buffer] = len(program.sizes) - 1
-    kept_whole = KEPT_IN_FP32.get(component.name.partition("-")[0], "")
-    if component.dtype == "fp16" and kept_whole:
-        for name, buffer in _weights(program, component).items():
-            if name.endswith(kept_whole):
-                program.resize(buffer, 2 * _bytes(program, buffer))
-    if component.offload == "layers":
-        blocks = _taken_out(program, component.tape, stage, component.part.name)
-    elif component.offload != "none":
-        stage.stretches = []
-    return stage, blocks
-
-
-def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tuple[str, int], list[int]]:
-    """Takes the weights of blocks out of a loading stage; returns them by block."""
-    blocks: dict[tuple[str, int], list[int]] = {}
-    for full_name, buffer in program.named.get(f"weight of {name}", {}).items():
-        block = tape.block_of(full_name)
-        if block is not None:
-            blocks.setdefault(block, []).append(buffer)
-    gone = {buffer for buffers in blocks.values() for buffer in buffers}
-    stage.stretches = [(moment, [event for event in events if event not in gone]) for moment, events in stage.stretches]
-    return blocks
-
-
-def work(program: Program, component: Component, blocks: dict[tuple[str, int], list[int]]) -> Stage:
-    """One encode or decode. What came out (latents, embeddings) is alive behind it."""
-    if component.tape is None:
-        return Stage(component.piece, [])
-    stage = program.unfold(component.tape, component.piece, component.counts, component.part)
-    if blocks:
-        _bring(program, stage, blocks)
-    elif component.offload != "none":
-        turns = Turns(component.offload, component.stream, functools.partial(_bytes, program), _weight(program))
-        turns.weave(stage, _weights(program, component))
-    if component.dtype not in ("bf16", "fp16", "fp32"):
-        largest = max(_bytes(program, buffer) for buffer in _weights(program, component).values())
-        whole = program.buffer(int(largest * 2 / STORED[component.dtype]), "temporary", "dequantised weight")
-        stage.stretches.insert(0, (SERVICE, [whole]))
-        stage.stretches.append((SERVICE, [~whole]))
-    if component.tiles > 1:
-        _repeat(program, component, stage)
-    return stage
-
-
-def _weights(program: Program, component: Component) -> dict[str, int]:
-    return program.named.get(component.weights, {})
-
-
-def _bytes(program: Program, buffer: int) -> int:
-    size = program.sizes[program.buffers[buffer]]
-    assert isinstance(size, int)
-    return size
-
-
-def _weight(program: Program) -> Callable[[int], int]:
-    return lambda nbytes: program.buffer(nbytes, "residents", "group offload")
-
-
-def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[int]]) -> None:
-    """A layer's weights are there while it runs."""
-    for position, (moment, events) in enumerate(stage.stretches):
-        block = (moment.module_list, moment.block)
-        if block not in blocks or all(event < 0 for event in events):  # what it made goes without it
-            continue
-        nbytes = sum(_bytes(program, buffer) for buffer in blocks[block])
-        brought = program.buffer(nbytes, "residents", "layer")
-        stage.stretches[position] = (moment, [brought, *events, ~brought])
-
-
-def _repeat(program: Program, component: Component, stage: Stage) -> None:
-    """Runs it tile by tile, or sample by sample: the last one while what all others gave is kept; then the parts are
-    joined, by rows and as a whole (diffusers ``tiled_encode``, ``tiled_decode``)."""
-    out = program.named[f"batch of {component.part.name}"]["out"]
-    nbytes = _bytes(program, out)
-    kept = program.buffer(nbytes * (component.tiles - 1), "activation", "finished tiles")
-    rows = program.buffer(nbytes * component.tiles, "activation", "joined rows")
-    whole = program.buffer(nbytes * component.tiles, "batch", "out")
-    stage.stretches.insert(0, (SERVICE, [kept]))
-    stage.stretches.append((SERVICE, [rows, ~kept, ~out, whole, ~rows]))
-
-
-def alive(*stages: Stage) -> list[int]:
-    """What is alive behind these stages, run after each other on an empty allocator."""
-    found: dict[int, None] = {}
-    for stage in stages:
-        for event in stage.ops:
-            if event >= 0:
-                found[event] = None
-            else:
-                found.pop(~event, None)
-    return list(found)
-
 
 # ---- encoding before training
 
@@ -276,7 +76,7 @@ def caching(run: Run) -> list[Run]:
     found = []
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
-        by_layer, waiting = "", sum(_waiting(program, component) for component in group)
+        by_layer, waiting = "", sum(waiting_bytes(program, component) for component in group)
         if peak * (1 + RECORDED[1]) > room and len(group) == 1 and group[0].piece_of_layers:
             program, stage, sizes, peak = _encoding((replace(group[0], offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
@@ -286,15 +86,6 @@ def caching(run: Run) -> list[Run]:
         encoding.waiting_bytes = waiting
         found.append(encoding)
     return found
-
-
-def _waiting(program: Program, component: Component) -> int:
-    """Host RAM of an encoder that group offload brings in turn."""
-    if component.offload == "none" or component.tape is None:
-        return 0
-    sizes = {name: _bytes(program, buffer) for name, buffer in _weights(program, component).items()}
-    lists = {run.module_list for run in component.tape.runs}
-    return sum(host_sizes(component.offload, component.stream, sizes, lists))
 
 
 @functools.lru_cache(maxsize=512)
@@ -427,4 +218,4 @@ def saving(run: Run) -> None:
 
 def take_sizes(run: Run, first: int) -> None:
     """Takes the sizes of the buffers from ``first`` on into the run."""
-    run.sizes += [_bytes(run.program, buffer) for buffer in range(first, len(run.program.buffers))]
+    run.sizes += [run.program.plain_bytes(buffer) for buffer in range(first, len(run.program.buffers))]

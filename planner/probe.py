@@ -1,18 +1,19 @@
-"""A probe: a few real steps of one plan in a fresh process of their own, and what they measured as one row.
+"""A probe: a few real steps of one plan in fresh processes of their own, and what they measured as one row.
 
-The process is `trainers/probe.py`. It tells what it knows in one JSON file, replaced whole before and after each phase,
-so that one that is killed has still said where it was. It and all it started are gone when `probe` returns.
+Each rank is a `trainers/probe.py`, under torch's launcher where there are several. It tells what it knows in a JSON
+file of its own, replaced whole before and after each phase, so that one that is killed has still said where it was.
+They and all they started are gone when `probe` returns.
 """
 
-# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+from __future__ import annotations
+
 import contextlib
-import hashlib
 import importlib.util
-import json
+import re
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,36 +21,25 @@ from typing import Any, Literal, cast
 
 import psutil
 
-import vplan
 from planner import catalog
 from planner.applied import settled
 from planner.errors import VplanError
-from planner.job import Job, Machine, Strategy
+from planner.job import Machine, Strategy
+from planner.measurement import ProbeRow, row_id
 from planner.plan import Environment, Measured, Outcome, Plan
 from planner.process import Ended, read_json, run_worker, write_json
-from planner.record import Record
 
 STEPS = 3
 """Steady steps, after the first step and a warm-up."""
 TIME_LIMIT = 900.0
 """Seconds for a whole probe, its imports and the first step included."""
-REQUEST, RESULT, LOG = "request.json", "result.json", "log.txt"
-"""Files in the folder that parent and worker share."""
+REQUEST, LOG, SCRATCH = "request.json", "log.txt", "scratch"
+"""Files in the folder that parent and workers share, and where they may write what nobody keeps."""
 COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
-
-
-class ProbeRow(Record):
-    """One measured run of our own, as a line of a file of measurements (DESIGN section 9)."""
-
-    id: str
-    job: Job
-    strategy: Strategy
-    machine: Machine
-    implementation: Literal["vplan"] = "vplan"
-    measured: Measured
-    env: Environment
-    details: dict[str, Any] = {}
-    """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
+STEADY = ("step", "train", "optimizer")
+"""Phases in which nothing new comes: an allocator that has to empty its cache there does so in every step."""
+WORST_FIRST = ("oom", "host-oom", "nan", "ok")
+"""Of ranks that say different things, whose word counts."""
 
 
 def probe(
@@ -58,64 +48,124 @@ def probe(
     steps: int = STEPS,
     time_limit: float = TIME_LIMIT,
     device: Literal["cuda", "cpu"] = "cuda",
+    weights: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     history: str | Path | None = None,
     command: str = "vplan probe",
 ) -> ProbeRow:
-    """Run a few steps of a plan in a process of its own. Running out of memory, time or numbers are results.
+    """Run a few steps of a plan in processes of their own. Running out of memory, time or numbers are results.
 
-    `steps` steady steps are timed; `time_limit` is in seconds; `config` replaces keys of the model's published
-    architecture, to shrink it; `history` is a file for the allocator's every event; `command` is what the row says was
-    typed. A plan that cannot be run here as it stands (no GPU, a switch our step lacks) is a VplanError.
+    `steps` steady steps are timed; `time_limit` is in seconds; `weights` is a folder of published weights, and random
+    ones take as much; `config` replaces keys of the model's published architecture, to shrink it; `history` is a file
+    for the allocator's every event; `command` is what the row says was typed. On a card that gives more than the
+    plan's, the process gets what the plan's gives and no more. A plan that cannot be run here as it stands (no GPU, a
+    switch our step lacks) is a VplanError.
     """
     plan = settled(plan)
     _check_installed(plan.strategy)
     if history and device == "cpu":
         raise VplanError("the allocator's history is of a GPU", "leave out --record-history, or --device cpu")
+    card = catalog.parse_gpus(plan.machine.gpu)[1]
     request = {
         "plan": {"schema": 1, **{part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}},
         "device": device,
         "steps": steps,
+        "weights": str(Path(weights).absolute()) if weights else None,
         "config": dict(config or {}),
         "history": str(Path(history).absolute()) if history else None,
+        "capacity_bytes": card.allocatable_bytes - plan.machine.reserve,
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
-    keep = False
-    try:
-        write_json(folder / REQUEST, request)
-        ended = run_worker(vplan.command("worker", "probe", str(folder)), folder / LOG, time_limit)
-        told = read_json(folder / RESULT)
-        if refused := told.get("refused"):
-            raise VplanError(refused["message"], refused["fix"])
-        outcome = classify(told.get("outcome"), ended)
-        keep = outcome in ("crash", "timeout")
-        details = _details(told, ended, folder / LOG if keep else None)
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    outcome, told, details = _run(plan, request, time_limit)
     return ProbeRow(
         id=row_id(plan, config),
         job=plan.job,
         strategy=plan.strategy,
-        machine=_machine(plan.machine, told.get("gpu")),
+        machine=_machine(plan.machine, told.get("gpu"), told.get("capped_bytes")),
+        planned_gpu=plan.machine.gpu,
         measured=measured(outcome, told),
         env=_environment(told, command, started),
+        capped_bytes=told.get("capped_bytes"),
+        requested_bytes=told.get("requested_bytes"),
         details=details,
     )
 
 
-def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
-    """The name of a plan's row: the same for the same job, strategy and machine, whatever else the plan's file says."""
-    plan = settled(plan)
-    said: dict[str, Any] = {
-        part: getattr(plan, part).model_dump(mode="json", exclude_defaults=True)
-        for part in ("job", "strategy", "machine")
+def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
+    """What became of the processes of a request, what they told, and of it what the row keeps as `details`."""
+    from planner import launch  # which knows what this module does
+
+    folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
+    log = folder / LOG
+    keep = False
+    try:
+        write_json(folder / REQUEST, request)
+        words = launch.command(plan, folder, launch.Nodes(), "probe")
+        ended = run_worker(words, log, time_limit, launch.environment(request["device"]))
+        told = together([read_json(folder / result_file(rank)) for rank in range(plan.machine.gpus)])
+        if refused := told.get("refused"):
+            raise VplanError(refused["message"], refused["fix"])
+        if plan.machine.gpus > 1 and not ended.timed_out and _rank_was_killed(log):
+            ended = Ended(-9)
+        outcome = classify(told.get("outcome"), ended)
+        if outcome == "ok" and (times := steady_retries(told)):
+            outcome = "oom"
+            message = f"the allocator had to empty its cache {times} times in steady steps: it runs at the edge, slowly"
+            told |= {"phase": "step", "message": message}
+        keep = outcome in ("crash", "timeout")
+        return outcome, told, _details(told, ended, log if keep else None)
+    finally:
+        shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
+
+
+def result_file(rank: int) -> str:
+    """Where a rank tells what it knows."""
+    return f"result-{rank:05d}.json" if rank else "result.json"
+
+
+def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks told, as one: the peaks and seconds of the highest, the worst outcome with what led to it.
+
+    Without an outcome from every rank there is none, unless one of them ran out of memory or numbers.
+    """
+    if refused := next((rank for rank in ranks if "refused" in rank), None):
+        return dict(refused)
+    outcomes = [rank.get("outcome") for rank in ranks]
+    worst = next((name for name in WORST_FIRST if name in outcomes), None)
+    if worst == "ok" and None in outcomes:
+        worst = None
+    told = dict(ranks[outcomes.index(worst)])
+    names = dict.fromkeys(name for rank in ranks for name in rank.get("phases", {}))
+    told["phases"] = {
+        name: _highest([rank["phases"][name] for rank in ranks if name in rank.get("phases", {})]) for name in names
     }
-    if config:
-        said["config"] = dict(config)
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
-    return f"{plan.job.model}-{plan.job.method}-{digest}"
+    told["host_bytes"] = _known(sum, (rank.get("host_bytes") for rank in ranks))
+    if len(ranks) > 1:
+        steps = zip(*(rank.get("step_seconds", ()) for rank in ranks), strict=False)
+        told["step_seconds"] = [max(each) for each in steps]
+        peaks = (_highest(list(rank.get("phases", {}).values())) for rank in ranks)
+        told["device_bytes_by_rank"] = [peak.get("device_bytes") for peak in peaks]
+    return told
+
+
+def _highest(phases: Sequence[Mapping[str, int | None]]) -> dict[str, int | None]:
+    """The highest of each counter of one phase."""
+    names = dict.fromkeys(name for phase in phases for name in phase)
+    return {name: _known(max, (phase.get(name) for phase in phases)) for name in names}
+
+
+def steady_retries(told: Mapping[str, Any]) -> int:
+    """How often the allocator had to empty its cache in steady steps to serve a request."""
+    phases = told.get("phases", {})
+    return sum(phases[name]["retries"] or 0 for name in STEADY if name in phases)
+
+
+KILLED = re.compile(r"exitcode\s*:\s*-9\b")
+"""How torch's launcher reports a rank that was ended by SIGKILL."""
+
+
+def _rank_was_killed(log: Path) -> bool:
+    return bool(KILLED.search(log.read_text(encoding="utf-8", errors="replace")))
 
 
 def classify(told: str | None, ended: Ended) -> Outcome:
@@ -186,8 +236,8 @@ def _check_installed(strategy: Strategy) -> None:
 
 def _details(told: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[str, Any]:
     """What the row's fixed fields have no place for; with a log, its last words and where it is."""
-    placed = {"outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel"}
-    details = {name: value for name, value in told.items() if name not in placed}
+    placed = {"outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel", "capped_bytes", "requested_bytes"}
+    details = {name: value for name, value in told.items() if name not in placed | {"pid"}}
     if log:
         words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
         last = next((line for line in reversed(words) if line), "it said nothing")
@@ -199,13 +249,17 @@ def _details(told: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[st
     return details
 
 
-def _machine(asked: Machine, gpu: str | None) -> Machine:
-    """The machine that a row speaks of: the one it was taken on, whatever card the plan is for."""
+def _machine(asked: Machine, gpu: str | None, capped: int | None) -> Machine:
+    """The machine that a row speaks of: the one it was taken on, whatever card the plan is for.
+
+    What a capped process could not have of the card is `reserve`.
+    """
     with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
         card = catalog.gpu(gpu or "")
         if card.name != catalog.parse_gpus(asked.gpu)[1].name:
             ram = psutil.virtual_memory().total
-            return Machine(gpu=card.name, host_ram=ram, os=asked.os, unified=card.unified)
+            reserve = 0 if capped is None else max(0, card.allocatable_bytes - capped)
+            return asked.replace(gpu=card.name, host_ram=ram, unified=card.unified, reserve=reserve, links=None)
     return asked
 
 

@@ -35,12 +35,17 @@ class Ended(NamedTuple):
         return self.returncode is None
 
 
-def run_worker(command: list[str], log: Path, time_limit: float) -> Ended:
+def run_worker(command: list[str], log: Path, time_limit: float, environment: Mapping[str, str] | None = None) -> Ended:
     """Run a process to its end or its time limit (seconds), with its output in `log`; its whole tree is gone after."""
     with log.open("wb") as file:
         # Nothing is sent through the pipe. It closes when we die, however we die, and the worker then ends itself.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=None if environment is None else dict(environment),
         )
     try:
         return Ended(process.wait(time_limit))

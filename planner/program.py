@@ -93,6 +93,12 @@ class Program:
                 table.append(monomial.value(values[id(tape)]))
         return [table[index] for index in self.buffers]
 
+    def plain_bytes(self, buffer: int) -> int:
+        """The size of a buffer that is the same at every shape."""
+        size = self.sizes[self.buffers[buffer]]
+        assert isinstance(size, int)
+        return size
+
     def buffer(self, nbytes: int, category: str, op: str) -> int:
         """A new buffer of plain bytes; returns its number."""
         self.sizes.append(nbytes)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import time
+import os
+import re
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner import catalog
 from planner.errors import VplanError
-from planner.facts import ModelProfile
-from planner.job import Job, Strategy
 from planner.monitor import DeviceMemory
-from planner.plan import Plan
 from trainers import step
-from trainers.families import family
-from trainers.families.base import Family
 from trainers.meter import Meter, Told
-from trainers.optimizers import make_optimizer
-
-SEED = 0
-SPREAD = 0.02
-"""Standard deviation of random weights: small enough for every published architecture to keep its loss finite."""
+from trainers.probed import Probed, Wanted
+from trainers.start import start
 
 MAX_EVENTS = 5_000_000
 """Of the allocator's history: a step of a 14B model has tens of thousands."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What to measure, with everything looked up."""
-
-    profile: ModelProfile
-    job: Job
-    strategy: Strategy
-    grid: dict[str, int]
-    device: str
-    steps: int
-    history: str | None
-
-    @classmethod
-    def of(cls, plan: Plan, *, device: str, steps: int, config: dict[str, Any], history: str | None) -> Wanted:
-        """From a plan; ``config`` replaces keys of the published architecture."""
-        profile = catalog.model(plan.job.model)
-        if config:
-            profile = profile.replace(config={**profile.config, **config})
-        grids = [catalog.grid(profile, plan.job, shape) for shape in plan.job.shapes]
-        return cls(
-            profile=profile,
-            job=plan.job.replace(lora_targets=plan.job.lora_targets or profile.lora.targets),
-            strategy=plan.strategy,
-            grid=max(grids, key=lambda grid: grid["B"] * (grid["F"] * grid["H"] * grid["W"] + grid["T"])),
-            device=device,
-            steps=steps,
-            history=history,
-        )
 
 
 def measure(wanted: Wanted, report: Told) -> None:
@@ -74,7 +35,7 @@ def measure(wanted: Wanted, report: Told) -> None:
         if wanted.history:
             torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MAX_EVENTS)
         try:
-            trainee, kind = _run(wanted, meter)
+            probed = _run(wanted, meter)
         except (RuntimeError, MemoryError) as error:
             outcome = out_of_memory(error)
             if outcome is None:
@@ -82,23 +43,108 @@ def measure(wanted: Wanted, report: Told) -> None:
             _write_history(wanted, meter)
             if report.told["phase"] == "step":
                 report.tell(phase="optimizer" if "optimizer_step" in _callers(error) else "train")
-            report.tell(outcome=outcome, message=" ".join(str(error).split())[:1000], **_sampled(watch))
+            report.tell(outcome=outcome, **_shortage(error, device), **_sampled(watch))
             return
         _write_history(wanted, meter)
-        finite = all(loss is not None for loss in report.told["losses"])
-        report.tell(outcome="ok" if finite else "nan", **_sampled(watch))
+        report.tell(outcome="ok" if probed.is_finite else "nan", **_sampled(watch))
         with contextlib.suppress(RuntimeError):  # no memory for one more pass: the measurement is complete without it
-            report.tell(attention_kernel=attention_kernels(trainee, kind, wanted, device))
+            report.tell(attention_kernel=attention_kernels(probed))
+
+
+def _run(wanted: Wanted, meter: Meter) -> Probed:
+    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; save."""
+    if meter.device.type == "cuda":
+        meter.report.tell(capped_bytes=limit(wanted, meter))
+    if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
+        start(wanted.job, wanted.strategy, wanted.plan.machine, meter.device)
+    probed = Probed(wanted, meter)
+    with meter.phase("load"):
+        probed.load()
+    with meter.phase("first_step"):
+        probed.first_step()
+    if meter.device.type == "cuda":
+        limit(wanted, meter)  # by now kernels are loaded and ranks connected, which no allocator counts
+    with meter.phase("step"):
+        probed.steady_steps()
+    if meter.device.type == "cuda":
+        meter.report.tell(allocated_after_step_bytes=torch.cuda.memory_allocated(meter.device))
+    # The same calls as in step.accumulated_step, with the counters read in between.
+    with meter.phase("train"):
+        probed.passes()
+    with meter.phase("optimizer"):
+        probed.optimizer_step()
+    if probed.is_finite:
+        with meter.phase("save"):
+            probed.save()
+    return probed
+
+
+def limit(wanted: Wanted, meter: Meter) -> int | None:
+    """Lets this process have no more than the plan's card gives, where this one gives more; the bytes, else None.
+
+    torch counts what its allocator holds; the context and whatever else is on the device beside it is taken off, as
+    it is now. Where NVML does not tell, it is what the catalogue says of this card.
+    """
+    properties = torch.cuda.get_device_properties(meter.device)
+    capacity = wanted.capacity_bytes
+    if capacity is None or capacity >= properties.total_memory:
+        return None
+    meter.synchronise()
+    outside = _outside(meter, properties.name)
+    fraction = max(0, capacity - outside) / properties.total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction, meter.device)
+    return capacity
+
+
+def _outside(meter: Meter, name: str) -> int:
+    """Device bytes of this process that torch's allocator does not hold."""
+    if meter.watch is not None:
+        meter.watch.take_peak()
+        used = meter.watch.take_peak()
+        if used is not None:
+            return max(0, used - torch.cuda.memory_reserved(meter.device))
+    with contextlib.suppress(VplanError):
+        return catalog.gpu(name).context_bytes
+    return 0
+
+
+REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
+"""In torch's messages: "Tried to allocate 2.00 GiB", "you tried to allocate 9 bytes"."""
+
+WORDS = 1000
+"""Of an error's message that are kept."""
+
+
+def _shortage(error: BaseException, device: torch.device) -> dict[str, Any]:
+    """What an error that means out of memory says, and of a GPU what its allocator held."""
+    message = " ".join(str(error).split())
+    found: dict[str, Any] = {"message": message[:WORDS], "requested_bytes": requested_bytes(message)}
+    if device.type == "cuda":
+        found["allocator"] = torch.cuda.memory_summary(device, abbreviated=True)
+    return found
+
+
+def requested_bytes(message: str) -> int | None:
+    """The request that found no memory, in bytes (torch rounds it to a hundredth of its unit); None: it is not said."""
+    found = REQUESTED.search(message)
+    if found is None:
+        return None
+    return round(float(found[1]) * 1024 ** "bKMGT".index(found[2][0]))
 
 
 def find_device(name: str) -> torch.device:
     """The device to measure on; a VplanError when there is no GPU."""
     if name == "cpu":
         return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.cuda.is_available():
         fix = "run it where one is; `vplan estimate` needs none, and `--device cpu` steps tiny models without counters"
         raise VplanError(f"a probe needs a GPU, and torch {torch.__version__} finds none on this machine", fix)
-    return torch.device("cuda", torch.cuda.current_device())
+    if local >= torch.cuda.device_count():
+        fault = f"the plan is for GPU {local + 1} of this machine, and torch sees {torch.cuda.device_count()}"
+        raise VplanError(fault, "plan for fewer GPUs, or look at CUDA_VISIBLE_DEVICES")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def _uuid(device: torch.device) -> str:
@@ -121,67 +167,6 @@ def _tell_device(meter: Meter) -> None:
         others_bytes=watch.base_bytes,
         missing=watch.missing,
     )
-
-
-def _run(wanted: Wanted, meter: Meter) -> tuple[step.Trainee, Family]:
-    """Load, first step, warm-up, steady steps, then one step taken apart into forward and backward, and optimizer."""
-    kind = family(wanted.profile)
-    strategy, report = wanted.strategy, meter.report
-    dtype = step.compute_dtype(strategy)
-    torch.manual_seed(SEED)
-    losses: list[float | None] = []
-    seconds: list[float] = []
-
-    def one_step() -> float:
-        batch = kind.batch(wanted.grid, meter.device, dtype)
-        meter.synchronise()
-        began = time.perf_counter()
-        loss = step.train_step(trainee, kind, batch, strategy)
-        meter.synchronise()
-        elapsed = time.perf_counter() - began
-        losses.append(_finite(loss))
-        return elapsed
-
-    report.tell(losses=losses, step_seconds=seconds)
-    with meter.phase("load"):
-        model = step.build_model(wanted.profile, wanted.job, strategy)
-        step.place(model, wanted.profile, strategy, meter.device, randomise)
-        trainee = step.Trainee(model, step.trainable_parameters(model))
-        trainee.optimizer = make_optimizer(trainee.trainable, strategy)
-    with meter.phase("first_step"):
-        report.tell(first_step_seconds=one_step())
-    with meter.phase("step"):
-        one_step()
-        for _ in range(wanted.steps):
-            seconds.append(one_step())
-    if meter.device.type == "cuda":
-        report.tell(allocated_after_step_bytes=torch.cuda.memory_allocated(meter.device))
-    # The same calls as in step.train_step, with the counters read in between.
-    with meter.phase("train"):
-        batch = kind.batch(wanted.grid, meter.device, dtype)
-        loss = step.forward(trainee, kind, batch, strategy)
-        loss.backward()
-    with meter.phase("optimizer"):
-        step.optimizer_step(trainee)
-    losses.append(_finite(loss.detach()))
-    return trainee, kind
-
-
-def _finite(loss: torch.Tensor) -> float | None:
-    """The loss, or None: JSON has neither NaN nor infinity."""
-    value = float(loss)
-    return value if math.isfinite(value) else None
-
-
-@torch.no_grad()
-def randomise(name: str, weight: torch.Tensor) -> None:
-    """Fills a weight in place: vectors like fresh norms and biases, the rest with small noise."""
-    if weight.ndim <= 1:
-        weight.fill_(0.0 if name.endswith("bias") else 1.0)
-    elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own
-        weight.copy_(torch.empty_like(weight, dtype=torch.bfloat16).normal_(0.0, SPREAD))
-    else:
-        weight.normal_(0.0, SPREAD)
 
 
 def out_of_memory(error: BaseException) -> str | None:
@@ -233,11 +218,12 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def attention_kernels(trainee: step.Trainee, kind: Family, wanted: Wanted, device: torch.device) -> str:
+def attention_kernels(probed: Probed) -> str:
     """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
-    batch = kind.batch(wanted.grid, device, step.compute_dtype(wanted.strategy))
+    wanted = probed.wanted
+    batch = probed.kind.batch(wanted.grids[0], probed.meter.device, probed.dtype)
     with _Kernels() as kernels:
-        step.forward(trainee, kind, batch, wanted.strategy)
+        step.forward(probed.trainee, probed.kind, batch, wanted.strategy)
     return "+".join(sorted(kernels.seen)) or "unknown"
 
 

@@ -1,4 +1,4 @@
-"""The probe's worker process: a few real steps of one plan, told to the parent in one result file.
+"""The probe's worker process: one rank's few real steps of a plan, told to the parent in a result file.
 
 Torch is imported by ``trainers.measure``, and that only once the allocator's settings are in the environment.
 """
@@ -12,11 +12,13 @@ from typing import Any
 
 from planner.errors import VplanError
 from planner.plan import Plan
-from planner.probe import REQUEST, RESULT
+from planner.probe import REQUEST, SCRATCH, result_file
 from planner.process import read_json, write_json
 
 ORPHANED = 130
 """Exit code when the parent died; nobody reads it."""
+REFUSED, OUT_OF_MEMORY = 1, 75
+"""Exit codes by which a launcher ends the other ranks. What happened is in the result file."""
 
 
 class Report:
@@ -33,20 +35,23 @@ class Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the request in the folder named by the only argument."""
+    """Runs one rank of the request in the folder named by the only argument."""
     folder = Path(arguments[0])
     end_with_parent()
     request = read_json(folder / REQUEST)
-    report = Report(folder / RESULT)
+    report = Report(folder / result_file(int(os.environ.get("RANK", "0"))))
+    report.tell(pid=os.getpid())
     plan = Plan.read(request.pop("plan"), "probe")
     set_allocator(plan.strategy.expandable_segments)
-    from trainers.measure import Wanted, measure
+    from trainers.measure import measure
+    from trainers.probed import Wanted
 
     try:
-        measure(Wanted.of(plan, **request), report)
+        measure(Wanted.of(plan, scratch=folder / SCRATCH, **request), report)
     except VplanError as error:
         report.tell(refused={"message": error.message, "fix": error.fix})
-    return 0
+        return REFUSED
+    return OUT_OF_MEMORY if "oom" in report.told["outcome"] else 0
 
 
 def set_allocator(expandable_segments: bool) -> None:

@@ -39,14 +39,18 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", local)
 
 
-def start(job: Job, strategy: Strategy, machine: Machine, device: torch.device, request: Request) -> Accelerator:
-    """Accelerate's state for a plan, checked. It finds the ranks and keeps the trackers; the step is ours."""
+def start(
+    job: Job, strategy: Strategy, machine: Machine, device: torch.device, request: Request | None = None
+) -> Accelerator:
+    """Accelerate's state for a plan, checked. It finds the ranks and keeps a request's trackers; the step is ours."""
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     together = "WORLD_SIZE" in os.environ
     backend = "nccl" if device.type == "cuda" else "gloo"
     handlers = [InitProcessGroupKwargs(backend=backend)] if together else []
-    said: dict[str, Any] = {"kwargs_handlers": handlers, "log_with": request.log_with, "project_dir": request.output}
+    said: dict[str, Any] = {"kwargs_handlers": handlers}
+    if request:
+        said |= {"log_with": request.log_with, "project_dir": request.output}
     zero = strategy.sharding.startswith("zero")
     if zero:
         said["deepspeed_plugin"] = _plugin(job, strategy)
@@ -54,7 +58,7 @@ def start(job: Job, strategy: Strategy, machine: Machine, device: torch.device, 
         said["cpu"] = device.type == "cpu"
     accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **said)
     check(accelerator, strategy, machine, backend)
-    if request.log_with:
+    if request and request.log_with:
         accelerator.init_trackers("vplan", {"model": job.model, "method": job.method, **request.settings()})
     return accelerator
 

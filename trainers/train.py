@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import catalog, checkpoints
+from planner.applied import scales_loss
 from planner.errors import VplanError
 from planner.launch import METRICS, NAN, OUT_OF_MEMORY, REQUEST, Request, result_file
 from planner.plan import plan_to_toml
@@ -183,6 +184,7 @@ class Training:
             "optimizer": strategy.optimizer,
             "step inside backward": strategy.optimizer_step == "backward",
             "master_weights": strategy.master_weights,
+            "loss scaling": scales_loss(job, strategy),
             "ema": strategy.ema != "none",
             "sharding": strategy.sharding if strategy.sharding not in ("none", "ddp") else "none or ddp",
             "ranks": self.request.plan.machine.world if not self._is_replicated() else None,
@@ -212,6 +214,8 @@ class Training:
         self.done = number + 1
         line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
         line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        if (scaler := self.engine.scaler) is not None:
+            line |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped}
         line |= {"seconds": round(time.perf_counter() - began, 6), **self.watch.peaks()}
         if self.metrics:
             self.metrics.write(line)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import click
 
+from planner import catalog
+from planner.applied import settled
 from planner.commands import USAGE
 from planner.commands.common import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show, table
-from planner.errors import VplanError
+from planner.errors import VplanError, quoted
+from planner.ledger import Ledger, default_path
+from planner.measurement import ProbeRow, row_id
 from planner.plan import Plan, read_plan
-from planner.probe import STEPS, TIME_LIMIT, probe, row_id
+from planner.probe import STEPS, TIME_LIMIT
 from planner.rows import append_row, rows_by_id
+from planner.runner import RealRunner
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -25,6 +31,14 @@ EXIT_CODES = {"ok": DONE, "oom": DOES_NOT_FIT, "host-oom": DOES_NOT_FIT}
 """Of each outcome; any other is FAILED."""
 
 Row = dict[str, Any]
+
+
+class _How(TypedDict):
+    """Fields of `RealRunner`."""
+
+    weights: str | None
+    history: str | None
+    device: Literal["cuda", "cpu"]
 
 
 @click.command(
@@ -47,6 +61,12 @@ Row = dict[str, Any]
     metavar="SECONDS",
     help="End a probe that takes longer.",
 )
+@click.option("--weights", metavar="DIR", help="Folder of the published weights.  [default: random ones]")
+@click.option(
+    "--gpu",
+    metavar="CARD",
+    help="The card that the plans are for, when not their own; of a larger one only as much is used.",
+)
 @click.option("--record-history", "history", metavar="FILE", help="Write every event of torch's allocator to FILE.")
 @click.option(
     "--device",
@@ -60,25 +80,30 @@ def command(
     paths: tuple[str, ...],
     steps: int,
     time_limit: int,
-    history: str | None,
-    device: Literal["cuda", "cpu"],
+    gpu: str | None,
     output: str | None,
     as_json: bool,
+    **how: Unpack[_How],
 ) -> int:
     """Run a few real training steps of a plan, and say what they took.
 
-    Weights and data are random: memory and speed are the same, and nothing is downloaded. Each plan runs in a fresh
-    process. Several plans run one after another; with -o what is done stays done: plans whose row is in FILE are left
-    out, so the same line goes on where it was stopped. Exit code 3: out of memory; 4: a crash, the time limit, or a
-    loss that is no number.
+    Weights and data are random: memory and speed are the same, and nothing is downloaded. Each plan runs in fresh
+    processes, one for each GPU; a card that gives more than the plan's gives no more than that. Every measurement is
+    kept, and estimates learn from it. Several plans run one after another; with -o what is done stays done: plans whose
+    row is in FILE are left out, so the same line goes on where it was stopped. Exit code 3: out of memory; 4: a crash,
+    the time limit, or a loss that is no number.
     """
-    if history and len(paths) > 1:
+    weights, device = how["weights"], how["device"]
+    if how["history"] and len(paths) > 1:
         raise VplanError("--record-history is one file, for one plan", "name one plan", USAGE)
-    plans = [(path, read_plan(path)) for path in paths]
+    if weights and not Path(weights).is_dir():
+        raise VplanError(f"there is no folder {quoted(weights)}", "name the model's folder: --weights DIR")
+    plans = [(path, _for_card(read_plan(path), gpu)) for path in paths]
     # All are checked before the first runs: a slip in the last one should not show after an hour.
-    ids = [row_id(plan) for _, plan in plans]
+    ids = [row_id(settled(plan)) for _, plan in plans]
     known = rows_by_id(output) if output else {}
-    rows: list[Row] = []
+    runner = RealRunner(**how)
+    ledger, rows = Ledger(default_path()), []
     for number, ((path, plan), name) in enumerate(zip(plans, ids, strict=True), start=1):
         start = f"[{number}/{len(plans)}] {path}: "
         if name in known:
@@ -86,21 +111,43 @@ def command(
             rows.append(known[name])
             continue
         click.echo(f"{start}running ...", err=True)
-        typed = _typed(path, steps, time_limit, device)
-        row = probe(plan, steps=steps, time_limit=time_limit, device=device, history=history, command=typed).to_json()
+        words = ["--steps", str(steps), "--time-limit", str(time_limit), *(["--gpu", gpu] if gpu else [])]
+        typed = _typed(path, [*words, *(["--weights", weights] if weights else [])], device)
+        measured = replace(runner, command=typed).run(plan, steps=steps, time_limit=time_limit)
+        row = measured.to_json()
         rows.append(row)
         if output:
             append_row(output, row)
             known[name] = row
         click.echo(start + _line(row), err=True)
+        keep(ledger, measured)
     answer = rows[0] if len(rows) == 1 else {"rows": rows}
     show(answer, as_json, lambda console: _render(console, rows, plans))
     return max(EXIT_CODES.get(row["measured"]["outcome"], FAILED) for row in rows)
 
 
-def _typed(path: str, steps: int, time_limit: int, device: str) -> str:
+def keep(ledger: Ledger, row: ProbeRow) -> None:
+    """Adds a row to the ledger. One that cannot be kept is still an answer, so that is a warning."""
+    try:
+        ledger.append(row)
+    except VplanError as error:
+        click.echo(f"warning: {error}", err=True)
+
+
+def _for_card(plan: Plan, gpu: str | None) -> Plan:
+    """The plan as for another card; what it expected of its own is no word about that one."""
+    if gpu is None:
+        return plan
+    count, card = catalog.parse_gpus(gpu)
+    machine = plan.machine.replace(gpu=card.name, unified=card.unified)
+    if count > 1:
+        machine = machine.replace(gpus=count)
+    return Plan(job=plan.job, strategy=plan.strategy, machine=machine, trainer=plan.trainer)
+
+
+def _typed(path: str, options: list[str], device: str) -> str:
     """The command that takes this row again, by itself."""
-    words = ["vplan", "probe", Path(path).name, "--steps", str(steps), "--time-limit", str(time_limit)]
+    words = ["vplan", "probe", Path(path).name, *options]
     return shlex.join([*words, *(["--device", device] if device != "cuda" else [])])
 
 

@@ -5,8 +5,9 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
+from planner.beside import Component, alive, load, work
 from planner.components import component_name
-from planner.phases import Component, alive, encoders, load, take_sizes, weights_on_gpu, work
+from planner.phases import encoders, take_sizes, weights_on_gpu
 from planner.program import Moment, Stage
 from planner.run import SERVICE, Run, Term
 

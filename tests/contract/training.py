@@ -1,10 +1,12 @@
-"""Training at two ranks on the CPU, in processes that a fork server starts: what one rank runs."""
+"""Training and probing at two ranks on the CPU, in processes that a fork server starts: what one rank runs."""
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from tests.contract import ranks
@@ -15,12 +17,22 @@ Told = dict[str, Any]
 
 def train(request: dict[str, Any], world: int = ranks.WORLD) -> list[Told]:
     """Runs a request on so many ranks, all of them new; what each told."""
+    return run(_train, request, world)
+
+
+def probe(folder: str, world: int = ranks.WORLD) -> list[Told]:
+    """Runs the probe's worker on the request in a folder, on so many ranks; the exit code of each."""
+    return run(_probe, {"folder": folder}, world)
+
+
+def run(work: Callable[[dict[str, Any]], Told], request: dict[str, Any], world: int) -> list[Told]:
+    """Does some work on so many ranks, all of them new; what each told."""
     context = ranks._fork_server()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     queue = context.Queue()
-    arguments = (port, world, request, os.environ["VPLAN_HOME"], queue)
+    arguments = (port, world, functools.partial(work, request), os.environ["VPLAN_HOME"], queue)
     processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
     for process in processes:
         process.start()
@@ -32,7 +44,20 @@ def train(request: dict[str, Any], world: int = ranks.WORLD) -> list[Told]:
     return [answers[rank] for rank in range(world)]
 
 
-def _rank(rank: int, port: int, world: int, request: dict[str, Any], home: str, queue: Any) -> None:
+def _train(request: dict[str, Any]) -> Told:
+    from planner.launch import Request
+
+    return runs.train(Request.read(request))
+
+
+def _probe(request: dict[str, Any]) -> Told:
+    from trainers import probe
+
+    probe.end_with_parent = lambda: None  # nobody holds the other end of a test's standard input
+    return {"code": probe.main([request["folder"]])}
+
+
+def _rank(rank: int, port: int, world: int, work: Callable[[], Told], home: str, queue: Any) -> None:
     os.environ.update(ranks.ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
     os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), VPLAN_HOME=home)
     if world == 1:  # as `vplan train` starts it, without a launcher
@@ -40,11 +65,9 @@ def _rank(rank: int, port: int, world: int, request: dict[str, Any], home: str, 
             del os.environ[name]
     import torch
 
-    from planner.launch import Request
-
     torch.set_num_threads(1)
     try:
-        queue.put((rank, runs.train(Request.read(request))))
+        queue.put((rank, work()))
     except Exception as error:
         queue.put((rank, f"{error}\n{traceback.format_exc()[-3000:]}"))
         raise

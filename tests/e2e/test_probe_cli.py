@@ -36,7 +36,7 @@ def plan(strategy: dict[str, Any] | None = None, **job: Any) -> Plan:
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """What a probe leaves behind lies in `folder`."""
-    environment = {**os.environ, "TMPDIR": str(folder)}
+    environment = {**os.environ, "TMPDIR": str(folder), "VPLAN_HOME": str(folder / "home")}
     return subprocess.run(vplan.command(*words), env=environment, capture_output=True, text=True, check=False)
 
 
@@ -46,7 +46,7 @@ def test_a_real_step() -> None:
     assert row.measured.step_seconds and row.measured.step_seconds > 0
     assert row.measured.allocated_bytes is row.measured.reserved_bytes is row.measured.device_bytes is None
     assert row.measured.host_bytes and row.measured.host_bytes > 10**8
-    assert list(row.details["phases"]) == ["load", "first_step", "step", "train", "optimizer"]
+    assert list(row.details["phases"]) == ["load", "first_step", "step", "train", "optimizer", "save"]
     losses = row.details["losses"]
     assert len(losses) == 1 + 1 + 2 + 1
     assert all(loss is not None and 0 < loss < 100 for loss in losses)
@@ -84,3 +84,4 @@ def test_the_time_limit_is_a_result(tmp_path: Path) -> None:
     assert row["measured"]["outcome"] == "timeout"
     assert Path(row["details"]["log"]).is_file()
     assert json.loads(rows.read_text()) == row
+    assert json.loads((tmp_path / "home" / "ledger.jsonl").read_text()) == row

@@ -12,9 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from planner.errors import VplanError  # noqa: E402
+from planner.job import Bucket, Job, Machine, Strategy  # noqa: E402
+from planner.plan import Plan  # noqa: E402
 from trainers import measure  # noqa: E402
-from trainers.measure import Wanted, out_of_memory, randomise  # noqa: E402
+from trainers.measure import out_of_memory, requested_bytes  # noqa: E402
 from trainers.meter import Meter  # noqa: E402
+from trainers.probed import Wanted, randomise  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,63 @@ from trainers.meter import Meter  # noqa: E402
 )
 def test_which_errors_mean_out_of_memory(error: BaseException, outcome: str | None) -> None:
     assert out_of_memory(error) == outcome
+
+
+@pytest.mark.parametrize(
+    ("message", "nbytes"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has a total capacity of 23.99 GiB", 20.5 * 2**20),
+        ("CUDA out of memory. Tried to allocate 512.00 bytes. GPU 0", 512),
+        ("CUDA out of memory. Tried to allocate more than 1EB memory.", None),
+        ("[enforce] DefaultCPUAllocator: can't allocate memory: you tried to allocate 123456 bytes. Error", 123456),
+        ("CUDA error: out of memory", None),
+    ],
+)
+def test_the_request_that_found_no_memory(message: str, nbytes: float | None) -> None:
+    assert requested_bytes(message) == nbytes
+
+
+class Watched:
+    """A card on which a context of 500 bytes and nothing else is beside torch's."""
+
+    base_bytes = 0
+
+    def take_peak(self) -> int:
+        return 1500
+
+
+def capped(monkeypatch: pytest.MonkeyPatch, capacity: int | None) -> tuple[int | None, list[float]]:
+    """What a process of a plan for a card of that capacity gets of one that has 10,000 bytes."""
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10_000, name="x"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
+    meter: Any = Meter(torch.device("cuda", 0), Watched(), SimpleNamespace(told={}, tell=None))  # type: ignore[arg-type]
+    wanted: Any = SimpleNamespace(capacity_bytes=capacity)
+    return measure.limit(wanted, meter), fractions
+
+
+def test_a_larger_card_gives_what_the_plan_s_gives_less_this_process_s_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert capped(monkeypatch, 4000) == (4000, [0.35])
+    assert capped(monkeypatch, 300) == (300, [0.0])  # not even the context fits
+
+
+def test_a_card_no_larger_than_the_plan_s_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert capped(monkeypatch, 10_000) == (None, [])
+    assert capped(monkeypatch, None) == (None, [])
+
+
+def test_steps_are_of_the_largest_bucket() -> None:
+    buckets = (Bucket(frames=81, height=64, width=64), Bucket(frames=5, height=480, width=832, batch_size=3), Bucket(
+        frames=5, height=480, width=832
+    ))  # fmt: skip
+    job = Job(model="wan2.1-t2v-1.3b", frames=5, height=64, width=64, buckets=buckets)
+    plan = Plan(job=job, strategy=Strategy(), machine=Machine(gpu="24GB"))
+    wanted = Wanted.of(plan, config={}, scratch="x", device="cpu", steps=1)
+    assert [(grid["B"], grid["F"], grid["H"]) for grid in wanted.grids] == [(3, 2, 30), (1, 2, 30), (1, 21, 4)]
 
 
 def test_pinned_memory_is_host_memory() -> None:
@@ -58,6 +118,7 @@ def test_an_oom_in_a_step_is_told_with_its_phase(monkeypatch: pytest.MonkeyPatch
     measure.measure(SimpleNamespace(device="cpu", history=None), report)
     assert (told["outcome"], told["phase"]) == ("oom", "optimizer")
     assert told["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert told["requested_bytes"] == 2 * 2**30
     assert told["phases"]["step"]["allocated_bytes"] is None
 
 

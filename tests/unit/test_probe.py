@@ -18,16 +18,17 @@ import pytest
 from click.testing import CliRunner
 
 import vplan
-from planner import monitor
+from planner import catalog, launch, monitor
 from planner import probe as probing
 from planner.applied import EVERY_VALUE, VALUES, settled
 from planner.commands import cli
-from planner.commands import probe as verb
 from planner.errors import VplanError
 from planner.evidence import read_rows
 from planner.job import Job, Machine, Strategy
+from planner.ledger import Ledger, default_path
+from planner.measurement import ProbeRow, row_id
 from planner.plan import Plan, write_plan
-from planner.probe import ProbeRow, classify, measured, probe, row_id
+from planner.probe import classify, measured, probe, together
 from planner.process import Ended, run_worker, write_json
 from planner.rows import append_row, rows_by_id
 from planner.units import GIB
@@ -54,7 +55,8 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         opening = f"import json, os, sys, time; from pathlib import Path; sys.path.insert(0, {vplan.HOME!r})\n"
         opening += "from planner.process import write_json; folder = Path(sys.argv[-1])\n"
         opening += "def tell(**facts): write_json(folder / 'result.json', facts)\n"
-        monkeypatch.setattr(vplan, "command", lambda *words: [sys.executable, "-c", opening + source, words[-1]])
+        monkeypatch.setattr(launch, "command", lambda *_: vplan.command(str(_[1])))
+        monkeypatch.setattr(vplan, "command", lambda *words: [sys.executable, "-c", opening + source, *words])
 
     return set_source
 
@@ -102,6 +104,90 @@ def test_a_run_that_ended_early_says_where_and_no_speed() -> None:
     found = measured("oom", {"phases": phases, "phase": "step", "step_seconds": [1.0]})
     assert (found.phase, found.allocated_bytes, found.step_seconds) == ("train", 3, None)
     assert measured("crash", {}).phase is None
+
+
+PEAKS = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB, "device_bytes": 3 * GIB, "retries": 0}
+
+
+def test_the_rank_that_takes_most_counts() -> None:
+    low = {**PEAKS, "allocated_bytes": GIB // 2}
+    ranks = [
+        {"outcome": "ok", "phases": {"load": PEAKS, "train": low}, "host_bytes": 3, "step_seconds": [1.0, 2.0]},
+        {"outcome": "ok", "phases": {"load": low, "train": PEAKS}, "host_bytes": 4, "step_seconds": [3.0, 1.0]},
+    ]
+    told = together(ranks)
+    assert told["phases"] == {"load": PEAKS, "train": PEAKS}
+    assert (told["outcome"], told["host_bytes"], told["step_seconds"]) == ("ok", 7, [3.0, 2.0])
+    assert told["device_bytes_by_rank"] == [3 * GIB, 3 * GIB]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "outcome"),
+    [(("ok", "oom"), "oom"), ((None, "oom"), "oom"), (("ok", None), None), (("nan", "ok"), "nan"), ((None,), None)],
+)
+def test_the_worst_word_of_all_ranks_counts(outcomes: tuple[str | None, ...], outcome: str | None) -> None:
+    ranks = [{"phases": {}, "rank": rank, **({"outcome": said} if said else {})} for rank, said in enumerate(outcomes)]
+    told = together(ranks)
+    assert told.get("outcome") == outcome
+    assert told["rank"] == outcomes.index(outcome)
+
+
+def test_a_cache_that_is_emptied_in_steady_steps_does_not_fit(worker: Any) -> None:
+    steady = {**PEAKS, "retries": 2}
+    worker(f"tell(outcome='ok', phase='save', step_seconds=[1.0], phases={{'first_step': {PEAKS}, 'step': {steady}}})")
+    row = probe(plan())
+    assert (row.measured.outcome, row.measured.phase, row.measured.retries) == ("oom", "train", 2)
+    assert "2 times in steady steps" in row.details["message"]
+    worker(f"tell(outcome='ok', phase='save', step_seconds=[1.0], phases={{'first_step': {steady}, 'step': {PEAKS}}})")
+    assert probe(plan()).measured.outcome == "ok"
+
+
+def test_a_capped_run_is_of_a_card_that_gives_less(worker: Any) -> None:
+    """23.5 GiB of an H100: the row's machine has just that budget, and says what it was for."""
+    worker(f"tell(outcome='ok', gpu='NVIDIA H100 80GB HBM3', phases={{'train': {PEAKS}}}, capped_bytes={23 * GIB})")
+    row = probe(plan())
+    assert (row.machine.gpu, row.planned_gpu, row.capped_bytes) == ("h100-80gb", "24GB", 23 * GIB)
+    assert catalog.gpu("h100-80gb").allocatable_bytes - row.machine.reserve == 23 * GIB
+
+
+def test_running_out_of_memory_says_what_was_asked_for(worker: Any) -> None:
+    said = {"outcome": "oom", "phase": "train", "phases": {}, "requested_bytes": 5 * GIB, "allocator": "| summary |"}
+    worker(f"tell(**{said})")
+    row = probe(plan())
+    assert (row.measured.outcome, row.measured.phase, row.requested_bytes) == ("oom", "train", 5 * GIB)
+    assert row.details["allocator"] == "| summary |"
+
+
+def test_a_rank_that_the_kernel_ended_is_host_oom(worker: Any) -> None:
+    """As torch's launcher tells of it: its own exit code is 1."""
+    worker("print('  exitcode  : -9 (pid: 4711)'); sys.exit(1)")
+    assert probe(plan(gpus=2, sharding="ddp")).measured.outcome == "host-oom"
+
+
+def test_ranks_are_started_by_torch_s_launcher(tmp_path: Path) -> None:
+    alone, several = (launch.command(plan(gpus=gpus), tmp_path, launch.Nodes(), "probe") for gpus in (1, 2))
+    assert alone[-3:] == several[-3:] == ["worker", "probe", str(tmp_path)]
+    assert "torch.distributed.run" in several and "torch.distributed.run" not in alone
+
+
+def test_a_plan_is_probed_as_for_another_card(measuring: list[int], tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--gpu", "16GB", "--json"])
+    row = json.loads(result.stdout)
+    assert row["machine"]["gpu"] == "16GB"
+    assert row["env"]["command"].endswith("--gpu 16GB")
+    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--weights", str(tmp_path / "none")])
+    assert (result.exit_code, measuring) == (1, [5])
+
+
+def test_a_ledger_that_cannot_be_written_takes_no_answer_away(
+    measuring: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "file"))
+    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["measured"]["outcome"] == "ok"
+    assert "warning: the measurement is not kept: cannot write" in result.stderr
 
 
 def test_a_row_is_what_accuracy_reads(worker: Any, tmp_path: Path) -> None:
@@ -221,8 +307,8 @@ def test_every_field_is_judged() -> None:
             {"swap_blocks": 4, "gradient_checkpointing": "full", "weights_dtype": "fp8"},
             "swap_blocks of weights in fp8 is not applied",
         ),
-        ({"offload_optimizer": "cpu"}, "offload_optimizer cpu is not applied"),
-        ({"sharding": "zero-2", "gpus": 2}, "training on 2 GPUs is not applied"),
+        ({"sharding": "zero-2", "gpus": 2, "nodes": 2}, "training on 2 computers is not applied"),
+        ({"sharding": "fsdp", "gpus": 2, "weights_dtype": "nf4"}, "nf4"),
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
         ({"weights_dtype": "int4"}, "weights_dtype int4 has no backward"),
         ({"method": "sample"}, "method sample is not applied"),
@@ -288,7 +374,7 @@ def test_a_damaged_row_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """The command with a probe whose outcome depends on the frames; gives the list of frames that were run."""
     ran: list[int] = []
     outcomes = {5: "ok", 9: "oom", 13: "crash"}
@@ -302,7 +388,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             measured=measured(outcome, told), env=probing._environment(told, command, "now"),
         )  # fmt: skip
 
-    monkeypatch.setattr(verb, "probe", fake)
+    monkeypatch.setattr(probing, "probe", fake)
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     return ran
 
 
@@ -321,6 +408,7 @@ def test_exit_codes(measuring: list[int], tmp_path: Path, frames: tuple[int, ...
     rows = answer["rows"] if len(frames) > 1 else [answer]
     assert [row["job"]["frames"] for row in rows] == list(frames) == measuring
     assert "vplan probe 5.toml --steps 3" in json.dumps(answer) or 5 not in frames
+    assert [row.job.frames for row in Ledger(default_path()).rows()] == list(frames)
 
 
 def test_a_grid_goes_on_where_it_was_stopped(measuring: list[int], tmp_path: Path) -> None:
@@ -336,40 +424,13 @@ def test_a_grid_goes_on_where_it_was_stopped(measuring: list[int], tmp_path: Pat
 
 
 def test_all_plans_are_read_before_one_runs(measuring: list[int], tmp_path: Path) -> None:
-    write_plan(plan(ema="gpu"), tmp_path / "ema.toml")
-    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), str(tmp_path / "ema.toml")])
+    write_plan(plan(text_encoder="resident"), tmp_path / "resident.toml")
+    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), str(tmp_path / "resident.toml")])
     assert (result.exit_code, measuring) == (1, [])
-    assert "ema gpu" in result.stderr
+    assert "text_encoder resident" in result.stderr
 
 
 # ---- the monitor
-
-
-def test_the_monitor_counts_from_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = iter([100, 700, *[300] * 10**6])
-    fake = SimpleNamespace(
-        NVMLError=OSError, NVMLError_FunctionNotFound=KeyError, NVMLError_ArgumentVersionMismatch=KeyError,
-        nvmlMemory_v2=2, nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: "580",
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetMemoryInfo=lambda handle, version: SimpleNamespace(used=next(used)),
-    )  # fmt: skip
-    monkeypatch.setattr(monitor, "pynvml", fake)
-    with monitor.DeviceMemory("1234") as watch:
-        assert watch.take_peak() == 600
-        assert watch.take_peak() == 200
-        _wait_for(lambda: watch.samples > 5)
-        assert watch.hertz is not None
-    assert (watch.base_bytes, watch.driver, watch.missing) == (100, "580", [])
-
-
-def test_the_monitor_says_what_it_could_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_driver() -> None:
-        raise monitor.pynvml.NVMLError_LibraryNotFound
-
-    monkeypatch.setattr(monitor.pynvml, "nvmlInit", no_driver)
-    with monitor.DeviceMemory("1234") as watch:
-        assert watch.take_peak() is None
-    assert watch.missing == ["device_bytes: NVML says NVML Shared Library Not Found"]
 
 
 def test_host_memory_is_this_process_s() -> None:

@@ -1,0 +1,72 @@
+"""One measured run of our own: the row that a probe gives, a ledger keeps and estimates learn from."""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from planner import catalog
+from planner.job import Job, Machine, Strategy
+from planner.plan import Environment, Measured, Plan
+from planner.record import Bytes, Record
+from planner.rules import resolve
+
+
+class ProbeRow(Record):
+    """One measured run of our own, as a line of a file of measurements (DESIGN section 9)."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    id: str
+    """of the plan that was run, see `row_id`"""
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    """on which it ran; of a process that was capped, with what it could not have as `reserve`"""
+    implementation: Literal["vplan"] = "vplan"
+    measured: Measured
+    env: Environment
+    runner: str = "real"
+    """`real`, or `simulate`: such rows say nothing about any GPU"""
+    planned_gpu: str | None = None
+    """the card or class that the plan is for, where it says another than `machine`"""
+    capped_bytes: Bytes | None = None
+    """the device bytes this process could have, where that is less than the card gives"""
+    requested_bytes: Bytes | None = None
+    """of the request that found no memory"""
+    details: dict[str, Any] = {}
+    """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
+
+
+class Setup(NamedTuple):
+    """On what two measurements of one plan give the same numbers."""
+
+    gpu: str
+    """as torch and NVML name it"""
+    driver: str
+    torch: str
+    diffusers: str
+
+    @classmethod
+    def of(cls, env: Environment) -> "Setup":
+        """Of a row's environment."""
+        return cls(env.gpu, env.driver, env.torch, env.diffusers)
+
+
+def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
+    """The name of a plan's row: the same for the same job, strategy and machine, whatever else the plan's file says."""
+    model = catalog.model(plan.job.model).name
+    records = {
+        "job": plan.job.replace(model=model),
+        "strategy": resolve(plan.job, plan.strategy, plan.machine),
+        "machine": plan.machine,
+    }
+    said: dict[str, Any] = {
+        part: record.model_dump(mode="json", exclude_defaults=True) for part, record in records.items()
+    }
+    if config:
+        said["config"] = dict(config)
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+    return f"{model}-{plan.job.method}-{digest}"

@@ -1,0 +1,167 @@
+"""The phases of a probe in one rank: load, first step, steady steps, one step taken apart, a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner import catalog
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.job import Job, Strategy
+from planner.plan import Plan, plan_to_toml
+from trainers import checkpoint, parallel, step, weights
+from trainers.average import Average
+from trainers.families import family
+from trainers.memory import swap
+from trainers.meter import Meter
+from trainers.noise import randomise
+
+SEED = 0
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What to measure, with everything looked up."""
+
+    plan: Plan
+    profile: ModelProfile
+    job: Job
+    strategy: Strategy
+    grids: tuple[dict[str, int], ...]
+    """of the job's shapes, the largest first"""
+    device: str
+    steps: int
+    scratch: Path
+    """folder for a checkpoint that nobody keeps"""
+    weights: str | None = None
+    """folder of published weights; random ones without"""
+    capacity_bytes: int | None = None
+    """what the plan's card gives, where this one may give more"""
+    history: str | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, *, config: dict[str, Any], scratch: str | Path, **said: Any) -> Wanted:
+        """From a plan; ``config`` replaces keys of the published architecture."""
+        profile = catalog.model(plan.job.model)
+        if config:
+            profile = profile.replace(config={**profile.config, **config})
+        grids = [catalog.grid(profile, plan.job, shape) for shape in plan.job.shapes]
+        return cls(
+            plan=plan,
+            profile=profile,
+            job=plan.job.replace(lora_targets=plan.job.lora_targets or profile.lora.targets),
+            strategy=plan.strategy,
+            grids=tuple(sorted(grids, key=_tokens, reverse=True)),
+            scratch=Path(scratch),
+            **said,
+        )
+
+
+def _tokens(grid: dict[str, int]) -> int:
+    return grid["B"] * (grid["F"] * grid["H"] * grid["W"] + grid["T"])
+
+
+class Probed:
+    """One rank's model and its steps."""
+
+    def __init__(self, wanted: Wanted, meter: Meter) -> None:
+        self.wanted = wanted
+        self.meter = meter
+        self.strategy = wanted.strategy
+        self.kind = family(wanted.profile)
+        self.dtype = step.compute_dtype(wanted.strategy)
+        self.losses: list[float | None] = []
+        self.seconds: list[float] = []
+        self.done = 0
+        torch.manual_seed(SEED)
+        meter.report.tell(losses=self.losses, step_seconds=self.seconds)
+
+    def load(self) -> None:
+        """Model, engine, optimizer and average, as training sets them up."""
+        wanted, device = self.wanted, self.meter.device
+        model = step.build_model(wanted.profile, wanted.job, self.strategy)
+        if wanted.weights is None:
+            step.place(model, wanted.profile, self.strategy, device, randomise)
+        else:
+            folder = weights.model_folder(Path(wanted.weights), wanted.profile, wanted.job)
+            swapped = swap.swapped_blocks(model, wanted.profile, self.strategy)
+            weights.load(model, weights.published(folder, wanted.profile), device, SEED, None, swapped)
+        made = parallel.set_up(model, wanted.profile, wanted.job, self.strategy, LEARNING_RATE)
+        self.trainee, self.engine = made
+        ema = self.strategy.ema
+        self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
+
+    def first_step(self) -> None:
+        """The step that makes the optimizer's states, at the largest shape."""
+        self.meter.report.tell(first_step_seconds=self._step(self.wanted.grids[0]))
+
+    def steady_steps(self) -> None:
+        """One step of each shape, the largest last, so that it finds what the others leave; then those that count."""
+        for grid in reversed(self.wanted.grids):
+            self._step(grid)
+        for _ in range(self.wanted.steps):
+            self.seconds.append(self._step(self.wanted.grids[0]))
+
+    def _step(self, grid: dict[str, int]) -> float:
+        """Seconds of one optimizer step."""
+        alone = self.strategy.gradient_accumulation == 1
+        batches = list(self._batches(grid)) if alone else self._batches(grid)
+        self.meter.synchronise()
+        began = time.perf_counter()
+        loss = step.accumulated_step(self.trainee, self.kind, batches, self.strategy)
+        self._follow()
+        self.meter.synchronise()
+        elapsed = time.perf_counter() - began
+        self._note(loss)
+        return elapsed
+
+    def _batches(self, grid: dict[str, int]) -> Iterator[step.Batch]:
+        for _ in range(self.strategy.gradient_accumulation):
+            yield self.kind.batch(grid, self.meter.device, self.dtype)
+
+    def _follow(self) -> None:
+        self.done += 1
+        if self.average:
+            self.average.update()
+
+    def passes(self) -> None:
+        """Forward and backward of one more step."""
+        loss = step.gradients(self.trainee, self.kind, self._batches(self.wanted.grids[0]), self.strategy)
+        self._note(loss)
+
+    def _note(self, loss: torch.Tensor) -> None:
+        """Keeps the mean of all ranks' losses, so that all of them know when one has no number."""
+        self.losses.append(finite(parallel.mean_over_ranks(loss)))
+
+    def optimizer_step(self) -> None:
+        """The rest of it."""
+        step.optimizer_step(self.trainee)
+        self._follow()
+
+    def save(self) -> None:
+        """A checkpoint as training writes it. A disk without room for it is told, and ends nothing else."""
+        manifest = {"run": "probe", "step": self.done}
+        plan = plan_to_toml(self.wanted.plan)
+        try:
+            checkpoint.save(self.wanted.scratch, self.engine, self.average, manifest, plan, keep=1)
+        except VplanError as error:
+            self.meter.report.told["missing"].append(f"save: {error.message}")
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every loss was a number."""
+        return None not in self.losses
+
+
+def finite(loss: torch.Tensor) -> float | None:
+    """The loss, or None: JSON has neither NaN nor infinity."""
+    value = float(loss)
+    return value if math.isfinite(value) else None
