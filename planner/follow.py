@@ -81,7 +81,7 @@ class Follower:
     def _take_samples(self, line: dict[str, Any]) -> None:
         """Samples that are being made, or are made, or could not be."""
         if "validating" in line:
-            self._bar.update(self._task, description=f"making {line['validating']} samples")
+            self._bar.update(self._task, description=f"making sample {line['validating']} of {line['of']}")
             return
         names = [str(self.path.parent / SAMPLES / name) for name in line["samples"]]
         self.samples += names

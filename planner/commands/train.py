@@ -401,5 +401,5 @@ def _render(console: Console, answer: dict[str, Any]) -> None:
     console.print(f"trained to step {answer['steps']}" + ("" if loss is None else f", loss {loss:.4f}"))
     console.print(f"weights: {answer['weights']}")
     console.print(f"checkpoint: {answer['checkpoint']}")
-    for path in answer["samples"]:
-        console.print(f"sample: {path}", soft_wrap=True)
+    if answer["samples"]:
+        console.print(f"samples: {len(answer['samples'])} in {Path(answer['samples'][0]).parent}")
