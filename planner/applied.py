@@ -138,8 +138,10 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     yield from _not_set_up(job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
-    if profile.experts == 2:
-        yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
+    if profile.experts == 2 and job.experts is None:
+        yield "one of two experts that is not named", "write experts = high or low: a run each"
+    if profile.experts == 2 and profile.training.boundary is None:
+        yield "one of two experts without the noise level between them", "write boundary into its profile"
 
 
 def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:

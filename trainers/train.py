@@ -74,7 +74,7 @@ class Training:
         self.strategy = request.plan.strategy
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)
-        self.kind = family(self.profile)
+        self.kind = family(self.profile).for_job(self.job)
         report.tell(phase="start")
         self.device = find_device(request.device)
         self.watch = Watch(self.device)
