@@ -23,15 +23,15 @@ VALUES: dict[str, tuple[object, ...]] = {
     "gradient_accumulation": (1,),
     "ema": ("none",),
     "sharding": ("none",),
-    "offload_optimizer": ("none",),
-    "offload_gradients": ("none",),
+    "offload_optimizer": ("none", "cpu"),
+    "offload_gradients": ("none", "cpu"),
     "offload_params": ("none",),
     "text_encoder": ("cached",),
     "vae": ("cached",),
     "validation_mode": ("off",),
     "group_offload": ("none",),
     "attention": ("sdpa",),
-    "compile": ("none",),
+    "compile": ("none", "blocks"),
     "context_parallel": (1,),
     "inactive_expert": ("absent",),
 }
@@ -59,12 +59,11 @@ EVERY_VALUE = frozenset({
 
 TRAINED: dict[str, tuple[object, ...]] = {
     **{field: applied for field, applied in VALUES.items() if field != "gradient_accumulation"},
-    # CAME and Muon have no checkpoint yet.
-    "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy"),
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
-    "offload_optimizer": ("none", "cpu"),
     "offload_params": ("none", "cpu"),
     "ema": ("none", "gpu", "cpu"),
+    "validation_mode": ("off", "on", "offload"),
+    "group_offload": ("none", "block", "leaf"),
 }
 """The same of `vplan train`, which has a loop around the step, and other processes beside it."""
 
@@ -117,18 +116,30 @@ def _neither(
     weights = strategy.weights(job.method)
     if strategy.swap_blocks and weights in QUANTISED:
         yield f"swap_blocks of weights in {weights}", "write swap_blocks = 0, or weights_dtype = bf16"
+    yield from _compiled(strategy, weights)
     for field, applied in values.items():
         value = getattr(strategy, field)
         if value not in applied:
             yield f"{field} {value}", f"write {field} = {' or '.join(map(str, applied))}"
 
 
+def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
+    """What torch.compile cannot take in. Compiled as a whole, a model would leave no place between its blocks where
+    checkpoints, swap and FSDP2 do their work."""
+    if strategy.compile == "full":
+        yield "compile full", "write compile = blocks, which leaves room between them for checkpoints and swap"
+    if strategy.compile == "blocks" and weights == "fp8":  # a traced layer multiplies by what was cast back already
+        yield "compile of weights in fp8, which are cast as each layer runs,", "write weights_dtype = int8 or bf16"
+    if strategy.compile == "blocks" and strategy.sharding == "zero-3":
+        yield "compile under zero-3, which gathers weights inside the blocks,", "use --sharding fsdp, or --compile none"
+
+
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What training asks for beside the step's own switches."""
     yield from _neither(profile, job, strategy, TRAINED)
     yield from _not_set_up(job, strategy)
-    if "fp16" in (strategy.autocast, strategy.weights(job.method)) or _computes_in_fp16(strategy):
-        yield "fp16, whose gradients vanish without loss scaling,", "use bf16"
+    if strategy.validation_mode != "off":
+        yield from _not_sampled(profile, job, strategy)
     if profile.experts == 2:
         yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
 
@@ -139,8 +150,11 @@ def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if strategy.weights(job.method) in QUANTISED and not alone:
         fix = "use --sharding ddp, or --weights-dtype bf16"
         yield f"a base in {strategy.weights(job.method)} under {strategy.sharding}", fix
-    if strategy.offload_optimizer != "none" and alone:
-        yield "an optimizer in host RAM outside ZeRO and FSDP", "use --zero-stage 2, or --offload-optimizer none"
+    if uses_fp16(job, strategy) and not scales_loss(job, strategy):
+        how = "under " + strategy.sharding if strategy.sharding in SPLIT else "of trained weights that are not fp32"
+        if strategy.optimizer_step == "backward":
+            how = "with the optimizer inside backward, where gradients are scaled,"
+        yield f"fp16 {how}", "use bf16"
     if strategy.sharding.startswith("zero") and strategy.compute_dtype != strategy.weights(job.method):
         fix = "give the two the same format"
         yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
@@ -148,6 +162,30 @@ def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
         yield "offload_optimizer under zero-1", "use --zero-stage 2"
 
 
-def _computes_in_fp16(strategy: Strategy) -> bool:
-    """Whether DeepSpeed or FSDP2 would run the model in fp16."""
-    return strategy.sharding in SPLIT and strategy.compute_dtype == "fp16"
+def uses_fp16(job: Job, strategy: Strategy) -> bool:
+    """Whether gradients go through fp16, where small ones vanish."""
+    weights = strategy.weights(job.method)
+    computes = strategy.sharding in SPLIT or weights in QUANTISED
+    return "fp16" in (strategy.autocast, weights) or (computes and strategy.compute_dtype == "fp16")
+
+
+def scales_loss(job: Job, strategy: Strategy) -> bool:
+    """Whether the step scales its loss: torch's scaler unscales fp32 gradients, behind backward, alike on all ranks."""
+    trained = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
+    behind = strategy.optimizer_step != "backward" and strategy.sharding not in SPLIT
+    return job.method != "sample" and uses_fp16(job, strategy) and trained == "fp32" and behind
+
+
+def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """Ways in which samples cannot be made while training.
+
+    Where weights are split all ranks would have to run each sample, and one that ran out of memory would leave the
+    others waiting for it: a sample would end the run.
+    """
+    moves = strategy.validation_mode == "offload" or strategy.group_offload != "none"
+    if strategy.sharding in ("zero-3", "fsdp"):
+        yield f"validation_mode {strategy.validation_mode} under {strategy.sharding}", "use --validation-mode off"
+    if strategy.weights(job.method) == "int8" and moves:
+        yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
+    if profile.experts == 2:
+        yield "a sample of one of two experts, which takes both,", "use --validation-mode off"

@@ -102,6 +102,8 @@ class Training(Record):
     num_train_timesteps: Count
     timestep_sampling: Text
     shift: Positive | None = None
+    shift_720p: Positive | None = None
+    """of sampling at 720p, where that differs"""
     beta_schedule: str | None = None
     beta_start: Positive | None = None
     beta_end: Positive | None = None

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from planner.launch import SAMPLES
 from planner.units import format_gib, format_seconds
 
 RECENT = 20
@@ -28,6 +29,9 @@ class Follower:
         self.last: dict[str, Any] | None = None
         self.peaks: dict[str, int] = {}
         self.warnings: list[str] = []
+        self.samples: list[str] = []
+        """files of samples"""
+        self._warned: set[str] = set()
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._inode = path.stat().st_ino if path.is_file() else None
         self._read = path.stat().st_size if path.is_file() else 0
@@ -50,7 +54,9 @@ class Follower:
         """Takes in what was written since the last call."""
         for line in self._new_lines():
             numbers = json.loads(line)
-            if numbers["step"] > self.done:
+            if "loss" not in numbers and numbers["step"] >= self.done:
+                self._take_samples(numbers)
+            elif numbers["step"] > self.done:
                 self._take(numbers)
 
     def _new_lines(self) -> list[str]:
@@ -67,20 +73,46 @@ class Follower:
         self._read += len(whole.encode())
         return whole.splitlines()
 
+    def _take_samples(self, line: dict[str, Any]) -> None:
+        """Samples that are being made, or are made, or could not be."""
+        if "validating" in line:
+            self._bar.update(self._task, description=f"making {line['validating']} samples")
+            return
+        names = [str(self.path.parent / SAMPLES / name) for name in line["samples"]]
+        self.samples += names
+        if line["note"]:
+            self.warnings.append(f"no more samples behind step {line['step']}: {line['note']}")
+            click.echo(f"warning: {self.warnings[-1]}", err=True)
+        elif self._bar.disable:
+            click.echo(f"step {line['step']}/{self.steps}, samples: {', '.join(names)}", err=True)
+        self._take_peaks(line)
+
     def _take(self, line: dict[str, Any]) -> None:
         self.last = line
         self._seconds.append(line["seconds"])
+        self._take_peaks(line)
+        self._bar.update(self._task, completed=line["step"], description=self._words(line))
+        if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
+            click.echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
+
+    def _take_peaks(self, line: dict[str, Any]) -> None:
         for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
             if line[name] is not None:
                 self.peaks[name] = max(self.peaks.get(name, 0), line[name])
         peak = self.peaks.get("device_bytes", 0)
-        if self.high_bytes is not None and peak > self.high_bytes and not self.warnings:
+        if self.high_bytes is not None and peak > self.high_bytes:
             said = f"step {line['step']} took {format_gib(peak)} on the device, and the plan expects at most"
-            self.warnings.append(f"{said} {format_gib(self.high_bytes)}")
-            click.echo(f"warning: {self.warnings[-1]}", err=True)
-        self._bar.update(self._task, completed=line["step"], description=self._words(line))
-        if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
-            click.echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
+            self._warn("peak", f"{said} {format_gib(self.high_bytes)}")
+        if line.get("retries") and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
+            said = f"step {line['step']} made the allocator empty its cache {line['retries']} times"
+            self._warn("retries", f"{said}: the run is at the edge of the card, and slower for it")
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Says it at once, and once of its kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warnings.append(text)
+            click.echo(f"warning: {text}", err=True)
 
     @property
     def step_seconds(self) -> float | None:

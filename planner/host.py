@@ -23,18 +23,18 @@ from planner.variants import UNPAGED, trained_storage
 PROCESS_BYTES = 3 * GIB
 """One training process: Python, torch and CUDA libraries. Assumed; the measured rows will tell."""
 
-OFFLOADED_BYTES = 16
-"""Per parameter whose optimizer runs in host RAM: fp32 weight, gradient and two Adam states (torchao
-CPUOffloadOptimizer keeps these four for fp32 weights)."""
+HOST_STATES = {"adafactor": 0, "came": 4}
+"""Per parameter whose optimizer runs in host RAM, beside weight and gradient in the trained format
+(trainers/optimizers.py ``OnHost``, as torchao's CPUOffloadOptimizer): AdamW's two states have that format too, CAME's
+one is fp32, and rows and columns are next to nothing."""
 
 ZERO_OFFLOADED_BYTES = 18
-"""DeepSpeed keeps beside them, of its share, the new weights in 16 bits on their way back (stages 1 and 2:
-``param_buffer_of_bit16_for_cpu_offload_groups``) or the gradients in 16 bits (stage 3:
+"""DeepSpeed keeps fp32 weight, gradient and two Adam states of its share, and beside them the new weights in 16 bits on
+their way back (stages 1 and 2: ``param_buffer_of_bit16_for_cpu_offload_groups``) or the gradients in 16 bits (stage 3:
 ``grad_partitions_flat_buffer``)."""
 
-LESS_THAN_ADAM = {"lion": 4, "adafactor": 8, "came": 4}
-"""Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py), Adafactor rows and columns of one,
-which are next to nothing, and CAME those beside one state."""
+LION_LESS = 4
+"""Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py)."""
 
 SHARD_BYTES = 10 * 10**9
 """A file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""
@@ -130,8 +130,13 @@ def _held(run: Run, machine: Machine) -> Parts:
     if strategy.offload_params == "nvme":
         weights += nvme.params_host_bytes(run)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
-        parameter = (ZERO_OFFLOADED_BYTES if zero else OFFLOADED_BYTES) - LESS_THAN_ADAM.get(strategy.optimizer, 0)
-        optimizer += parameter * run.trained_parameters // (machine.world if zero else 1)
+        if zero:
+            parameter = ZERO_OFFLOADED_BYTES - (LION_LESS if strategy.optimizer == "lion" else 0)
+            optimizer += parameter * run.trained_parameters // machine.world
+        else:
+            pair = 2 * trained_bytes(run)
+            states = HOST_STATES.get(strategy.optimizer)
+            optimizer += pair + (pair if states is None else states * run.trained_parameters)
     if strategy.optimizer in UNPAGED:
         optimizer += sum(run.sizes[buffer] for buffer in run.paged_states)
     if strategy.offload_params == "cpu":

@@ -106,10 +106,15 @@ def largest(search: Search, wish: Wish, explain: bool = True) -> Suggestion | No
             f"with buckets the shapes are given, so there is no largest {wish.name}", "leave out --buckets"
         )
     for lossy in (None,) if question.allow_lossy else (False, True):
-        found = _largest(search, job, wish, wish.values, lossy)
+        found = largest_by(search, job, wish, lossy)
         if found is not None:
             return search.explained(found) if explain else search.bare(found)
     return None
+
+
+def largest_by(search: Search, job: Job, wish: Wish, lossy: bool | None) -> Estimate | None:
+    """The fastest plan at the largest value of a wish, of lossless plans (False), lossy ones (True) or all (None)."""
+    return _largest(search, job, wish, wish.values, lossy)
 
 
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:

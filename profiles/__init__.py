@@ -9,6 +9,7 @@ GPUS = FOLDER / "gpus.toml"
 MODELS = FOLDER / "models"
 TAPES = FOLDER / "tapes"
 MEASUREMENTS = FOLDER / "measurements"
+TRAINERS = FOLDER / "trainers"
 
 
 def model_path(name: str) -> Path:
@@ -19,3 +20,13 @@ def model_path(name: str) -> Path:
 def model_names() -> tuple[str, ...]:
     """Names of the bundled models, which are their files' names, in alphabetical order."""
     return tuple(sorted(path.name.removesuffix(".toml") for path in MODELS.glob("*.toml")))
+
+
+def trainer_path(name: str) -> Path:
+    """Where the flags of the trainer of that name are, whether or not there is one."""
+    return TRAINERS / f"{name}.toml"
+
+
+def trainer_names() -> tuple[str, ...]:
+    """Names of the trainers and launchers whose flags are known, in alphabetical order."""
+    return tuple(sorted(path.name.removesuffix(".toml") for path in TRAINERS.glob("*.toml")))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.job import Strategy
+from planner.job import SPLIT, Strategy
+from trainers.memory.pinned import host_bytes
 
 WEIGHT_DECAY = 1e-2
 LOOP = {"foreach": False}
@@ -42,6 +43,20 @@ class MuonAndAdamW:
         """Frees the gradients, or fills them with zeros."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of both: what a learning rate is written into."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, Muon's first."""
+        return {"both": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        for optimizer, kept in zip(self.optimizers, state["both"], strict=True):
+            take_up(optimizer, kept)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -79,7 +94,7 @@ class SteppedInBackward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
         for optimizer, kept in zip(self.optimizers.values(), state["each"], strict=True):
-            optimizer.load_state_dict(kept)
+            take_up(optimizer, kept)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -132,7 +147,7 @@ class OverMasters:
         for master, kept in zip(self.masters.values(), state["masters"], strict=True):
             if kept is not None:
                 master.copy_(kept)
-        self.optimizer.load_state_dict(state["over_masters"])
+        take_up(self.optimizer, state["over_masters"])
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -140,13 +155,118 @@ class OverMasters:
         return {parameter: self.optimizer.state[master] for parameter, master in self.masters.items()}
 
 
-Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMasters
+class OnHost:
+    """An optimizer in host RAM over pinned copies of the parameters, in their own format, and of their gradients.
+
+    As torchao's CPUOffloadOptimizer, whose gradients leave before anyone could clip them. ``take_gradients`` sends them
+    when backward is over; with ``offload_gradients`` each leaves as soon as it is there, beside the computation.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+        self.hosts = {parameter: _on_host(parameter) for parameter in parameters}
+        self.gradients = {parameter: _host_like(parameter) for parameter in self.hosts}
+        device = next(iter(self.hosts)).device
+        self._sending = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # One parameter at a time, in one pass over its numbers where there is a kernel for that.
+        how = "fused" if strategy.optimizer == "adamw" else "loop"
+        self.optimizer = make_one(list(self.hosts.values()), strategy.replace(optimizer_step=how), learning_rate)
+        if strategy.offload_gradients != "none":
+            for parameter in self.hosts:
+                parameter.register_post_accumulate_grad_hook(self._send)
+
+    def _send(self, parameter: torch.Tensor) -> None:
+        """Copies a gradient to the host behind the computation of it, and lets it go."""
+        gradient = parameter.grad
+        assert gradient is not None and isinstance(parameter, nn.Parameter)
+        host = self.gradients[parameter]
+        if self._sending is None:
+            host.copy_(gradient)
+        else:
+            self._sending.wait_stream(torch.cuda.current_stream(gradient.device))
+            with torch.cuda.stream(self._sending):
+                host.copy_(gradient, non_blocking=True)
+            gradient.record_stream(self._sending)
+        self.hosts[parameter].grad = host
+        parameter.grad = None
+
+    def take_gradients(self) -> list[nn.Parameter]:
+        """The parameters' gradients are in host RAM when it returns, and nowhere else; the weights that have them."""
+        for parameter in self.hosts:
+            if parameter.grad is not None:
+                self._send(parameter)
+        if self._sending is not None:
+            self._sending.synchronize()
+        return list(self.hosts.values())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps over the gradients that were taken, and copies the weights back."""
+        self.optimizer.step()
+        for parameter, host in self.hosts.items():
+            parameter.copy_(host, non_blocking=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; their host RAM is taken again."""
+        for host in self.hosts.values():
+            host.grad = None
+        if self._sending is not None:  # the weights have left before the next gradients come
+            torch.cuda.current_stream(self._sending.device).synchronize()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer on the host."""
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; the weights are the parameters'."""
+        return {"on_host": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        take_up(self.optimizer, state["on_host"])
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states, by the parameters they belong to."""
+        return {parameter: self.optimizer.state[host] for parameter, host in self.hosts.items()}
+
+
+def _host_like(parameter: nn.Parameter) -> torch.Tensor:
+    """Host RAM for as much as a parameter, pinned where there is a GPU."""
+    return host_bytes(parameter.nbytes, pinned=parameter.is_cuda).view(parameter.dtype).view(parameter.shape)
+
+
+def _on_host(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_host_like(parameter).copy_(parameter.detach()))
+
+
+Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMasters | OnHost
+
+
+def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
+    """Gives an optimizer a state it has kept, each tensor in the format it was kept in.
+
+    ``torch.optim.Optimizer.load_state_dict`` casts states to the parameters' format, and Adafactor and CAME keep those
+    of 16-bit weights in fp32. bitsandbytes keeps its own apart from the rest, and never casts them.
+    """
+    optimizer.load_state_dict(kept)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in kept["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter]
+        for name, was in kept["state"].get(number, {}).items():
+            if isinstance(was, torch.Tensor) and was.dtype != state[name].dtype:
+                state[name] = was.to(state[name].device)
 
 
 def make_optimizer(trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4) -> Optimizer:
     """The optimizer a strategy names over the trained parameters."""
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):  # DeepSpeed keeps its own
         return OverMasters(trainable.values(), strategy, learning_rate)
+    if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:  # which have their own
+        return OnHost(trainable.values(), strategy, learning_rate)
     if strategy.optimizer_step == "backward":
         return SteppedInBackward(trainable.values(), strategy, learning_rate)
     return make_one(list(trainable.values()), strategy, learning_rate)

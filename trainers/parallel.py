@@ -24,10 +24,14 @@ from planner.zero import DEEPSPEED, Settings
 from trainers import step
 from trainers.engines import deepspeed_config, shard
 from trainers.families import family
-from trainers.optimizers import make_optimizer
+from trainers.optimizers import make_optimizer, take_up
+from trainers.scaling import LossScaler, loss_scaler
 
 LOCAL, SHAPE, DIM = "local", "whole shape", "split along"
 """A share of a tensor in a state."""
+
+SCALER = "loss scaler"
+"""Its place in a state."""
 
 
 class Alone(step.Engine):
@@ -36,7 +40,8 @@ class Alone(step.Engine):
     replicated = True
     """Whether every rank has the same state, so that one of them keeps it for all."""
 
-    def __init__(self, trainee: step.Trainee) -> None:
+    def __init__(self, trainee: step.Trainee, scaler: LossScaler | None = None) -> None:
+        super().__init__(scaler)
         self.trainee = trainee
         self.plain = trainee.model
         """the model without what an engine puts around it"""
@@ -49,12 +54,15 @@ class Alone(step.Engine):
     def state(self) -> dict[str, Any]:
         """What this rank keeps of the optimizer: plain tensors, numbers and lists."""
         assert self.trainee.optimizer is not None
-        return self.trainee.optimizer.state_dict()
+        scaling = {SCALER: self.scaler.state_dict()} if self.scaler else {}
+        return {**self.trainee.optimizer.state_dict(), **scaling}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes up what `state` gave on the same rank of as many."""
         assert self.trainee.optimizer is not None
-        self.trainee.optimizer.load_state_dict(state)
+        if self.scaler:
+            self.scaler.load_state_dict(state.pop(SCALER))
+        take_up(self.trainee.optimizer, state)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Where learning rates are written."""
@@ -65,8 +73,10 @@ class Alone(step.Engine):
 class Ddp(Alone):
     """DistributedDataParallel: gradients are averaged in backward of the last micro-batch."""
 
-    def __init__(self, trainee: step.Trainee, strategy: Strategy, finds_unused: bool) -> None:
-        super().__init__(trainee)
+    def __init__(
+        self, trainee: step.Trainee, strategy: Strategy, finds_unused: bool, scaler: LossScaler | None
+    ) -> None:
+        super().__init__(trainee, scaler)
         device = next(iter(trainee.trainable.values())).device
         frozen = [name for name, weight in trainee.model.named_parameters() if not weight.requires_grad]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainee.model, frozen)  # some are swapped
@@ -172,18 +182,20 @@ def set_up(
     if strategy.sharding == "fsdp":
         device = next(model.parameters()).device.type
         shard(model, profile, job, strategy, init_device_mesh(device, (dist.get_world_size(),)))
+    step.compile_blocks(model, profile, strategy)
     trainable = step.trainable_parameters(model)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
+    scaler = loss_scaler(job, strategy, next(iter(trainable.values())).device)
     engine: Alone
     if strategy.sharding == "fsdp":
         engine = Fsdp(trainee)
     elif strategy.sharding == "ddp":
         kind = family(profile)
-        engine = Ddp(trainee, strategy, any(kind.without_gradient(name, profile.blocks) for name in trainable))
+        engine = Ddp(trainee, strategy, any(kind.without_gradient(name, profile.blocks) for name in trainable), scaler)
     elif strategy.sharding.startswith("zero"):
         engine = Zero(trainee, job, strategy, settings)
     else:
-        engine = Alone(trainee)
+        engine = Alone(trainee, scaler)
     trainee.engine = engine
     return trainee, engine
 

@@ -5,6 +5,7 @@ A process of its own, so that the encoders and all they left on the GPU are gone
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from planner import catalog
@@ -35,6 +36,7 @@ def prepare(wanted: Preparation) -> None:
     """Encodes what is not in the cache yet and writes the list of samples beside it."""
     import torch
 
+    from trainers import samples
     from trainers.buckets import Reading
     from trainers.cache import Setting, cached
     from trainers.data import read
@@ -51,5 +53,10 @@ def prepare(wanted: Preparation) -> None:
         folder=entries.parent,
         device=torch.device(wanted.device),
     )
-    dataset = read(Path(wanted.data), profile, plan.job, Reading(skip_bad=wanted.skip_bad))
-    write_entries(entries, cached(dataset, setting, skip_bad=wanted.skip_bad))
+    is_cache = entries.is_file() and entries.parent == Path(wanted.data)  # made by others: there are no clips
+    dataset = None if is_cache else read(Path(wanted.data), profile, plan.job, Reading(skip_bad=wanted.skip_bad))
+    if dataset is not None and not entries.is_file():
+        write_entries(entries, cached(dataset, setting, skip_bad=wanted.skip_bad))
+    if wanted.validation:
+        at = Path(wanted.validation).parent
+        samples.prepare(wanted, replace(setting, folder=at), dataset)

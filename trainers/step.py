@@ -24,7 +24,8 @@ from trainers import draws, families, quantise
 from trainers.families.base import Family
 from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
-from trainers.optimizers import Optimizer, SteppedInBackward
+from trainers.optimizers import OnHost, Optimizer, SteppedInBackward
+from trainers.scaling import LossScaler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_GRAD_NORM = 1.0
@@ -38,22 +39,33 @@ Batch = dict[str, torch.Tensor]
 class Engine:
     """How backward and step run: here as in a process that trains alone. `trainers.parallel` has the others."""
 
+    def __init__(self, scaler: LossScaler | None = None) -> None:
+        self.scaler = scaler
+
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; ``last`` of those that make one optimizer step."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradients of a loss to what is there."""
-        loss.backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, trainee: Trainee) -> None:
         """Clips the gradients, steps and frees them; nothing when backward has done that already."""
-        assert trainee.optimizer is not None
-        if isinstance(trainee.optimizer, SteppedInBackward):
+        optimizer = trainee.optimizer
+        assert optimizer is not None
+        if isinstance(optimizer, SteppedInBackward):
             return
-        torch.nn.utils.clip_grad_norm_(list(trainee.trainable.values()), MAX_GRAD_NORM, foreach=True)
-        trainee.optimizer.step()
-        trainee.optimizer.zero_grad(set_to_none=True)
+        on_host = isinstance(optimizer, OnHost)
+        stepped = optimizer.take_gradients() if on_host else list(trainee.trainable.values())
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(stepped, MAX_GRAD_NORM, foreach=not on_host)
+        if self.scaler is not None:
+            self.scaler.step_unless_infinite(optimizer)
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass
@@ -165,6 +177,32 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
 
     model.register_forward_pre_hook(start_forward)
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]
+
+
+COMPILER = "inductor"
+"""The backend of torch.compile."""
+
+
+def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> None:
+    """Compiles the forward of each repeated block where the strategy says so; never for a recording.
+
+    Regional compilation, as diffusers' ``compile_repeated_blocks`` (PyTorch recipe "regional_compilation"): blocks that
+    are alike share what is compiled. Forward alone, so that what is around a block (checkpointing, swap, FSDP2's
+    gathering) stays as it is. Where torch would give up compiling without a word, the run ends instead.
+    """
+    if strategy.compile == "none":
+        return
+    assert strategy.compile == "blocks", strategy.compile
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for block in compiled_blocks(model, profile):
+        block.forward = torch.compile(block.forward, backend=COMPILER)
+
+
+def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
+    """The blocks that are alike: of a UNet, whose stages differ, the transformer blocks in them."""
+    if profile.family == "unet":
+        return [module for module in model.modules() if type(module).__name__ in model._repeated_blocks]
+    return [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]
 
 
 Fill = Callable[[str, torch.Tensor], None]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import catalog, checkpoints
+from planner.applied import scales_loss
 from planner.errors import VplanError
 from planner.launch import METRICS, NAN, OUT_OF_MEMORY, REQUEST, Request, result_file
 from planner.plan import plan_to_toml
@@ -83,6 +84,7 @@ class Training:
         manifest = self._set_up()
         self.metrics = Metrics(self.output / METRICS, self.done) if self.rank == 0 else None
         self.rate = rates(request)
+        self.samples = self._samples()
         report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
 
     def train(self) -> None:
@@ -91,10 +93,12 @@ class Training:
 
         request = self.request
         try:
+            self._sample(taken_up=True)
             for number in range(self.done, request.steps):
                 self._step(number)
                 if self.done % request.checkpoint_every == 0 or self.done == request.steps:
                     self._save()
+                self._sample()
             self.report.tell(phase="save")
             export.finish(self.output / FINAL, self.profile, self.job, self.engine, self.average)
         finally:
@@ -112,6 +116,27 @@ class Training:
         sampler = loader.Sampler(entries, self.job, plan.machine.world, accumulation, request.seed)
         stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy))
         return loader.Loader(sampler, stacker, self.rank, self.device, request.steps)
+
+    def _samples(self) -> Any:
+        """What makes samples meanwhile, where the plan has some."""
+        from trainers.samples import Samples
+
+        if self.request.validation is None or self.strategy.validation_mode == "off":
+            return None
+        return Samples(self.request, self.profile, self.device, self.rank)
+
+    def _sample(self, *, taken_up: bool = False) -> None:
+        """Makes the samples that are due; where a run is taken up, those that a kill left out."""
+        if self.samples is None or not (self.samples.missing(self.done) if taken_up else self.samples.due(self.done)):
+            return
+
+        def tell(line: dict[str, Any]) -> None:
+            if self.metrics:
+                self.metrics.write({**line, **self.watch.peaks()} if "samples" in line else line)
+
+        self.report.tell(phase="validate")
+        self.samples.make(self.engine.plain, self.done, tell)
+        self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:
         """Model, engine, optimizer and average: as published, or as a checkpoint left them; returns its manifest."""
@@ -159,6 +184,7 @@ class Training:
             "optimizer": strategy.optimizer,
             "step inside backward": strategy.optimizer_step == "backward",
             "master_weights": strategy.master_weights,
+            "loss scaling": scales_loss(job, strategy),
             "ema": strategy.ema != "none",
             "sharding": strategy.sharding if strategy.sharding not in ("none", "ddp") else "none or ddp",
             "ranks": self.request.plan.machine.world if not self._is_replicated() else None,
@@ -188,6 +214,8 @@ class Training:
         self.done = number + 1
         line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
         line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        if (scaler := self.engine.scaler) is not None:
+            line |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped}
         line |= {"seconds": round(time.perf_counter() - began, 6), **self.watch.peaks()}
         if self.metrics:
             self.metrics.write(line)

@@ -22,8 +22,11 @@ from planner.errors import VplanError, did_you_mean
 VERBS = {
     "suggest": "The best way to train on a card, and what it saves and costs.",
     "estimate": "What one way of training needs, phase by phase.",
+    "tune": "Finds the best plan by measuring, and proves it.",
     "probe": "What a plan really takes, measured on this machine's GPU.",
+    "preflight": "Whether a plan can start on this machine as it is now.",
     "train": "Trains: a plan or a model, from clips to finished weights.",
+    "export": "A plan as another trainer's own files.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
     "record": "Records a model of your own, or our tapes again.",

@@ -13,6 +13,7 @@ from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from planner.commands.request import Request
@@ -117,6 +118,8 @@ def ways(found: Estimate) -> str:
     words = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
     if "weights_dtype" in found.lossy:
         words.append(f"{strategy.weights_dtype} weights")
+    if strategy.gradient_checkpointing == "partial":
+        words.append(f"{strategy.checkpointed_blocks} blocks checkpointed")
     if strategy.swap_blocks:
         words.append(f"{strategy.swap_blocks} blocks swapped")
     return ", ".join(words) or "nothing switched on"
@@ -154,8 +157,12 @@ def print_suggestion(
         console.print(table(("what each switch did", ">GiB", ">s a step"), map(_switch_row, told)))
     if found.alternatives:
         console.print()
-        rows = [_plan_row(other) for other in found.alternatives]
-        console.print(table(("runners-up", "verdict", ">GiB", ">s a step", ">host RAM GiB"), rows))
+        console.print(runners_up(found.alternatives))
+
+
+def runners_up(plans: Iterable[Estimate]) -> Table:
+    """A line for each plan that is not the first choice."""
+    return table(("runners-up", "verdict", ">GiB", ">s a step", ">host RAM GiB"), map(_plan_row, plans))
 
 
 def typed_out(switches: Iterable[Switch]) -> str:

@@ -1,15 +1,25 @@
-"""Other trainers: how each holds memory where it differs from ours. Reading and writing their commands comes here too.
+"""Other trainers: how each holds memory where it differs from ours, and how its commands are read and written.
 
-A dialect's memory terms are functions on a Run, applied after our own transformations when the plan names that trainer.
+A dialect's memory terms (``TERMS``) are functions on a Run, applied after our own transformations when the plan names
+that trainer. Its ``DIALECT`` is the table of what its words and ours are to each other (`planner.dialects.interface`).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+from planner.errors import VplanError, did_you_mean
 from planner.run import Term
 
+if TYPE_CHECKING:
+    from planner.dialects.interface import Dialect, Given
+    from planner.script import Script
+
 TRAINERS = (
+    "accelerate",
     "diffsynth",
     "diffusers",
     "diffusion-pipe",
@@ -19,7 +29,11 @@ TRAINERS = (
     "sd-scripts",
     "simpletuner",
 )
-"""Trainers with terms of their own; every other name is priced like ours."""
+"""Trainers with a file of their own here; every other name is priced like ours."""
+
+
+FORMER = ("diffsynth-2025",)
+"""Files of trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
 
 
 def terms(trainer: str) -> tuple[Term, ...]:
@@ -30,7 +44,42 @@ def terms(trainer: str) -> tuple[Term, ...]:
     name, _, version = trainer.partition("@")
     if name not in TRAINERS:
         return ()
-    dialect = importlib.import_module(f"planner.dialects.{name.replace('-', '_')}")
+    dialect = module(name)
     found: tuple[Term, ...] = dialect.TERMS
     older: dict[str, tuple[Term, ...]] = getattr(dialect, "OLDER", {})
     return found + older.get(version, ())
+
+
+@functools.cache
+def spoken() -> dict[str, Dialect]:
+    """The dialects that we read or write, by name."""
+    found = (getattr(module(name), "DIALECT", None) for name in (*TRAINERS, *FORMER))
+    return {dialect.name: dialect for dialect in found if dialect is not None}
+
+
+def dialect(name: str) -> Dialect:
+    """The dialect of a trainer; a VplanError names those there are."""
+    known = spoken()
+    name = name if name in known else name.partition("@")[0]
+    if name not in known:
+        listed = "the trainers we know are " + ", ".join(known)
+        raise VplanError(f"we do not speak {name}", did_you_mean(name, known, listed))
+    return known[name]
+
+
+def recognise(script: Script) -> tuple[Dialect, Given]:
+    """Whose script, config or Python file was given, and what it says; a VplanError names those we read."""
+    readers = [dialect for dialect in spoken().values() if dialect.gather is not None]
+    for reader in readers:
+        assert reader.gather is not None
+        given = reader.gather(script)
+        if given is not None:
+            return reader, given
+    what = ", ".join(dict.fromkeys(program.script for program in script.programs)) or script.name
+    known = ", ".join(reader.title for reader in readers)
+    raise VplanError(f"{what} is of no trainer that we read", f"we read {known}")
+
+
+def module(name: str) -> ModuleType:
+    """The file of a dialect."""
+    return importlib.import_module(f"planner.dialects.{name.replace('-', '_')}")

@@ -19,6 +19,7 @@ from planner.commands import own  # noqa: E402
 from planner.job import Job, Machine, Strategy  # noqa: E402
 from planner.plan import Plan, write_plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
+from trainers import clips  # noqa: E402
 
 PATIENCE = 300
 
@@ -45,6 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 "sharding": "ddp" if gpus == 2 else "none",
                 "vae_dtype": "fp32",
                 "text_encoder_dtype": "fp32",
+                "validation_mode": "on",
             }
             plan = Plan(job=job, strategy=Strategy.read(strategy), machine=Machine(gpu="24GB", gpus=gpus))
             write_plan(plan, root / f"{gpus}.toml")
@@ -55,15 +57,34 @@ def test_clips_become_a_lora_file_with_one_rank_and_with_two(place: Path, tmp_pa
     for gpus in (1, 2):
         said = ["--data", str(place / "clips"), "--output", str(tmp_path / str(gpus)), "--device", "cpu"]
         more = ["--steps", "4", "--checkpoint-every", "2", "--learning-rate", "0.01", "--json"]
+        more += ["--validate-every", "2", "--validation-steps", "2", "--validation-prompt", "a red cat"]
         done = subprocess.run(
             vplan.command("train", str(place / f"{gpus}.toml"), *said, *more),
             capture_output=True, text=True, check=False, timeout=PATIENCE,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr + done.stdout
-        assert json.loads(done.stdout)["steps"] == 4
+        answer = json.loads(done.stdout)
+        assert answer["steps"] == 4
+        assert [Path(sample).name for sample in answer["samples"]] == [f"step-0000000{n}-0.mp4" for n in (2, 4)]
+        for sample in answer["samples"]:
+            assert clips.probe(Path(sample)) == (9, 16, 48, 64)
     assert runs.losses(tmp_path / "1") == pytest.approx(runs.losses(tmp_path / "2"), abs=1e-5)
     transformer = diffusers.WanTransformer3DModel.from_pretrained(place / "model" / "transformer")
     parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": None}
     pipe = diffusers.WanPipeline(transformer=transformer, **parts)
     pipe.load_lora_weights(tmp_path / "2" / "final")
     assert pipe.get_active_adapters()
+
+
+def test_preflight_holds_the_clips_against_the_plan(place: Path, tmp_path: Path) -> None:
+    """As another trainer's script asks it: one call, which answers or raises."""
+    answer = vplan.preflight(place / "1.toml", data=place / "clips", output=tmp_path, device="cpu")
+    assert answer["verdict"] == "go"
+    assert answer["data"]["samples"] == len(list((place / "clips").glob("*.mp4")))
+    assert answer["data"]["cache_bytes"] > 0
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "a.mp4").write_bytes(b"no video")
+    (tmp_path / "clips" / "a.txt").write_text("a thing")
+    with pytest.raises(vplan.VplanError, match=r"1 of 1 samples cannot be used: a\.mp4: corrupt video") as refused:
+        vplan.preflight(place / "1.toml", data=tmp_path / "clips", device="cpu")
+    assert refused.value.exit_code == 1

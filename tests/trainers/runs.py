@@ -145,7 +145,12 @@ def train(request: Request) -> dict[str, Any]:
 
 
 def losses(output: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines(output) if "loss" in line]
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    """All that was written while it trained: steps, and samples."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

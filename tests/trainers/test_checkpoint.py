@@ -168,9 +168,12 @@ def resumed(place: runs.Place, tmp_path: Path, plan: Any) -> tuple[Request, Path
         ({"weights_dtype": "bf16", "master_weights": "fp32", "ema": "cpu"}, {"method": "full", "trainable": ["attn1"]}),
         ({"optimizer": "adamw-8bit"}, {}),
         ({"optimizer": "adamw-8bit-paged"}, {}),
-        ({"optimizer": "adafactor"}, {}),
         ({"optimizer": "lion"}, {}),
         ({"optimizer": "prodigy"}, {}),
+        ({"offload_optimizer": "cpu", "offload_gradients": "cpu"}, {}),
+        ({"optimizer": "muon"}, {"method": "full"}),
+        ({"optimizer": "came", "adapter_dtype": "bf16"}, {}),
+        ({"optimizer": "adafactor", "adapter_dtype": "bf16"}, {}),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(

@@ -270,10 +270,10 @@ def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: 
 @pytest.mark.parametrize(
     ("model", "strategy", "named"),
     [
-        ("wan2.1-t2v-1.3b", {"optimizer": "muon"}, "optimizer muon"),
-        ("wan2.1-t2v-1.3b", {"compile": "blocks"}, "compile blocks"),
-        ("wan2.1-t2v-1.3b", {"autocast": "fp16"}, "fp16"),
-        ("wan2.1-t2v-1.3b", {"offload_optimizer": "cpu"}, "optimizer in host RAM"),
+        ("wan2.1-t2v-1.3b", {"compile": "full"}, "compile full"),
+        ("wan2.1-t2v-1.3b", {"compile": "blocks", "weights_dtype": "fp8"}, "compile of weights in fp8"),
+        ("wan2.1-t2v-1.3b", {"autocast": "fp16", "adapter_dtype": "bf16"}, "fp16 of trained weights that are not fp32"),
+        ("wan2.1-t2v-1.3b", {"sharding": "zero-2", "compute_dtype": "fp16"}, "fp16 under zero-2"),
         ("wan2.1-t2v-1.3b", {"validation_mode": "on"}, "validation_mode on"),
         (
             "wan2.1-t2v-1.3b",

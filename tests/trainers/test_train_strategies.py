@@ -1,10 +1,11 @@
 """Each strategy that training applies changes what it should (bytes held) and nothing else (losses of the plain run).
 
-Two ranks are in tests/contract; swapped and compiled blocks are not applied yet and refused (test_train.py).
+Two ranks are in tests/contract, swapped blocks in test_swap.py.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from planner import catalog  # noqa: E402
 from planner.launch import Request  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers import step  # noqa: E402
+from trainers import scaling, step  # noqa: E402
 from trainers.memory.offload import InputsOnHost  # noqa: E402
+from trainers.optimizers import OnHost  # noqa: E402
 from trainers.train import Training  # noqa: E402
 
 STEPS = 4
@@ -89,6 +92,27 @@ def test_checkpointing_keeps_less_and_learns_the_same(
     assert held(place, tmp_path, strategy, method=method).saved < held(place, tmp_path, {}, method=method).saved
 
 
+def test_compiled_blocks_learn_the_same(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and not translated, which would take half a minute: inductor itself rounds as it likes."""
+    strategy = {"gradient_checkpointing": "full", "swap_blocks": 1}
+    plain = losses(place, tmp_path / "plain", strategy)
+    monkeypatch.setattr(step, "COMPILER", "eager")
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    assert losses(place, tmp_path / "compiled", {**strategy, "compile": "blocks"}) == pytest.approx(plain, abs=1e-6)
+    assert counted["stats"]["unique_graphs"] >= 1 and not counted["graph_break"]
+
+
+def test_blocks_are_compiled_and_nothing_else(place: runs.Place) -> None:
+    """A model as it is recorded is never compiled."""
+    profile = catalog.model(place.model)
+    plan = place.plan({"compile": "blocks"})
+    model = step.build_model(profile, plan.job.replace(lora_targets=profile.lora.targets), plan.strategy)
+    assert not any("forward" in vars(module) for module in model.modules())
+    step.compile_blocks(model, profile, plan.strategy)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["blocks.0", "blocks.1"]
+
+
 def test_checkpoint_offload_sends_what_blocks_hand_on_to_the_host(
     place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,18 +156,29 @@ def test_a_step_inside_backward_leaves_no_gradient_behind(place: runs.Place, tmp
 
 @pytest.mark.parametrize(
     ("optimizer", "states"),
-    [("adamw", 8), ("adamw-8bit", None), ("adamw-8bit-paged", None), ("lion", 4), ("prodigy", 16), ("adafactor", None)],
+    [
+        ("adamw", 8),
+        ("adamw-8bit", None),
+        ("adamw-8bit-paged", None),
+        ("lion", 4),
+        ("prodigy", 16),
+        ("adafactor", None),
+        ("came", None),
+        ("muon", None),
+    ],
 )
 def test_optimizers_hold_what_they_should_and_learn(
     place: runs.Place, tmp_path: Path, optimizer: str, states: int | None
 ) -> None:
     """Bytes of state a trained element: two fp32 moments, one, four; 8 bits hold less where tensors are large enough
-    (4,096 elements), factored ones always."""
+    (4,096 elements), factored ones always. CAME has one moment and two factored, Muon one of what is a matrix."""
     found = held(place, tmp_path, {"optimizer": optimizer}, method="full")
     if states is not None:
         assert found.states == states * found.trained
     elif optimizer == "adafactor":
         assert found.states < 2 * found.trained
+    elif optimizer in ("came", "muon"):
+        assert 4 * found.trained < found.states < 6 * found.trained
     else:
         assert found.states <= 8 * found.trained
     plain = losses(place, tmp_path / "plain", {})
@@ -181,6 +216,59 @@ def test_an_average_is_fp32_of_all_that_trains_and_changes_no_loss(
         parameter.numel() for parameter in training.trainee.trainable.values()
     )
     training.loader.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_gradients": "cpu"}, {"gradient_accumulation": 2}])
+def test_an_optimizer_on_the_host_learns_the_same(place: runs.Place, tmp_path: Path, more: dict[str, Any]) -> None:
+    plain = losses(place, tmp_path / "plain", {**more, "offload_gradients": "none"}, method="full")
+    found = losses(place, tmp_path / "away", {"offload_optimizer": "cpu", **more}, method="full")
+    assert found == pytest.approx(plain, abs=1e-6)
+
+
+def test_an_optimizer_on_the_host_holds_what_the_plan_says(place: runs.Place, tmp_path: Path) -> None:
+    """There a weight, its gradient and two states, in the format they are trained in; of gradients that leave at once
+    nothing is left where the model is."""
+    bf16 = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "offload_optimizer": "cpu", "offload_gradients": "cpu"}
+    training = Training(place.request(tmp_path, place.plan(bf16, method="full"), steps=1), runs.Told())
+    (batch,) = training.loader.batches(0)
+    step.forward(training.trainee, training.kind, batch, training.strategy).backward()
+    training.loader.close()
+    trained, optimizer = training.trainee.trainable.values(), training.trainee.optimizer
+    assert isinstance(optimizer, OnHost) and all(parameter.grad is None for parameter in trained)
+    step.optimizer_step(training.trainee)
+    held = [*optimizer.hosts.values(), *optimizer.gradients.values()]
+    held += [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+    kept_in_fp32 = sum(parameter.numel() for parameter in trained if parameter.dtype == torch.float32)
+    wanted = 8 * sum(parameter.numel() for parameter in trained) + 8 * kept_in_fp32
+    found = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in held}
+    assert sum(found.values()) == wanted
+
+
+FP16 = {"autocast": "fp16", "weights_dtype": "fp16"}
+
+
+def test_fp16_learns_what_fp32_learns(place: runs.Place, tmp_path: Path) -> None:
+    assert losses(place, tmp_path / "half", FP16) == pytest.approx(losses(place, tmp_path / "whole", {}), rel=3e-3)
+
+
+def test_a_loss_scaled_too_far_leaves_out_steps_and_counts_them(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first every gradient is infinite, and the weights stay; a resumed run goes on with the scale it had."""
+    made = scaling.LossScaler.__init__
+    monkeypatch.setattr(scaling.LossScaler, "__init__", lambda self, device: made(self, device, init_scale=2.0**24))
+    plan, once, twice = place.plan(FP16), tmp_path / "once", tmp_path / "twice"
+    assert runs.train(place.request(once, plan, steps=STEPS))["outcome"] == "ok"
+    lines = [json.loads(line) for line in (once / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["skipped_steps"] == 1 and lines[0]["loss_scale"] == 2.0**23
+    for request in (
+        place.request(twice, plan, steps=2),
+        place.request(twice, plan, steps=STEPS, resume=str(twice / "checkpoints" / "step-00000002")),
+    ):
+        assert runs.train(request)["outcome"] == "ok"
+    again = [json.loads(line) for line in (twice / "metrics.jsonl").read_text().splitlines()]
+    told = ("loss", "loss_scale", "skipped_steps")
+    assert [[line[name] for name in told] for line in again] == [[line[name] for name in told] for line in lines]
 
 
 @pytest.mark.parametrize("dtype", ["nf4", "fp8", "int8"])

@@ -66,6 +66,8 @@ def test_parts_sum_to_the_peak_and_the_estimate_names_it() -> None:
     parts = found.host.breakdown
     assert found.host.phase == "save"
     assert parts.optimizer == 16 * WAN.parameters
+    half = priced(job_for(WAN, {**SHORT, "method": "full"}), where(), offload_optimizer="cpu", weights_dtype="bf16")
+    assert half.host is not None and half.host.breakdown.optimizer == pytest.approx(8 * WAN.parameters, rel=0.01)
     # The moving average, and to save it a model of its own in fp32; the trained weights go file by file.
     assert parts.ema == 4 * WAN.parameters
     assert parts.saving == 4 * WAN.parameters + min(4 * WAN.parameters, SHARD_BYTES)

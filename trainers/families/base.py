@@ -15,6 +15,7 @@ from torch.nn import functional
 from planner.facts import ModelProfile
 from trainers import draws
 from trainers.families.encoding import Turn
+from trainers.families.sampling import Sampler
 
 Grid = Mapping[str, int]
 """The integer atoms of a shape: B, F, H, W, T, R (see planner.catalog.grid)."""
@@ -92,6 +93,14 @@ class Family:
     def text_turns(self) -> tuple[Turn, ...]:
         """The encoders that captions go through, the largest last. What one turn leaves the next may add to."""
         return ()
+
+    def sampler(self) -> Sampler | None:
+        """The pipeline that makes samples; None where nobody has said how."""
+        return None
+
+    def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
+        """How the pipeline takes the image that a sample begins with."""
+        return {"image": image}
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """What all turns over one sample left, as the batch has it."""

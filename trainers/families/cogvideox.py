@@ -13,6 +13,7 @@ from planner.facts import ModelProfile
 from trainers import draws
 from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, pixels, prompt_of, sampled
+from trainers.families.sampling import Sampler
 
 
 class CogVideoX(Family):
@@ -60,6 +61,17 @@ class CogVideoX(Family):
 
     def text_turns(self) -> tuple[Turn, ...]:
         return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        """The scheduler is the published one (diffusers scripts/convert_cogvideox_to_diffusers.py)."""
+        from_image = self.config["in_channels"] > self.profile.vae.latent_channels
+        return Sampler(
+            pipeline="CogVideoXImageToVideoPipeline" if from_image else "CogVideoXPipeline",
+            prompt={"prompt": "prompt_embeds"},
+            scheduler="CogVideoXDDIMScheduler",
+            settings={**self.profile.training.scheduler, "timestep_spacing": "trailing"},
+            image=from_image,
+        )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
         """Latents drawn from the posterior and scaled, frames first; the first frame's with a little noise in it.

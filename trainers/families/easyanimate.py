@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, likeliest, pixels, prompt_of, sampled
+from trainers.families.sampling import Sampler
 
 
 class EasyAnimate(Family):
@@ -52,6 +53,27 @@ class EasyAnimate(Family):
 
     def text_turns(self) -> tuple[Turn, ...]:
         return (Turn("text_encoder", "Qwen2VLForConditionalGeneration", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler | None:
+        """The mask is asked for and not used. None for the control models, which nobody has a control video for."""
+        extra = self.config["in_channels"] - self.profile.vae.latent_channels
+        if extra not in (0, self.profile.vae.latent_channels + 1):
+            return None
+        mask = {"prompt_attention_mask": torch.ones(1, 1), "negative_prompt_attention_mask": torch.ones(1, 1)}
+        return Sampler(
+            pipeline="EasyAnimateInpaintPipeline" if extra else "EasyAnimatePipeline",
+            prompt={"prompt": "prompt_embeds"},
+            call=mask,
+            vae={"cache_mag_vae": True},  # the mask of the first latent frame is that of the first frame
+            image=bool(extra),
+        )
+
+    def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
+        """A clip that begins with it, and a mask of the rest."""
+        from diffusers.pipelines.easyanimate.pipeline_easyanimate_inpaint import get_image_to_video_latent
+
+        clip, mask = get_image_to_video_latent(image, None, frames, (height, width))
+        return {"video": clip, "mask_video": mask}
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
         """Drawn from the posterior and scaled. InP: the first frame with a little noise in it, the rest black, behind a

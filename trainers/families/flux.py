@@ -11,6 +11,7 @@ from torch import Tensor
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, packed, pipeline, pixels, sampled
+from trainers.families.sampling import Sampler
 
 
 class Flux(Family):
@@ -67,6 +68,11 @@ class Flux(Family):
     def text_turns(self) -> tuple[Turn, ...]:
         pooled = Turn("text_encoder", "CLIPTextModel", encode_pooled, "tokenizer")
         return pooled, Turn("text_encoder_2", "T5EncoderModel", encode_prompt, "tokenizer_2")
+
+    def sampler(self) -> Sampler:
+        """Guidance is an input of the model, and needs no empty caption."""
+        names = {"prompt": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+        return Sampler(pipeline="FluxPipeline", prompt=names, negative=False)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

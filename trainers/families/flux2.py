@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, likeliest, packed, pipeline, pixels
+from trainers.families.sampling import Sampler
 
 
 class Flux2(Family):
@@ -55,6 +56,12 @@ class Flux2(Family):
         if self.profile.text_encoders[0].class_name != "Qwen3ForCausalLM":
             return ()
         return (Turn("text_encoder", "Qwen3ForCausalLM", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        """dev takes its guidance as an input, klein is guided by the empty caption."""
+        embedded = bool(self.config["guidance_embeds"])
+        name = "Flux2Pipeline" if embedded else "Flux2KleinPipeline"
+        return Sampler(pipeline=name, prompt={"prompt": "prompt_embeds"}, negative=not embedded)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
+from trainers.families.sampling import Sampler
 
 
 class HunyuanVideo(Family):
@@ -47,6 +48,11 @@ class HunyuanVideo(Family):
     def text_turns(self) -> tuple[Turn, ...]:
         pooled = Turn("text_encoder_2", "CLIPTextModel", encode_pooled, "tokenizer_2")
         return pooled, Turn("text_encoder", "LlamaModel", encode_prompt, "tokenizer")
+
+    def sampler(self) -> Sampler:
+        """Guidance is an input of the model, and needs no empty caption."""
+        names = {"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask", "pooled": "pooled_prompt_embeds"}
+        return Sampler(pipeline="HunyuanVideoPipeline", prompt=names, negative=False)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

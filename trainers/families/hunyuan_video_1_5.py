@@ -10,6 +10,7 @@ from torch import Tensor
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, pixels, sampled
+from trainers.families.sampling import Sampler
 
 
 class HunyuanVideo15(Family):
@@ -62,6 +63,19 @@ class HunyuanVideo15(Family):
     def text_turns(self) -> tuple[Turn, ...]:
         glyphs = Turn("text_encoder_2", "T5EncoderModel", self.encode_glyphs, "tokenizer_2")
         return glyphs, Turn("text_encoder", "Qwen2_5_VLTextModel", encode_prompt, "tokenizer")
+
+    def sampler(self) -> Sampler:
+        """Guidance is a part of the pipeline, not an argument of its call."""
+        return Sampler(
+            pipeline="HunyuanVideo15Pipeline",
+            prompt={
+                "prompt": "prompt_embeds",
+                "prompt_mask": "prompt_embeds_mask",
+                "glyphs": "prompt_embeds_2",
+                "glyph_mask": "prompt_embeds_mask_2",
+            },
+            scale="guider",
+        )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
         """Drawn from the posterior and scaled; text-to-video, so no image is given: zeros (HunyuanVideo15Pipeline)."""

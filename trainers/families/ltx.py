@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
+from trainers.families.sampling import Sampler
 
 
 class Ltx(Family):
@@ -44,6 +45,17 @@ class Ltx(Family):
 
     def text_turns(self) -> tuple[Turn, ...]:
         return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        """The scheduler is the published one (diffusers scripts/convert_ltx_to_diffusers.py)."""
+        return Sampler(
+            pipeline="LTXPipeline",
+            prompt={"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask"},
+            settings={
+                "use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024,
+                "max_image_seq_len": 4096, "shift_terminal": 0.1,
+            },
+        )  # fmt: skip
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
+from trainers.families.sampling import Sampler
 
 
 class Mochi(Family):
@@ -43,6 +44,11 @@ class Mochi(Family):
 
     def text_turns(self) -> tuple[Turn, ...]:
         return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        """The scheduler is the published one (diffusers scripts/convert_mochi_to_diffusers.py)."""
+        names = {"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask"}
+        return Sampler(pipeline="MochiPipeline", prompt=names, settings={"invert_sigmas": True})
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.sampling import Sampler
 
 
 class QwenImage(Family):
@@ -72,6 +73,9 @@ class QwenImage(Family):
 
     def text_turns(self) -> tuple[Turn, ...]:
         return (Turn("text_encoder", "Qwen2_5_VLForConditionalGeneration", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        return Sampler(pipeline="QwenImagePipeline", prompt={"prompt": "prompt_embeds"}, scale="true_cfg_scale")
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Prompts are filled up to the longest one, with a mask wherever there are several."""

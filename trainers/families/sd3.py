@@ -11,6 +11,7 @@ from torch.nn import functional
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
+from trainers.families.sampling import Sampler
 
 
 class Sd3(Family):
@@ -49,6 +50,10 @@ class Sd3(Family):
             Turn("text_encoder_2", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "2"), "tokenizer_2"),
             Turn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3"),
         )
+
+    def sampler(self) -> Sampler:
+        names = {"prompt": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+        return Sampler(pipeline="StableDiffusion3Pipeline", prompt=names)
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Both CLIPs beside each other, filled up with zeros to T5's width, and T5's tokens behind them."""

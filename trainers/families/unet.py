@@ -16,6 +16,7 @@ from planner.facts import ModelProfile
 from trainers import draws
 from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
+from trainers.families.sampling import Sampler
 
 
 class Unet(Family):
@@ -75,6 +76,24 @@ class Unet(Family):
         return (
             Turn("text_encoder", "CLIPTextModel", encode_first, "tokenizer"),
             Turn("text_encoder_2", "CLIPTextModelWithProjection", encode_second, "tokenizer_2"),
+        )
+
+    def sampler(self) -> Sampler | None:
+        """None for LatentSync, whose pipeline is not diffusers'."""
+        if self.profile.kind == "video":
+            return None
+        named = {"prompt": "prompt_embeds"} | ({"pooled": "pooled_prompt_embeds"} if self.pooled else {})
+        return Sampler(
+            pipeline="StableDiffusionXLPipeline" if self.pooled else "StableDiffusionPipeline",
+            prompt=named,
+            scheduler="DDIMScheduler",
+            settings={
+                **self.profile.training.scheduler,
+                "clip_sample": False,
+                "set_alpha_to_one": False,
+                "steps_offset": 1,
+            },
+            init={} if self.pooled else {"requires_safety_checker": False},
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

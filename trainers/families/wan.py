@@ -10,6 +10,7 @@ from torch import Tensor
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, likeliest, per_channel, pixels, prompt_of
+from trainers.families.sampling import Sampler
 
 
 class Wan(Family):
@@ -68,6 +69,20 @@ class Wan(Family):
 
     def text_turns(self) -> tuple[Turn, ...]:
         return (Turn("text_encoder", "UMT5EncoderModel", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        """From an image where training gives one. The scheduler is the published one (diffusers
+        scripts/convert_wan_to_diffusers.py)."""
+        given = self.image_to_video or self.first_frame_given
+        return Sampler(
+            pipeline="WanImageToVideoPipeline" if given else "WanPipeline",
+            prompt={"prompt": "prompt_embeds"},
+            scheduler="UniPCMultistepScheduler",
+            settings={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000},
+            init={"expand_timesteps": self.first_frame_given},
+            image=given,
+            embeds="image" if self.config.get("image_dim") else "",
+        )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
         """Latents by the mode of the posterior and the VAE's own mean and deviation per channel (Wan-Video/Wan2.1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainers.families.base import Grid
 from trainers.families.encoding import Turn
+from trainers.families.sampling import Sampler
 from trainers.families.wan import Wan
 
 
@@ -22,6 +23,10 @@ class WanVace(Wan):
     def clip_turns(self) -> tuple[Turn, ...]:
         """None: a sample has a control video, which a folder of clips does not."""
         return ()
+
+    def sampler(self) -> Sampler | None:  # type: ignore[override]
+        """None: what steers it is not in a folder of clips."""
+        return None
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """The control is cached as the pipeline makes it: what stays and what changes (32), and the mask (64)."""

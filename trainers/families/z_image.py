@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainers.families.base import Family, Grid, flow_matching
 from trainers.families.encoding import Encoder, Turn, likeliest, pipeline, pixels
+from trainers.families.sampling import Sampler
 
 
 class ZImage(Family):
@@ -50,6 +51,9 @@ class ZImage(Family):
 
     def text_turns(self) -> tuple[Turn, ...]:
         return (Turn("text_encoder", "Qwen3Model", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        return Sampler(pipeline="ZImagePipeline", prompt={"prompt": "prompt_embeds"}, listed=True)
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Prompts of unlike lengths become a nested tensor: the model takes them one by one, and pads them itself."""

@@ -1,0 +1,305 @@
+"""`vplan tune`: the best plan that was measured, from the estimate's first guess to a proof."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner import home
+from planner.commands import answer
+from planner.commands.common import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show
+from planner.commands.progress import Progress
+from planner.commands.request import Asked, Request, request_options
+from planner.errors import VplanError
+from planner.job import Job, Strategy
+from planner.library import facts
+from planner.measurement import Setup, row_id
+from planner.plan import Estimate, Evidence, Plan, write_plan
+from planner.question import Question, Switch
+from planner.screen import Screen
+from planner.space import naive, switched
+from planner.tune import Allowed, Goal, Tuner
+from planner.units import format_seconds, gib
+from planner.wishes import PREFERRED
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.belief import Seen
+    from planner.ledger import Ledger
+    from planner.runner import Runner
+    from planner.tuning import Tuning
+
+FAILED = 4
+"""Exit code: the processes we started failed for another reason than memory."""
+
+NO_GPU = (
+    "tune measures real runs, which needs an NVIDIA GPU, and none answers here: "
+    "`vplan suggest` answers by estimate alone, and `vplan tune --runner simulate` shows a search"
+)
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan tune wan2.1-t2v-1.3b --gpu 24GB --frames 81 -o plan.toml",
+        "vplan tune plan.toml --prefer batch --max-minutes 30",
+        "vplan tune wan2.1-t2v-14b --gpu h100-80gb --storage postgresql://tuner@db/vplan",
+        "vplan tune --runner simulate --model wan2.1-t2v-1.3b --gpu 24GB --frames 81",
+    ),
+)
+@request_options(searched=True)
+@click.option(
+    "--prefer",
+    type=click.Choice(["speed", *PREFERRED]),
+    default="speed",
+    help="What to have most of, at your other wishes.  [default: speed]",
+)
+@click.option("--allow", type=click.Choice(["lossy"]), help="Let lossy switches in where lossless plans run.")
+@click.option(
+    "--max-probes",
+    type=click.IntRange(1, 1000),
+    default=12,
+    show_default=True,
+    metavar="N",
+    help="Probes of the study.",
+)
+@click.option(
+    "--max-minutes", type=click.FloatRange(0.1, 10_000), default=120.0, show_default=True, metavar="MINUTES",
+    help="Start no probe after this.",
+)  # fmt: skip
+@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Steady steps of a probe.")
+@click.option(
+    "--time-limit", type=click.IntRange(1, 86_400), metavar="SECONDS",
+    help="End a probe that takes longer.  [default: 900, and three times what is estimated]",
+)  # fmt: skip
+@click.option(
+    "--storage", metavar="FILE|URL", help="Where the study is kept: a file, or a database that several workers share."
+)
+@click.option("--study", metavar="NAME", help="The study's name.  [default: one for each question]")
+@click.option(
+    "--runner",
+    "runner_name",
+    type=click.Choice(["real", "simulate"]),
+    default="real",
+    help="simulate: no GPU, a machine that is drawn from --seed.  [default: real]",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N", help="Of the simulated machine.")
+@output_option("the plan")
+@json_option
+def command(asked: Asked, prefer: str, allow: str | None, output: str | None, as_json: bool, **said: Any) -> int:
+    """Find the best plan by measuring: probe the suggested plan, correct the estimate, try what could be 5 % better.
+
+    What you type is never traded; the rest is searched. Every probe is a fresh process of real steps. The study goes on
+    where it was stopped; the same line on several nodes, with one --storage URL, shares the work. Exit code 3: nothing
+    fits; 4: probes failed for another reason.
+    """
+    real = said["runner_name"] == "real"
+    gpu = _own_gpu() if real else None
+    request = asked.settle(gpu=asked.gpu or gpu, searched=True)
+    if asked.trainer != "vplan":
+        raise VplanError(
+            f"the plan is for {asked.trainer}, and tune measures vplan's own step", 'write trainer = "vplan"'
+        )
+    goal = _goal(asked, request, prefer)
+    screen = Screen(lambda job, way, machine: facts(job, way, machine, request.model, request.gpu))
+    question = Question(
+        request.job, request.strategy, request.machine, request.model, request.gpu, request.fixed, allow is not None
+    )
+    tuner = Tuner(question, screen, goal, _applied(question) if real else lambda job, way: True)
+    with _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress):
+        why = tuning.run(progress.show)
+    return _Answer(request, tuning, why).give(output, as_json)
+
+
+def _goal(asked: Asked, request: Request, prefer: str) -> Goal:
+    longest = asked.job.get("frames") == "max"
+    prefer = "frames" if longest else prefer
+    if prefer == "speed":
+        return Goal()
+    wish = PREFERRED[prefer](request.model)
+    typed = [field for field in wish.fields if field in request.fixed]
+    if typed and not (prefer == "frames" and longest):
+        raise VplanError(
+            f"--prefer {prefer} would change what you fixed: {', '.join(typed)}", f"leave out --{typed[0]}"
+        )
+    return Goal(wish)
+
+
+def _own_gpu() -> str:
+    """The name of this machine's first GPU; a VplanError without one."""
+    from planner.doctor import gpus
+
+    _, cards = gpus()
+    if not cards or not cards[0].get("name"):
+        raise VplanError(NO_GPU)
+    return str(cards[0]["name"])
+
+
+def _setup(gpu: str | None, runner: Runner, question: Question) -> Setup:
+    """On what this worker measures."""
+    if gpu is None:
+        from planner.simulate import SimulatedRunner, environment
+
+        assert isinstance(runner, SimulatedRunner)
+        return Setup.of(environment(question.gpu, runner.seed, "vplan tune"))
+    from planner.doctor import gpus
+
+    driver, _ = gpus()
+    return Setup(gpu, str(driver["version"]), metadata.version("torch"), metadata.version("diffusers"))
+
+
+def _applied(question: Question) -> Allowed:
+    """Whether our own step applies a strategy on this machine."""
+    from planner.applied import settled
+    from planner.probe import LIBRARIES
+
+    def allowed(job: Job, way: Strategy) -> bool:
+        needed = (*LIBRARIES.get(way.optimizer, ()), *LIBRARIES.get(way.weights(job.method), ()))
+        if any(importlib.util.find_spec(package) is None for package in needed):
+            return False
+        try:
+            settled(Plan(job=job, strategy=way, machine=question.machine))
+        except VplanError:  # what it cannot apply it would refuse: nothing of this kind can be measured
+            return False
+        return True
+
+    return allowed
+
+
+@contextlib.contextmanager
+def _tuning(
+    tuner: Tuner, screen: Screen, gpu: str | None, said: dict[str, Any], prefer: str
+) -> Iterator[tuple[Tuning, Progress]]:
+    """A worker of the question's study, with its progress on stderr."""
+    from planner.study import Study
+    from planner.tuning import Limits, Tuning
+
+    question = tuner.question
+    runner, ledger = _runner(screen, gpu, said["seed"])
+    setup = _setup(gpu, runner, question)
+    asks = {
+        "job": question.job.to_json(),
+        "strategy": {name: getattr(question.strategy, name) for name in sorted(question.strategy.model_fields_set)},
+        "machine": question.machine.to_json(),
+        "wishes": [prefer, question.allow_lossy, sorted(question.fixed)],
+        "GPU, driver or versions": [runner.name, *setup],
+    }
+    digest = hashlib.sha256(json.dumps(asks, sort_keys=True).encode()).hexdigest()[:12]
+    name = said["study"] or f"{question.job.model}-{question.job.method}-{digest}"
+    storage = said["storage"] or str(home.folder() / "studies" / f"{name}.journal")
+    limits = Limits(said["max_probes"], said["max_minutes"] * 60, said["steps"], said["time_limit"])
+    tuning = Tuning(tuner, Study(storage, name, asks), runner, ledger, limits, setup)
+    with Progress(name, storage) as progress:
+        yield tuning, progress
+
+
+def _runner(screen: Screen, gpu: str | None, seed: int) -> tuple[Runner, Ledger]:
+    """What measures, and where its rows go: a machine that is not there has a ledger of its own."""
+    from planner.ledger import Ledger, default_path
+
+    if gpu is not None:
+        from planner.runner import RealRunner
+
+        return RealRunner(command="vplan tune"), Ledger(default_path())
+    from planner.simulate import SimulatedRunner
+
+    return SimulatedRunner(seed, screen.facts, screen.lay_out), Ledger(home.folder() / "simulated.jsonl")
+
+
+class _Answer:
+    """What came of a search."""
+
+    def __init__(self, request: Request, tuning: Tuning, why: str) -> None:
+        self.request = request
+        self.tuning = tuning
+        self.why = why
+        self.best = tuning.tuner.best
+
+    def give(self, output: str | None, as_json: bool) -> int:
+        """Writes the plan, says the answer, and returns the exit code."""
+        best, tuner = self.best, self.tuning.tuner
+        others: tuple[Estimate, ...]
+        if best is None:
+            self._check_failures()
+            found, others = tuner.tightest(), ()
+        else:
+            found, others = tuner.answer(best), tuner.runners_up(best)
+        found = found.replace(assumptions=(*self._assumptions(found), *found.assumptions))
+        plan = self._plan(found, others)
+        if output and best is not None:
+            write_plan(plan, output)
+        said = {
+            "plan": {**found.to_json(), "evidence": [each.to_json() for each in plan.evidence]},
+            "probes": [row.to_json() for row in self.tuning.probes],
+            "alternatives": [other.to_json() for other in others],
+            "why": self.why,
+        }
+        show(said, as_json, lambda console: self._print(console, found, others, output))
+        return DONE if best is not None else DOES_NOT_FIT
+
+    def _check_failures(self) -> None:
+        """Raises where probes ended for other reasons than memory, and none did for memory."""
+        from planner.tuning import failed
+
+        bad = [row for row in self.tuning.probes if failed(row)]
+        if bad and len(bad) == len(self.tuning.probes):
+            last = bad[-1]
+            message = last.details.get("message", last.measured.outcome)
+            log = last.details.get("log")
+            fault = f"no probe ran to its end; the last: {message}" + (f" (log: {log})" if log else "")
+            raise VplanError(fault, "see the log; `vplan doctor` says what is missing", FAILED)
+
+    def _plan(self, found: Estimate, others: tuple[Estimate, ...]) -> Plan:
+        row = self.tuning.rows.get(row_id(Plan(job=found.job, strategy=found.strategy, machine=found.machine)))
+        proof = (Evidence(id=row.id, measured=row.measured, env=row.env),) if row and self.best else ()
+        ladder = tuple(other for other in others if other.high_bytes < found.high_bytes)
+        return Plan.of(found, tuple(sorted(ladder, key=lambda each: each.step_seconds))).replace(evidence=proof)
+
+    def _switches(self, found: Estimate) -> list[Switch]:
+        """What is switched on; what each did is `suggest`'s to say."""
+        question, after = self.tuning.tuner.question, found.strategy
+        before = naive(found.job, question.strategy, question.machine, question.fixed)
+        fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
+        return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
+
+    def _proof(self, best: Seen) -> str:
+        """One line: what the probe took, beside the estimate and the budget."""
+        seen, found = best.measured, best.estimate
+        step = f"{format_seconds(seen.step_seconds)} a step" if seen.step_seconds else "runs"
+        if seen.device_bytes is None:
+            return f"[bold green]proved[/]: {step}; the GPU's memory was not measured"
+        took, estimated, budget = map(gib, (seen.device_bytes, found.peak.device_bytes, found.budget_bytes))
+        return f"[bold green]proved[/]: took {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
+
+    def _assumptions(self, found: Estimate) -> tuple[str, ...]:
+        """The defaults taken; where a wish chose the shape, it is no default."""
+        if found.job == self.request.job:
+            return self.request.assumptions
+        return tuple(note for note in self.request.assumptions if " frames" not in note and " pixels" not in note)
+
+    def _print(self, console: Console, found: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
+        answer.headline(console, self.request, found)
+        console.print(answer.verdict_line(found) if self.best is None else self._proof(self.best))
+        console.print(answer.bar(console, found))
+        console.print(f"plan: {answer.ways(found)}", style="bold")
+        if flags := answer.typed_out(self._switches(found)):
+            console.print(f"      {flags}")
+        if found.lossy:
+            console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
+        count = len(self.tuning.probes)
+        console.print(f"{count} probe{'s' if count != 1 else ''}: {self.why}")
+        if self.best is None:
+            console.print("no plan is proved to fit; this one needs least", style="bold")
+        if others:
+            console.print()
+            console.print(answer.runners_up(others))
+        if output and self.best is not None:
+            console.print(f"written: {output}", style="dim")

@@ -1,0 +1,239 @@
+"""The commands of a shell script, as words: quoting, comments, continued lines, variables and arrays.
+
+No shell runs and nothing is executed or looked up outside the text: a variable is what the text itself assigned before,
+`$(...)` and what else only a shell could say stay as they are written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from planner.errors import VplanError
+
+LONGEST = 65_536
+"""Characters of one word once its variables are in: `A=$A$A` doubles with every line."""
+
+NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
+_VARIABLE = re.compile(rf"\$(?:({NAME})|\{{({NAME})(\[[@*]\])?(?::?-([^}}]*))?\}})")
+_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1(.*)\n(?:.*\n)*?[ \t]*\2[ \t]*(?=\n|$)")
+"""A text given to a command, up to its end word: none of its lines is a command."""
+
+_KEYWORDS = frozenset({"if", "then", "else", "elif", "fi", "do", "done", "while", "until", "{", "}", "!", "time"})
+_BETWEEN = frozenset({";", "\n", "&", "|", "&&", "||", ";;"})
+
+
+class Piece(NamedTuple):
+    """A stretch of a word: its text, and the quote around it ("" outside quotes)."""
+
+    text: str
+    quote: str
+
+
+Word = list[Piece]
+
+
+@dataclass
+class Variables:
+    """What the text has assigned so far."""
+
+    values: dict[str, list[str]] = field(default_factory=dict)
+    """name -> its words: one, or as many as its array has"""
+    unset: set[str] = field(default_factory=set)
+    """names that were used and never assigned"""
+
+
+class Line(NamedTuple):
+    """One simple command: its words and the variables assigned in front of it."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def commands(text: str) -> tuple[list[Line], Variables]:
+    """Every simple command of a script in order, and what the script assigned.
+
+    Raises a VplanError for a quote or a bracket that is never closed.
+    """
+    variables = Variables()
+    lines: list[Line] = []
+    current: list[Word] = []
+    for token in [*_tokens(_HERE.sub(r"\3", text.replace("\r\n", "\n"))), "\n"]:
+        if isinstance(token, list):
+            current.append(token)
+        elif token in _BETWEEN:
+            line = _command(current, variables)
+            if line is not None:
+                lines.append(line)
+            current = []
+    return lines, variables
+
+
+def _command(words: list[Word], variables: Variables) -> Line | None:
+    """Carry out the assignments of one command and expand its words; None when nothing is left of it."""
+    while words and len(words[0]) == 1 and words[0][0].text in _KEYWORDS and not words[0][0].quote:
+        words = words[1:]
+    if words and words[0] == [Piece("export", "")]:
+        words = [word for word in words[1:] if not _text(word).startswith("-")]
+        for word in words:
+            _assign(word, variables, variables.values)
+        return None
+    front: dict[str, list[str]] = {}
+    while words and _assign(words[0], variables, front):
+        words = words[1:]
+    if not words:
+        variables.values |= front
+        return None
+    expanded = [text for word in words for text in _expand(word, variables)]
+    return Line(tuple(expanded), {name: " ".join(value) for name, value in front.items()}) if expanded else None
+
+
+def _text(word: Word) -> str:
+    return "".join(piece.text for piece in word)
+
+
+def _assign(word: Word, variables: Variables, into: dict[str, list[str]]) -> bool:
+    """Whether a word is an assignment; it is made."""
+    found = _ASSIGNMENT.match(word[0].text) if word and not word[0].quote else None
+    if found is None:
+        return False
+    name, more = found.groups()
+    rest = [Piece(word[0].text[found.end() :], ""), *word[1:]]
+    before = variables.values.get(name, [])
+    if len(rest) == 2 and not rest[0].text and not rest[1].quote and rest[1].text.startswith("("):
+        inside = [token for token in _tokens(rest[1].text[1:-1]) if isinstance(token, list)]
+        items = [found for each in inside for found in _expand(each, variables)]
+        into[name] = [*before, *items] if more else items
+    else:
+        value = " ".join(_expand(rest, variables, split=False)) if _text(rest) else ""
+        into[name] = [("".join(before) if more else "") + value]
+    return True
+
+
+def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
+    """A word with its variables in it: several words where an unquoted one holds spaces, or an array."""
+    found: list[str] = [""]
+    whole = bool(any(piece.quote for piece in word))
+    for piece in word:
+        if piece.quote == "'":
+            found[-1] += piece.text
+            continue
+        at = 0
+        for use in _VARIABLE.finditer(piece.text):
+            found[-1] += piece.text[at : use.start()]
+            at = use.end()
+            values = _value(use, variables)
+            if not piece.quote and split:
+                values = [part for value in values for part in value.split()]
+            if use[3] is None and piece.quote:
+                values = [" ".join(values)]
+            if values:
+                found[-1] += values[0]
+                found += values[1:]
+        found[-1] += piece.text[at:]
+    if any(len(each) > LONGEST for each in found):
+        raise VplanError("a variable grows beyond 64 KiB", "write the command out")
+    return found if whole or found != [""] else []
+
+
+def _value(use: re.Match[str], variables: Variables) -> list[str]:
+    """What a variable stands for: itself, as it was written, when the text never assigned it."""
+    name = use[1] or use[2]
+    if name in variables.values:
+        return variables.values[name]
+    if use[4] is not None:
+        return [use[4].strip("\"'")]
+    variables.unset.add(name)
+    return [use[0]]
+
+
+def _tokens(text: str) -> Iterator[Word | str]:
+    """Words, and what stands between commands ("\\n" included)."""
+    word: Word = []
+    at, end = 0, len(text)
+    while at < end:
+        char = text[at]
+        if char == "\\" and at + 1 < end:
+            if text[at + 1] != "\n":
+                word.append(Piece(text[at + 1], "'"))
+            at += 2
+        elif char in "'\"":
+            inside, at = _quoted(text, at)
+            word.append(Piece(inside, char))
+        elif char == "#" and not word:
+            at = _line_end(text, at)
+        elif char in " \t\n;&|<>":
+            if word and not (char in "<>" and _text(word).isdigit()):  # the 2 of 2>&1
+                yield word
+            word = []
+            at, between = _between(text, at)
+            if between:
+                yield between
+        elif text.startswith("$(", at) or (char == "(" and word and _text(word).endswith("=")):
+            start = at
+            at = _closed(text, at + (char == "$"))
+            word.append(Piece(text[start:at], "'" if char == "$" else ""))
+        else:
+            start = at
+            while at < end and text[at] not in " \t\n;&|<>\\'\"" and not text.startswith("$(", at):
+                if text[at] == "(" and at > start and text[at - 1] == "=":
+                    break
+                at += 1
+            word.append(Piece(text[start:at], ""))
+    if word:
+        yield word
+
+
+def _between(text: str, at: int) -> tuple[int, str]:
+    """Position behind what separates words there, and it if it separates commands. Redirections are left out."""
+    if text[at] in "<>" or text.startswith("&>", at):
+        found = re.compile(r"&?[<>]+&?[ \t]*(?:'[^']*'|\"[^\"]*\"|[^\s;&|]*)").match(text, at)
+        assert found is not None
+        return found.end(), ""
+    for operator in ("&&", "||", ";;"):
+        if text.startswith(operator, at):
+            return at + 2, operator
+    return at + 1, text[at].strip(" \t")
+
+
+def _quoted(text: str, at: int) -> tuple[str, int]:
+    """What stands between a quote and its end, and the position behind that."""
+    quote, found, start = text[at], "", at
+    at += 1
+    while at < len(text):
+        if text[at] == quote:
+            return found, at + 1
+        if quote == '"' and text[at] == "\\" and text[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
+            found += "" if text[at + 1] == "\n" else text[at + 1]
+            at += 2
+            continue
+        found += text[at]
+        at += 1
+    line = text.count("\n", 0, start) + 1
+    raise VplanError(f"the quote {quote} in line {line} is never closed", "close it, or leave it out")
+
+
+def _closed(text: str, at: int) -> int:
+    """The position behind the bracket that closes the one at `at`."""
+    depth, start = 0, at
+    while at < len(text):
+        if text[at] in "'\"":
+            _, at = _quoted(text, at)
+            continue
+        if text[at] == "#" and text[at - 1] in " \t\n":  # a comment within an array
+            at = _line_end(text, at)
+            continue
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+        if not depth:
+            return at
+    line = text.count("\n", 0, start) + 1
+    raise VplanError(f"the bracket ( in line {line} is never closed", "close it, or leave it out")
+
+
+def _line_end(text: str, at: int) -> int:
+    found = text.find("\n", at)
+    return len(text) if found < 0 else found

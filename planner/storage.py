@@ -1,0 +1,124 @@
+"""Where studies are kept: a journal file, or a database that answers to a URL. What fails says so in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.errors import VplanError, quoted
+
+CONNECT_SECONDS = 10
+"""How long a database may take to answer."""
+
+CONNECT = {"postgresql": "connect_timeout", "mysql": "connect_timeout", "sqlite": "timeout"}
+"""Kind of database -> what its drivers call that."""
+
+DRIVERS = {"psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
+"""Package that has a module, where its name is another."""
+
+TORN = "Invalid log format."
+"""What Optuna says of a journal's last line that was not written to its end (optuna/storages/journal/_file.py)."""
+
+
+def imported() -> Any:
+    """Optuna, without its talk; a VplanError where it is not installed."""
+    if importlib.util.find_spec("optuna") is None:
+        raise VplanError("a search that measures needs optuna", "install it: pip install 'vplan[train]'")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def is_url(storage: str) -> bool:
+    """Whether a storage is a database's URL, not a file's path."""
+    return "://" in storage
+
+
+def shown(storage: str) -> str:
+    """A storage as messages name it: without a password."""
+    return quoted(re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", storage))
+
+
+def opened(optuna: Any, storage: str) -> Any:
+    """The storage of a database URL, or of a journal file's path."""
+    if is_url(storage):
+        kind = storage.partition("://")[0].partition("+")[0]
+        arguments = {CONNECT[kind]: CONNECT_SECONDS} if kind in CONNECT else {}
+        return optuna.storages.RDBStorage(storage, engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})
+    journal = optuna.storages.journal
+    path = Path(storage).expanduser().absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Links need a privilege on Windows; where they do not, they work on older network file systems too.
+    lock = (journal.JournalFileOpenLock if os.name == "nt" else journal.JournalFileSymlinkLock)(str(path))
+    _mend(path, lock)
+    return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
+
+
+def _mend(path: Path, lock: Any) -> None:
+    """Takes away half a line that a dying process, or a full disk, left at a journal's end: the next one would be
+    written behind it, and Optuna could read neither."""
+    if not path.exists() or _is_whole(path):
+        return
+    lock.acquire()
+    try:
+        if not _is_whole(path):  # nobody was writing it just now
+            whole, newline, _ = path.read_bytes().rpartition(b"\n")
+            os.truncate(path, len(whole + newline))
+    finally:
+        lock.release()
+
+
+def _is_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+@contextlib.contextmanager
+def said_plainly(storage: str) -> Iterator[None]:
+    """Turns what a storage that fails raises into one line."""
+    fix = "see that it runs and may be written, or name another with --storage"
+    try:
+        yield
+    except OSError as error:
+        raise VplanError(f"cannot use the storage {shown(storage)}: {error.strerror or error}", fix) from None
+    except ImportError as error:
+        fix = f"install it, as pip install {DRIVERS.get(error.name or '', error.name)}"
+        raise VplanError(f"the storage {shown(storage)} needs {error.name}", fix) from None
+    except ValueError as error:
+        if not isinstance(error, json.JSONDecodeError) and str(error) != TORN:
+            raise
+        raise _damaged(storage) from None
+    except _refusals(storage) as error:
+        raise VplanError(f"the storage {shown(storage)} does not answer: {_reason(error)}", fix) from None
+
+
+def _refusals(storage: str) -> tuple[type[Exception], ...]:
+    """What a database that does not do as it is told raises."""
+    if not is_url(storage):
+        return ()
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return StorageInternalError, SQLAlchemyError
+
+
+def _damaged(storage: str) -> VplanError:
+    fix = "start another with --storage: what was measured is in the ledger too"
+    return VplanError(f"the journal {shown(storage)} is damaged", fix)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(getattr(error, "orig", None) or error).split("\n")[0].split())[:300] or type(error).__name__

@@ -1,0 +1,240 @@
+"""The samples of a run: which ones and when, their files, and what becomes of the run when one cannot be made.
+
+The first rank makes them, where it holds the whole model; the others wait for it. Nothing of a sample stays on the
+GPU, and no error in making one ends training.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import av
+import numpy
+import torch
+import torch.distributed as dist
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+
+from planner import checkpoints
+from planner.errors import VplanError
+from planner.facts import ModelProfile
+from planner.folder import read_config
+from planner.launch import SAMPLES, Preparation, Request
+from planner.process import read_json, write_json
+from planner.validation import about
+from trainers import clips, families, parts, validate
+from trainers.buckets import model_fps
+from trainers.cache import Setting, Work
+from trainers.data import Dataset
+from trainers.loader import read_entries
+from trainers.measure import out_of_memory
+from trainers.step import DTYPES
+
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
+    TypeError, ValueError, VplanError,
+)  # fmt: skip
+"""What a pipeline or a codec may raise. Training is worth more than a sample."""
+
+CODECS = ("libx264", "mpeg4")
+"""The first of them that PyAV has; the second is always there, and not every browser plays it."""
+
+SCHEDULER = "scheduler/scheduler_config.json"
+
+
+class Wish(NamedTuple):
+    """One sample to be made, as preparing left it: files of the cache."""
+
+    name: str
+    """the prompt, or where it is from"""
+    text: str
+    empty: str
+    """the empty caption"""
+    image: str | None = None
+    """first frame of a clip"""
+    clip: str | None = None
+    """what caching left of that clip"""
+
+
+# ---- before training
+
+
+def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> None:
+    """Encodes the prompts of a run and lists its samples; of clips that begin with an image also their first frames.
+
+    Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.
+    """
+    validate.sampler_of(families.family(setting.profile), setting.profile)
+    assert wanted.validation is not None
+    work = Work(setting)
+    own = [] if dataset is None else [dataset.samples[0].clip.caption]
+    captions = list(wanted.prompts) or own
+    keys = {work.text_key(caption): caption for caption in ("", *captions)}
+    work.encode("prompts", work.text_turns, keys)
+    texts = [(caption, work.store.path(work.text_key(caption))) for caption in captions]
+    if not texts:
+        texts = [("the first sample's caption", read_entries(Path(wanted.entries))[0].text)]
+    empty = str(work.store.path(work.text_key("")))
+    wishes = [
+        Wish(name, str(text), empty, *_first_frame(work, dataset, number)) for number, (name, text) in enumerate(texts)
+    ]
+    told = {"about": about(wanted), "samples": [wish._asdict() for wish in wishes]}
+    write_json(Path(wanted.validation), told)
+
+
+def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
+    """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
+    profile, job = work.setting.profile, work.setting.job
+    if not validate.sampler_of(work.family, profile).image:
+        return None, None
+    if dataset is None:
+        fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
+        raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
+    taken = dataset.samples[number % len(dataset.samples)]
+    shape = validate.shape_of(job)
+    frame = clips.frames(taken.clip.path, taken.indices[:1], shape.height, shape.width)
+    key = work.clip_keys(Dataset((taken,), (), ()))[0]
+    path = work.store.folder / f"first-{shape.height}x{shape.width}-{key[:16]}.png"
+    write_image(frame[0], path)
+    return str(path), str(work.store.path(key))
+
+
+# ---- while training
+
+
+class Samples:
+    """The samples of one run, made on its first rank."""
+
+    def __init__(self, request: Request, profile: ModelProfile, device: torch.device, rank: int) -> None:
+        assert request.validation is not None
+        self.request, self.wanted, self.profile, self.device, self.rank = (
+            request, request.validation, profile, device, rank,
+        )  # fmt: skip
+        self.folder = Path(request.output) / SAMPLES
+        listed = read_json(Path(self.wanted.prompts))["samples"] if rank == 0 else []
+        self.wishes = [Wish(**one) for one in listed]
+
+    def due(self, done: int) -> bool:
+        """Whether samples are made behind so many steps: every so many, and at the end."""
+        every = self.wanted.every
+        return done == self.request.steps or bool(every and done and done % every == 0)
+
+    def missing(self, done: int) -> bool:
+        """Whether they are due and not there; a run that was killed while it made them makes them again."""
+        return self.due(done) and not (self.rank == 0 and self._path(done, len(self.wishes) - 1).is_file())
+
+    def make(self, model: nn.Module, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Makes them behind an optimizer step, when gradients are freed. All ranks call it together."""
+        if self.rank == 0:
+            tell({"step": done, "validating": len(self.wishes)})
+            began = time.perf_counter()
+            made, note = self._make(model, done)
+            tell({"step": done, "samples": made, "note": note, "seconds": round(time.perf_counter() - began, 6)})
+        self._wait(done)
+
+    def _make(self, model: nn.Module, done: int) -> tuple[list[str], str | None]:
+        """The files that were made, and why not all of them were."""
+        made: list[str] = []
+        try:
+            for number, wish in enumerate(self.wishes):
+                frames = validate.sample(
+                    model, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
+                    self._asked(wish, number),
+                )  # fmt: skip
+                path = self._path(done, number)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(frames, path, float(model_fps(self.profile) or 1))
+                made.append(path.name)
+        except FAILURES as error:
+            return made, _why(error)
+        return made, None
+
+    def _path(self, done: int, number: int) -> Path:
+        kind = "mp4" if validate.shape_of(self.request.plan.job).frames > 1 else "png"
+        return self.folder / f"step-{done:08d}-{number}.{kind}"
+
+    def _asked(self, wish: Wish, number: int) -> validate.Asked:
+        """What a sample is made of, read when it is made."""
+        root = parts.locate(self.request.weights, ["vae", "scheduler"])
+        vae = self.profile.vae.class_name
+        parts.check(root, "vae", vae)
+        config = read_config(root / SCHEDULER, root) if (root / SCHEDULER).is_file() else None
+        embeds = validate.sampler_of(families.family(self.profile), self.profile).embeds
+        dtype = DTYPES[self.request.plan.strategy.vae_dtype]
+        return validate.Asked(
+            prompt=load_file(wish.text),
+            empty=load_file(wish.empty),
+            image=Image.open(wish.image).convert("RGB") if wish.image else None,
+            embeds=load_file(wish.clip)[embeds] if wish.clip and embeds else None,
+            vae=lambda: parts.load(root, "vae", vae, dtype),
+            scheduler=config,
+            steps=self.wanted.steps,
+            guidance=self.wanted.guidance,
+            seed=self.wanted.seed + number,
+        )
+
+    def _wait(self, done: int) -> None:
+        """Ranks wait for the first one, however long it takes: a collective would give up within minutes."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        key = f"sampled behind step {done}"
+        if self.rank == 0:
+            store.set(key, "")
+        else:
+            store.wait([key], timedelta(days=30))
+
+
+def _why(error: BaseException) -> str:
+    """A failure in one line."""
+    short = {"oom": "the GPU ran out of memory", "host-oom": "the host ran out of memory"}
+    said = short.get(out_of_memory(error) or "")
+    reason = error.message if isinstance(error, VplanError) else f"{type(error).__name__}: {error}"
+    return said or " ".join(reason.split())[:300]
+
+
+# ---- files
+
+
+def write(frames: numpy.ndarray[Any, Any], path: Path, fps: float) -> None:
+    """Frames (F, H, W, 3) in 0..1 as a video or, where the name says so, the first of them as an image."""
+    pixels = (frames * 255).round().clip(0, 255).astype(numpy.uint8)
+    if path.suffix == ".png":
+        write_image(pixels[0], path)
+    else:
+        write_video(pixels, path, fps)
+
+
+def write_image(pixels: clips.Pixels, path: Path) -> None:
+    """A picture (H, W, 3), whole or not at all."""
+    aside = _aside(path)
+    Image.fromarray(pixels).save(aside)
+    _finish(aside, path)
+
+
+def write_video(pixels: clips.Pixels, path: Path, fps: float) -> None:
+    """A clip (F, H, W, 3), whole or not at all."""
+    aside = _aside(path)
+    codec = next(name for name in CODECS if name in av.codecs_available)
+    with av.open(str(aside), "w") as container:
+        stream = container.add_stream(codec, rate=round(fps))
+        stream.height, stream.width, stream.pix_fmt = pixels.shape[1], pixels.shape[2], "yuv420p"
+        for picture in pixels:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(numpy.ascontiguousarray(picture), format="rgb24")))
+        container.mux(stream.encode())
+    _finish(aside, path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".partial-{path.name}")
+
+
+def _finish(aside: Path, path: Path) -> None:
+    checkpoints.sync(aside)
+    os.replace(aside, path)

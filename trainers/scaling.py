@@ -1,0 +1,42 @@
+"""Loss scaling: small gradients vanish in fp16, so the loss is made larger first and they are made smaller afterwards.
+
+torch's own (``torch.amp.GradScaler``, arXiv 1710.03740, section 3.2). It takes a few numbers on the GPU and unscales in
+place, so a plan's memory is what it is without it, and recordings leave it out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from planner.applied import scales_loss
+from planner.job import Job, Strategy
+from trainers.optimizers import Optimizer
+
+
+class LossScaler(torch.amp.GradScaler):
+    """A scaler that counts the steps it leaves out, because a gradient was infinite at that scale."""
+
+    skipped = 0
+
+    def step_unless_infinite(self, optimizer: Optimizer) -> None:
+        """Steps over unscaled gradients, or leaves the weights as they are and halves the scale."""
+        before = self.get_scale()
+        self.step(optimizer)  # type: ignore[arg-type]
+        self.update()
+        self.skipped += self.get_scale() < before
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {**super().state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "skipped"})
+        self.skipped = state_dict["skipped"]
+
+
+def loss_scaler(job: Job, strategy: Strategy, device: torch.device) -> LossScaler | None:
+    """The scaler of a strategy whose loss is scaled."""
+    return LossScaler(device.type) if scales_loss(job, strategy) else None
