@@ -52,7 +52,8 @@ def measure(wanted: Wanted, report: Told) -> None:
 
 
 def _run(wanted: Wanted, meter: Meter) -> Probed:
-    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; save."""
+    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; what
+    training does between steps: a sample, a checkpoint."""
     if meter.device.type == "cuda":
         meter.report.tell(capped_bytes=limit(wanted, meter))
     if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
@@ -73,6 +74,8 @@ def _run(wanted: Wanted, meter: Meter) -> Probed:
         probed.passes()
     with meter.phase("optimizer"):
         probed.optimizer_step()
+    if wanted.strategy.validation_mode != "off":
+        probed.sample()
     if probed.is_finite:
         with meter.phase("save"):
             probed.save()

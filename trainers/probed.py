@@ -1,4 +1,4 @@
-"""The phases of a probe in one rank: load, first step, steady steps, one step taken apart, a checkpoint."""
+"""The phases of a probe in one rank: load, first step, steady steps, one step taken apart, a sample, a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.plan import Plan, plan_to_toml
-from trainers import checkpoint, parallel, step, weights
+from trainers import checkpoint, parallel, step, validate, weights
 from trainers.average import Average
 from trainers.families import family
 from trainers.memory import swap
 from trainers.meter import Meter
+from trainers.randoms import randomise
 
 SEED = 0
-SPREAD = 0.02
-"""Standard deviation of random weights: small enough for every published architecture to keep its loss finite."""
 LEARNING_RATE = 1e-4
+NOISE_LEVELS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,15 @@ class Probed:
         step.optimizer_step(self.trainee)
         self._follow()
 
+    def sample(self) -> None:
+        """A sample of the validation's true size, on the first rank, while the others wait; two noise levels tell."""
+        wanted = self.wanted
+        if checkpoint.is_first():
+            asked = validate.Asked(steps=NOISE_LEVELS, seed=SEED)
+            model, device = self.engine.plain, self.meter.device
+            validate.sample(model, wanted.profile, wanted.job, self.strategy, device, asked, self.meter.phase)
+        checkpoint.barrier()
+
     def save(self) -> None:
         """A checkpoint as training writes it. A disk without room for it is told, and ends nothing else."""
         manifest = {"run": "probe", "step": self.done}
@@ -166,14 +175,3 @@ def finite(loss: torch.Tensor) -> float | None:
     """The loss, or None: JSON has neither NaN nor infinity."""
     value = float(loss)
     return value if math.isfinite(value) else None
-
-
-@torch.no_grad()
-def randomise(name: str, weight: torch.Tensor) -> None:
-    """Fills a weight in place: vectors like fresh norms and biases, the rest with small noise."""
-    if weight.ndim <= 1:
-        weight.fill_(0.0 if name.endswith("bias") else 1.0)
-    elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own
-        weight.copy_(torch.empty_like(weight, dtype=torch.bfloat16).normal_(0.0, SPREAD))
-    else:
-        weight.normal_(0.0, SPREAD)

@@ -28,8 +28,8 @@ from trainers import step
 from trainers.families import family
 from trainers.families.base import Family
 from trainers.families.sampling import Sampler, flow_shift, shifted
-from trainers.measure import randomise
 from trainers.memory import swap
+from trainers.randoms import randomise
 
 if TYPE_CHECKING:
     import numpy

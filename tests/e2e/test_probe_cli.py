@@ -41,12 +41,14 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_real_step() -> None:
-    row = probe(plan({"gradient_checkpointing": "full"}), device="cpu", config=TINY, steps=2, time_limit=300)
+    strategy = {"gradient_checkpointing": "full", "validation_mode": "on", "ema": "cpu", "gradient_accumulation": 2}
+    row = probe(plan(strategy), device="cpu", config=TINY, steps=2, time_limit=300)
     assert row.measured.outcome == "ok", row.details
     assert row.measured.step_seconds and row.measured.step_seconds > 0
     assert row.measured.allocated_bytes is row.measured.reserved_bytes is row.measured.device_bytes is None
     assert row.measured.host_bytes and row.measured.host_bytes > 10**8
-    assert list(row.details["phases"]) == ["load", "first_step", "step", "train", "optimizer", "save"]
+    phases = ["load", "first_step", "step", "train", "optimizer", "denoise", "decode", "save"]
+    assert list(row.details["phases"]) == phases
     losses = row.details["losses"]
     assert len(losses) == 1 + 1 + 2 + 1
     assert all(loss is not None and 0 < loss < 100 for loss in losses)

@@ -1,0 +1,19 @@
+"""Weights from nowhere: a probe and a sample without a model's files take as much memory as with them."""
+
+from __future__ import annotations
+
+import torch
+
+SPREAD = 0.02
+"""Standard deviation of random weights: small enough for every published architecture to keep its loss finite."""
+
+
+@torch.no_grad()
+def randomise(name: str, weight: torch.Tensor) -> None:
+    """Fills a weight in place: vectors like fresh norms and biases, the rest with small noise."""
+    if weight.ndim <= 1:
+        weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own
+        weight.copy_(torch.empty_like(weight, dtype=torch.bfloat16).normal_(0.0, SPREAD))
+    else:
+        weight.normal_(0.0, SPREAD)
