@@ -86,11 +86,12 @@ def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence
         return NOTHING
     name = catalog.model(model).name
     found = [row for row in (rows() if known is None else known) if row.job.model == name and row.runner == "real"]
+    found = [row for row in found if "config" not in row.details]  # a model that was shrunk for a trial
     found = [row for row in found if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
     told = [(row, own) for row in found if (own := stands_for(row, gpu)) is not None][-NEWEST:]
     if not told:
         return NOTHING
-    said = _Said()
+    said = _Said(gpu)
     seen = [each for row, own in told if (each := _seen(row, own, said)) is not None]
     said.keep()
     proofs: dict[str, tuple[Proof, ...]] = {}
@@ -112,12 +113,11 @@ def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
     """
     with contextlib.suppress(VplanError):
         card, group = catalog.gpu(row.machine.gpu), catalog.gpu_class(gpu.name)
-        if row.capped_bytes is None and (card.name == gpu.name or (group and card.name in group.reference)):
+        if card.name == gpu.name or (group and card.name in group.reference):
             return True
-        if row.capped_bytes is not None and row.planned_gpu is not None:
-            planned = catalog.parse_gpus(row.planned_gpu)[1]
-            if planned.name == gpu.name:
-                return card.architecture == gpu.architecture
+        planned = row.planned_gpu if row.capped_bytes is not None else None
+        if planned is not None and catalog.parse_gpus(planned)[1].name == gpu.name:
+            return card.architecture == gpu.architecture
     return None
 
 
@@ -152,7 +152,8 @@ def with_learned(known: Facts, trainer: str = "vplan") -> Facts:
 class _Said:
     """What recordings say of rows, kept between questions."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: GpuProfile) -> None:
+        self._gpu = gpu
         self._path = home.folder() / KEPT
         self._print = _fingerprint()
         self._found: dict[str, Any] = {}
@@ -163,9 +164,13 @@ class _Said:
 
     def of(self, row: ProbeRow) -> dict[str, Any] | None:
         """Peaks over the phases that a row's run went through, and the seconds of a step; None: no recording tells."""
-        key = f"{row.id} {row.env.gpu} {row.capped_bytes} {' '.join(sorted(phases(row)))}"
+        # A card that was calibrated is not as it is listed, and what it has of its own must not count twice.
+        card = catalog.gpu(row.machine.gpu)
+        card = self._gpu if self._gpu.name == card.name else card
+        rates = card.context_mib, card.bf16_tflops, card.bandwidth_gbs, card.link_gbs
+        key = f"{row.id} {row.machine.gpu} {row.capped_bytes} {' '.join(sorted(phases(row)))} {rates}"
         if key not in self._found:
-            self._found[key] = _predict(row)
+            self._found[key] = _predict(row, card)
         found: dict[str, Any] | None = self._found[key]
         return found
 
@@ -176,9 +181,9 @@ class _Said:
                 write_json(self._path, {"of": self._print, "said": self._found})
 
 
-def _predict(row: ProbeRow) -> dict[str, Any] | None:
+def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
     try:
-        found = estimate(row.job, row.strategy, row.machine, facts(row.job, row.strategy, row.machine))
+        found = estimate(row.job, row.strategy, row.machine, facts(row.job, row.strategy, row.machine, gpu=card))
     except VplanError:
         return None
     went = phases(row)

@@ -90,13 +90,21 @@ def limit(wanted: Wanted, meter: Meter) -> int | None:
     """
     properties = torch.cuda.get_device_properties(meter.device)
     capacity = wanted.capacity_bytes
-    if capacity is None or capacity >= properties.total_memory:
+    own = not wanted.plan.machine.reserve and _is_card(wanted.plan.machine.gpu, properties.name)
+    if capacity is None or own or capacity >= properties.total_memory:
         return None
     meter.synchronise()
     outside = _outside(meter, properties.name)
     fraction = max(0, capacity - outside) / properties.total_memory
     torch.cuda.set_per_process_memory_fraction(fraction, meter.device)
     return capacity
+
+
+def _is_card(planned: str, name: str) -> bool:
+    """Whether the card that torch names is the one that a plan names."""
+    with contextlib.suppress(VplanError):
+        return catalog.gpu(name).name == catalog.parse_gpus(planned)[1].name
+    return False
 
 
 def _outside(meter: Meter, name: str) -> int:
