@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import profiles
 import vplan
@@ -25,8 +25,8 @@ from planner.evidence import RAN_OUT
 from planner.facts import GpuProfile
 from planner.ledger import Ledger, default_path
 from planner.library import facts
-from planner.measurement import ProbeRow
-from planner.plan import Environment, PhaseName, PhasePeak
+from planner.measurement import ProbeRow, phases_of
+from planner.plan import Environment, PhasePeak
 from planner.process import write_json
 from planner.run import Facts
 
@@ -35,9 +35,6 @@ NEWEST = 48
 
 KEPT = "predictions.json"
 """What was said of rows, in the user's folder."""
-
-INSIDE = {"step": ("train", "optimizer")}
-"""Phases of a probe that are several of an estimate."""
 
 
 class Here(NamedTuple):
@@ -97,7 +94,7 @@ def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence
     proofs: dict[str, tuple[Proof, ...]] = {}
     for row, own in told:
         if here().agrees(row.env):
-            proofs[row.id] = (*proofs.get(row.id, ()), Proof(row.measured, phases(row), own))
+            proofs[row.id] = (*proofs.get(row.id, ()), Proof(row.measured, phases_of(row.details), own))
     return Learned(fit(seen, gpu.title), proofs)
 
 
@@ -121,13 +118,6 @@ def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
     return None
 
 
-def phases(row: ProbeRow) -> frozenset[str]:
-    """The phases of an estimate that a row's run went through."""
-    told = row.details.get("phases")
-    names = {inner for name in told for inner in INSIDE.get(name, (name,))} if isinstance(told, dict) else set()
-    return frozenset(names.intersection(get_args(PhaseName)))
-
-
 def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Seen | None:
     if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
         return None
@@ -144,9 +134,9 @@ def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Seen | None:
     )
 
 
-def with_learned(known: Facts, trainer: str = "vplan") -> Facts:
-    """The facts of a question with what measurements say."""
-    return replace(known, learned=learned(known.model.name, known.gpu, trainer))
+def with_learned(known: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
+    """The facts of a question with what measurements say: the ledgers', or these."""
+    return replace(known, learned=learned(known.model.name, known.gpu, trainer, from_rows))
 
 
 class _Said:
@@ -168,7 +158,7 @@ class _Said:
         card = catalog.gpu(row.machine.gpu)
         card = self._gpu if self._gpu.name == card.name else card
         rates = card.context_mib, card.bf16_tflops, card.bandwidth_gbs, card.link_gbs
-        key = f"{row.id} {row.machine.gpu} {row.capped_bytes} {' '.join(sorted(phases(row)))} {rates}"
+        key = f"{row.id} {row.machine.gpu} {row.capped_bytes} {' '.join(sorted(phases_of(row.details)))} {rates}"
         if key not in self._found:
             self._found[key] = _predict(row, card)
         found: dict[str, Any] | None = self._found[key]
@@ -186,7 +176,7 @@ def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
         found = estimate(row.job, row.strategy, row.machine, facts(row.job, row.strategy, row.machine, gpu=card))
     except VplanError:
         return None
-    went = phases(row)
+    went = phases_of(row.details)
     peaks = [peak for phase, peak in found.phases.items() if phase in went] or list(found.phases.values())
     highest = {name: max(getattr(peak, name) for peak in peaks) for name in PhasePeak.model_fields}
     return {"peak": highest, "seconds": found.step_seconds}

@@ -87,3 +87,14 @@ def test_the_time_limit_is_a_result(tmp_path: Path) -> None:
     assert Path(row["details"]["log"]).is_file()
     assert json.loads(rows.read_text()) == row
     assert json.loads((tmp_path / "home" / "ledger.jsonl").read_text()) == row
+
+
+def test_calibrating_at_a_tiny_size(tmp_path: Path) -> None:
+    done = run(tmp_path, "calibrate", "--device", "cpu", "--no-probes", "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert all(rate > 0 for rate in answer["calibration"]["rates"].values())
+    assert answer["calibration"]["context_bytes"] is None
+    assert set(answer["calibration"]["kernels"]) == {"matmul", "attention", "convolution", "norm"}
+    assert json.loads(Path(answer["path"]).read_text()) == answer["calibration"]
+    assert list(tmp_path.glob("vplan-calibrate-*")) == []

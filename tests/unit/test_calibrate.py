@@ -200,3 +200,38 @@ def test_a_worker_that_dies_is_exit_4_with_its_last_words(monkeypatch: pytest.Mo
     monkeypatch.setattr(vplan, "command", lambda *words: [sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(VplanError, match="ended at its time limit"):
         measure_device("cuda", time_limit=0.5)
+
+
+# ---- accuracy, before and after
+
+
+def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
+    """Three lengths that all take 4 % more than recordings say, in a file and in the user's own ledger."""
+    from planner.estimate import estimate
+    from planner.library import facts
+
+    ledger = Ledger(default_path())
+    for frames in (17, 33, 49):
+        job = JOB.replace(frames=frames)
+        plan = Plan(job=job, strategy=row().strategy, machine=Machine(gpu="rtx4090"))
+        found = estimate(job, plan.strategy, plan.machine, facts(job, plan.strategy, plan.machine))
+        peak, context = found.phases["train"], found.breakdown.context
+        measured = Measured(
+            outcome="ok", phase="train", allocated_bytes=round(1.04 * peak.allocated_bytes),
+            reserved_bytes=round(1.04 * peak.reserved_bytes), device_bytes=round(1.04 * peak.reserved_bytes) + context,
+        )  # fmt: skip
+        ledger.append(row().replace(id=row_id(plan), job=job, measured=measured))
+    ledger.append(row(config={"num_layers": 2}))
+    for words in (["--only", "wan2.1-t2v-1.3b-lora"], [str(ledger.path)]):
+        done = CliRunner().invoke(cli, ["accuracy", *words, "--json"])
+        learnt = json.loads(done.stdout)["learned"]
+        before, after = (learnt[side]["reserved"] for side in ("before", "after"))
+        assert (before["n"], after["n"]) == (3, 3)
+        assert before["mean_abs_pct"] == pytest.approx(100 * 0.04 / 1.04, abs=0.01)
+        assert after["mean_abs_pct"] < 0.1
+        widths = [learnt[side]["coverage"]["median_width_pct"] for side in ("before", "after")]
+        assert widths[1] < widths[0]
+    done = CliRunner().invoke(cli, ["accuracy", str(ledger.path)])
+    assert "learned from the others" in done.stdout
+    done = CliRunner().invoke(cli, ["accuracy", "--only", "sd3", "--json"])
+    assert json.loads(done.stdout)["learned"]["before"]["reserved"]["n"] == 0
