@@ -21,7 +21,7 @@ from trainers.average import Average
 from trainers.families import family
 from trainers.memory import swap
 from trainers.meter import Meter
-from trainers.randoms import randomise
+from trainers.noise import randomise
 
 SEED = 0
 LEARNING_RATE = 1e-4

@@ -29,7 +29,7 @@ from trainers.families import family
 from trainers.families.base import Family
 from trainers.families.sampling import Sampler, flow_shift, shifted
 from trainers.memory import swap
-from trainers.randoms import randomise
+from trainers.noise import randomise
 
 if TYPE_CHECKING:
     import numpy

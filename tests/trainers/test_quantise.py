@@ -14,6 +14,7 @@ from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from trainers import cuda_ops, step
 from trainers.families import family
+from trainers.noise import randomise
 from trainers.optimizers import SteppedInBackward, make_optimizer
 from trainers.randoms import randomise
 from trainers.record import named_tensors

@@ -21,7 +21,7 @@ from tests.trainers import tiny  # noqa: E402
 from trainers import families, parts, step, validate  # noqa: E402
 from trainers.families.encoding import pipeline  # noqa: E402
 from trainers.families.sampling import flow_shift, shifted  # noqa: E402
-from trainers.randoms import randomise  # noqa: E402
+from trainers.noise import randomise  # noqa: E402
 
 CPU = torch.device("cpu")
 FP32 = Strategy(vae_dtype="fp32", weights_dtype="fp32", autocast="none", validation_mode="on")

@@ -213,14 +213,14 @@ def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
     ledger = Ledger(default_path())
     for frames in (17, 33, 49):
         job = JOB.replace(frames=frames)
-        plan = Plan(job=job, strategy=row().strategy, machine=Machine(gpu="rtx4090"))
+        plan = Plan(job=job, strategy=Strategy(gradient_checkpointing="none"), machine=Machine(gpu="rtx4090"))
         found = estimate(job, plan.strategy, plan.machine, facts(job, plan.strategy, plan.machine))
         peak, context = found.phases["train"], found.breakdown.context
         measured = Measured(
             outcome="ok", phase="train", allocated_bytes=round(1.04 * peak.allocated_bytes),
             reserved_bytes=round(1.04 * peak.reserved_bytes), device_bytes=round(1.04 * peak.reserved_bytes) + context,
         )  # fmt: skip
-        ledger.append(row().replace(id=row_id(plan), job=job, measured=measured))
+        ledger.append(row().replace(id=row_id(plan), job=job, strategy=plan.strategy, measured=measured))
     ledger.append(row(config={"num_layers": 2}))
     for words in (["--only", "wan2.1-t2v-1.3b-lora"], [str(ledger.path)]):
         done = CliRunner().invoke(cli, ["accuracy", *words, "--json"])

@@ -1,11 +1,11 @@
-"""Weights from nowhere: a probe and a sample without a model's files take as much memory as with them."""
+"""Random weights, for runs that measure memory and speed: neither depends on what the numbers are."""
 
 from __future__ import annotations
 
 import torch
 
 SPREAD = 0.02
-"""Standard deviation of random weights: small enough for every published architecture to keep its loss finite."""
+"""Standard deviation: small enough for every published architecture to keep its loss finite."""
 
 
 @torch.no_grad()
