@@ -16,7 +16,6 @@ from trainers import cuda_ops, step
 from trainers.families import family
 from trainers.noise import randomise
 from trainers.optimizers import SteppedInBackward, make_optimizer
-from trainers.randoms import randomise
 from trainers.record import named_tensors
 
 GRID = {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 4}
