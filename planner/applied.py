@@ -99,6 +99,8 @@ def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: M
         yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
     yield from _neither(profile, job, strategy, PROBED)
     yield from _not_set_up(job, strategy)
+    if strategy.validation_mode != "off":
+        yield from _not_sampled(profile, job, strategy)
 
 
 def _neither(

@@ -52,7 +52,8 @@ def measure(wanted: Wanted, report: Told) -> None:
 
 
 def _run(wanted: Wanted, meter: Meter) -> Probed:
-    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; save."""
+    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; what
+    training does between steps: a sample, a checkpoint."""
     if meter.device.type == "cuda":
         meter.report.tell(capped_bytes=limit(wanted, meter))
     if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
@@ -73,6 +74,8 @@ def _run(wanted: Wanted, meter: Meter) -> Probed:
         probed.passes()
     with meter.phase("optimizer"):
         probed.optimizer_step()
+    if wanted.strategy.validation_mode != "off":
+        probed.sample()
     if probed.is_finite:
         with meter.phase("save"):
             probed.save()
@@ -87,13 +90,21 @@ def limit(wanted: Wanted, meter: Meter) -> int | None:
     """
     properties = torch.cuda.get_device_properties(meter.device)
     capacity = wanted.capacity_bytes
-    if capacity is None or capacity >= properties.total_memory:
+    own = not wanted.plan.machine.reserve and _is_card(wanted.plan.machine.gpu, properties.name)
+    if capacity is None or own or capacity >= properties.total_memory:
         return None
     meter.synchronise()
     outside = _outside(meter, properties.name)
     fraction = max(0, capacity - outside) / properties.total_memory
     torch.cuda.set_per_process_memory_fraction(fraction, meter.device)
     return capacity
+
+
+def _is_card(planned: str, name: str) -> bool:
+    """Whether the card that torch names is the one that a plan names."""
+    with contextlib.suppress(VplanError):
+        return catalog.gpu(name).name == catalog.parse_gpus(planned)[1].name
+    return False
 
 
 def _outside(meter: Meter, name: str) -> int:

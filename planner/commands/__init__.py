@@ -30,6 +30,7 @@ VERBS = {
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
     "record": "Records a model of your own, or our tapes again.",
+    "calibrate": "Measures this machine's GPU, so that estimates rest on it.",
     "accuracy": "How near the estimates come to what was measured.",
     "doctor": "What this machine has, and what it lacks for training.",
 }
