@@ -40,7 +40,8 @@ MOST_PARTS = 3
 """Changes of more parts are another way of training, not a small change."""
 
 
-RANK = ("no", "tight", "fits")
+WORTH = 100 << 20
+"""Bytes that a change must save to be told of when it is not enough."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Checked:
                 }
                 for fix in self.fixes
             ],
+            "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             "notes": list(case.notes),
             **({"today": self.today} if self.today else {}),
         }
@@ -171,8 +173,7 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
     said |= {"gpu": card.name, "unified": said.get("unified", card.unified)}
     where = Machine.read(said)
     if where.host_ram is None:
-        where = where.replace(host_ram=catalog.default_host_ram(card, where.gpus))
-        notes.append(f"host RAM {(where.host_ram or 0) / 2**30:.0f} GiB")
+        notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
     strategy = resolve(job, Strategy.read(reading.strategy), where)
     check_blocks(profile, strategy)
     check(job, strategy, where)
@@ -273,22 +274,38 @@ def check_case(case: Case, search: bool = True) -> Checked:
 
 
 def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
-    """Changes that are enough, smallest first; and those that help and are not."""
+    """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
+
+    Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
+    """
     moves = [move for move in case.dialect.moves if _is_change(case, move)]
-    enough: list[tuple[frozenset[int], Fix]] = []
+    enough: dict[frozenset[int], Fix] = {}
+    tight: dict[frozenset[int], Fix] = {}
+    helps: list[Fix] = []
     for size in range(1, MOST_PARTS + 1):
-        for chosen in itertools.combinations(range(len(moves)), size):
-            within = frozenset(chosen)
-            if any(done <= within and fix.outcome.estimate.verdict == "fits" for done, fix in enough):
+        for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
+            if any(done <= chosen for done in enough):  # a part of it does
                 continue
-            if any(done <= within for done, _ in enough) and size > 1 and base.estimate.verdict == "no":
-                continue  # part of it is as good, if only tightly
-            fix = _tried(case, base, [moves[at] for at in chosen], pricing)
-            if fix is not None:
-                enough.append((within, fix))
-    order = {id(fix): at for at, (_, fix) in enumerate(enough)}
-    found = sorted((fix for _, fix in enough), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
-    return tuple(found), ()
+            fix = _tried(case, base, [moves[at] for at in sorted(chosen)], pricing)
+            verdict = fix.outcome.estimate.verdict if fix else ""
+            if fix is None or verdict == "no":
+                helps += [fix] if fix and size == 1 and _saved(base, fix) >= WORTH else []
+            elif verdict == "fits":
+                enough[chosen] = fix
+            elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):
+                tight[chosen] = fix
+        if any(not fix.lossy for fix in enough.values()):
+            break
+    told = enough or tight
+    order = {id(fix): at for at, fix in enumerate(told.values())}
+    found = sorted(told.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
+    return tuple(found), tuple(helps)
+
+
+def _saved(base: Outcome, fix: Fix) -> int:
+    """Bytes less allocated where it ends."""
+    before, after = (each.estimate.phases.get(base.phase) for each in (base, fix.outcome))  # type: ignore[call-overload]
+    return before.allocated_bytes - after.allocated_bytes if before and after else 0
 
 
 def _size(fix: Fix) -> int:
@@ -298,7 +315,7 @@ def _size(fix: Fix) -> int:
 
 def _is_change(case: Case, move: Move) -> bool:
     fields = case.fields
-    return move.when(fields) and any(fields.get(name) != value for name, value in move.changes.items())
+    return move.when(fields) and any(move.values or fields.get(name) != value for name, value in move.changes.items())
 
 
 def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fix | None:
@@ -321,10 +338,9 @@ def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fi
             outcome = pricing.outcome(other)
         except NotRecordedError:
             return None
-        better = RANK.index(outcome.estimate.verdict)
-        if better <= RANK.index(base.estimate.verdict):
+        if counted and outcome.estimate.verdict != "fits" and value != counted.values[-1]:
             continue
-        lossy = bool(set(outcome.estimate.lossy) - set(base.estimate.lossy))
+        lossy = bool(set(outcome.estimate.lossy) & changes.keys())
         cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
         words = tuple(word for move in moves for word in _words(case, other, move))
         return Fix(words, cost, lossy, other, outcome)

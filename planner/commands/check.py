@@ -132,12 +132,13 @@ def _print_fixes(console: Console, found: Checked) -> None:
     console.print()
     if not found.fixes:
         console.print("no change that this trainer has a flag for makes it fit", style="bold")
-        return
     for at, fix in enumerate(found.fixes):
         console.print("smallest change:" if at == 0 else "or:", style="bold")
         for part in fix.change:
             console.print(f"  {part}")
         console.print(f"    {_effect(estimate, fix)}")
+    for fix in found.helps:
+        console.print(f"helps, and is not enough alone: {' '.join(fix.change)} ({fix.cost})", style="dim")
 
 
 def _effect(before: Estimate, fix: Fix) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TRAINERS = (
     "diffsynth",
     "diffusers",
+    "diffusers-pipeline",
     "diffusion-pipe",
     "easyanimate",
     "latentsync",
