@@ -28,6 +28,7 @@ TRAINERS = (
     "musubi-tuner",
     "sd-scripts",
     "simpletuner",
+    "videox-fun",
 )
 """Trainers with a file of their own here; every other name is priced like ours."""
 

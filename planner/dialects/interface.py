@@ -278,6 +278,8 @@ class Dialect:
     """what it does without being asked, with the source"""
     moves: tuple[Move, ...] = ()
     """what saves memory, the cheapest first"""
+    successor: str = ""
+    """the trainer of today, of a script that is gone"""
     files: Callable[[Any, Settings], dict[str, str]] | None = None
     """(Plan, settings) -> complete files by name, the one to start last"""
 
