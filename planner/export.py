@@ -59,7 +59,8 @@ def fields_of(plan: Plan) -> Fields:
     strategy = resolve(plan.job, plan.strategy, plan.machine)
     found = {name: getattr(plan.job, name) for name in Job.model_fields}
     found |= {name: getattr(strategy, name) for name in Strategy.model_fields}
-    return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes}
+    version = plan.trainer.partition("@")[2]
+    return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes, "version": version}
 
 
 def plan_with(plan: Plan, wanted: Fields) -> Plan:

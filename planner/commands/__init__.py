@@ -24,11 +24,8 @@ VERBS = {
     "estimate": "What one way of training needs, phase by phase.",
     "probe": "What a plan really takes, measured on this machine's GPU.",
     "train": "Trains: a plan or a model, from clips to finished weights.",
-<<<<<<< HEAD
-    "export": "A plan as another trainer's own files.",
-=======
     "check": "Where another trainer's command dies, and what to change.",
->>>>>>> h5-check
+    "export": "A plan as another trainer's own files.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
     "record": "Records a model of your own, or our tapes again.",

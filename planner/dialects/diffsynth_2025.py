@@ -6,11 +6,6 @@ encodes, ``--task train`` reads tensors of whatever shape they have.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from planner.dialects.diffsynth import (
-    TERMS,
-)
-=======
 from collections.abc import Iterator
 
 from planner import catalog
@@ -35,7 +30,6 @@ from planner.dialects.interface import (
 from planner.dialects.parts import EXPANDABLE, GPUS, NODES, given_flags, launched, the_model, usual
 from planner.errors import VplanError
 from planner.script import Script
->>>>>>> h5-check
 
 __all__ = ["DIALECT", "TERMS"]
 
