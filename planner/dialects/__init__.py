@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planner.script import Script
 
 TRAINERS = (
+    "accelerate",
     "diffsynth",
     "diffusers",
     "diffusers-pipeline",
@@ -45,7 +46,7 @@ def terms(trainer: str) -> tuple[Term, ...]:
     name, _, version = trainer.partition("@")
     if name not in TRAINERS:
         return ()
-    dialect = _module(name)
+    dialect = module(name)
     found: tuple[Term, ...] = dialect.TERMS
     older: dict[str, tuple[Term, ...]] = getattr(dialect, "OLDER", {})
     return found + older.get(version, ())
@@ -54,7 +55,7 @@ def terms(trainer: str) -> tuple[Term, ...]:
 @functools.cache
 def spoken() -> dict[str, Dialect]:
     """The dialects that we read or write, by name."""
-    found = (getattr(_module(name), "DIALECT", None) for name in (*TRAINERS, *FORMER))
+    found = (getattr(module(name), "DIALECT", None) for name in (*TRAINERS, *FORMER))
     return {dialect.name: dialect for dialect in found if dialect is not None}
 
 
@@ -81,5 +82,6 @@ def recognise(script: Script) -> tuple[Dialect, Given]:
     raise VplanError(f"{what} is of no trainer that we read", f"we read {known}")
 
 
-def _module(name: str) -> ModuleType:
+def module(name: str) -> ModuleType:
+    """The file of a dialect."""
     return importlib.import_module(f"planner.dialects.{name.replace('-', '_')}")

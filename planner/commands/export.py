@@ -1,0 +1,74 @@
+"""`vplan export`: a plan as another trainer's own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from planner.commands.common import Verb, examples, json_option, show
+from planner.errors import VplanError, did_you_mean
+from planner.export import export, flags_of, targets, write_files
+from planner.plan import read_plan
+from planner.units import format_gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan suggest wan2.1-t2v-14b --gpu 24GB --frames 81 -o plan.toml",
+        "vplan export plan.toml --to musubi-tuner -o out",
+        "vplan export plan.toml --to accelerate -o out --json",
+    ),
+)
+@click.argument("plan", metavar="PLAN")
+@click.option("--to", "name", required=True, metavar="TRAINER", help="The trainer to write for; `accelerate` writes "
+              "accelerate's and DeepSpeed's configs for a script of your own.")  # fmt: skip
+@click.option("-o", "--output", required=True, metavar="DIR", help="Write the files into DIR.")
+@click.option("--nearest", is_flag=True, help="Where the trainer cannot do the plan, export the nearest it can do.")
+@click.option("--force", is_flag=True, help="Replace files that are there already.")
+@json_option
+def command(plan: str, name: str, output: str, nearest: bool, force: bool, as_json: bool) -> int:
+    """Write the files that make another trainer do what PLAN says: complete, ready to start, with a comment for each
+    field of the plan.
+
+    What that trainer cannot express is refused by name, and the nearest plan that it can do is offered. What only you
+    know (paths of data and weights) stands at the top, to be filled in.
+    """
+    if name not in targets():
+        listed = "plans are exported to " + ", ".join(targets())
+        raise VplanError(f"plans are not exported to {name!r}", did_you_mean(name, targets(), listed))
+    done = export(read_plan(plan), name, nearest)
+    paths = write_files(done, Path(output), force)
+    estimate = done.plan.estimate
+    answer = {
+        "trainer": name,
+        "files": [str(path) for path in paths],
+        "start": done.start,
+        "carried": {setting: list(fields) for setting, fields in done.carried.items()},
+        "left_out": {field: str(value) for field, value in done.left_out.items()},
+        "changed": {field: str(value) for field, value in done.changed.items()},
+        "estimate": estimate.to_json() if estimate else None,
+    }
+
+    def render(console: Console) -> None:
+        def say(line: str) -> None:
+            console.print(line, markup=False, soft_wrap=True)
+
+        if done.changed:
+            say(f"The nearest plan that {name} can do: {flags_of(done.changed)}")
+        for path in paths:
+            say(f"wrote {path}")
+        if estimate:
+            peak, budget = format_gib(estimate.peak.device_bytes), format_gib(estimate.budget_bytes)
+            say(f"As {name} does it: {estimate.verdict}, {peak} of {budget} at {estimate.peak.moment}")
+        if done.left_out:
+            say("Your script has to do: " + ", ".join(f"{field} {value}" for field, value in done.left_out.items()))
+        say(f"Start it in {output}: {done.start}")
+
+    show(answer, as_json, render)
+    return 0
