@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from planner import catalog, margin
+from planner import catalog, dialects, margin
 from planner.dialects.interface import (
     EDIT,
     Dialect,
@@ -23,14 +24,16 @@ from planner.dialects.interface import (
     Remark,
     Settings,
     is_edit,
+    nearest,
     read,
+    write,
 )
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import Played, describe, of_run, outside_bytes, replayed
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
-from planner.plan import Estimate
+from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
 from planner.run import Facts, Run
 from planner.screen import Screen
@@ -116,9 +119,9 @@ class Checked:
     ineffective: tuple[Remark, ...] = ()
     helps: tuple[Fix, ...] = ()
     """changes that help and are not enough by themselves"""
+    searched: bool = True
     today: str = ""
     """the same by today's script, for one that is gone"""
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The object of DESIGN section 9."""
@@ -210,8 +213,8 @@ class Pricing:
         """What is known about a question."""
         return facts(job, strategy, machine, self.model, self.gpu)
 
-    def may_fit(self, case: Case) -> bool:
-        """Whether a replay could say that it fits, by a cheap look; False for what cannot be priced."""
+    def may_be(self, verdict: str, case: Case) -> bool:
+        """Whether a replay could say that it fits, or is tight, by a cheap look; False for what cannot be priced."""
         screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
         try:
             check(case.job, case.strategy, case.machine)
@@ -221,7 +224,8 @@ class Pricing:
             return False
         budget = self.gpu.allocatable_bytes - case.machine.reserve
         held = case.machine.host_ram is None or look.host_ram_bytes <= case.machine.host_ram
-        return held and margin.interval(look.device_bytes)[0] <= budget
+        low, high = margin.interval(look.device_bytes)
+        return held and (high if verdict == "fits" else low) <= budget
 
     def outcome(self, case: Case) -> Outcome:
         """What happens, and where it ends if it does not fit.
@@ -245,7 +249,11 @@ class Pricing:
         if ended is None:
             return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         moment = describe(ended, found.strategy)
-        return Outcome(found, _phase(ended.phase, moment), moment)
+        phase = _phase(ended.phase, moment)
+        first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
+        if first is not ended:  # it had room before there were gradients and states beside it
+            return Outcome(found, "train", "encoding the next batch beside gradients and optimizer states")
+        return Outcome(found, phase, moment)
 
     def _replayed(self, case: Case, strategy: Strategy) -> tuple[Run, list[Played]]:
         known = self.facts(case.job, strategy, case.machine)
@@ -270,7 +278,25 @@ def check_case(case: Case, search: bool = True) -> Checked:
     helps: tuple[Fix, ...] = ()
     if outcome.estimate.verdict != "fits" and search:
         fixes, helps = _fixes(case, outcome, pricing)
-    return Checked(case, outcome, fixes, case.reading.ineffective, helps)
+    settled = fixes[0].case if fixes else case
+    return Checked(case, outcome, fixes, case.reading.ineffective, helps, search, _today(settled, outcome))
+
+
+def _today(case: Case, outcome: Outcome) -> str:
+    """The same job by today's script, of a trainer whose former script was given."""
+    if not case.dialect.successor:
+        return ""
+    today = dialects.dialect(case.dialect.successor)
+    assert today.files is not None
+    fields = nearest(today, {**case.fields, "expandable_segments": False})
+    plan = Plan(
+        job=Job.read({name: value for name, value in fields.items() if name in Job.model_fields}),
+        strategy=Strategy.read({name: value for name, value in fields.items() if name in Strategy.model_fields}),
+        machine=case.machine,
+        trainer=today.name,
+    )
+    text = list(today.files(plan, write(today, fields)).values())[-1]
+    return "\n".join(line for line in text.splitlines() if not line.startswith(("#!", "set -e")))
 
 
 def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
@@ -296,10 +322,21 @@ def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...]
                 tight[chosen] = fix
         if any(not fix.lossy for fix in enough.values()):
             break
-    told = enough or tight
+    told = _without_idle(enough or tight)
     order = {id(fix): at for at, fix in enumerate(told.values())}
     found = sorted(told.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
     return tuple(found), tuple(helps)
+
+
+def _without_idle(found: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
+    """Without those that say all that another one says, and more: the rest of it is idle."""
+    words = {chosen: frozenset(_flags(fix)) for chosen, fix in found.items()}
+    return {chosen: fix for chosen, fix in found.items() if not any(other < words[chosen] for other in words.values())}
+
+
+def _flags(fix: Fix) -> list[str]:
+    """A change as single flags with their values, and lines."""
+    return [flag for part in fix.change for flag in re.split(r"\s(?=--)", part)]
 
 
 def _saved(base: Outcome, fix: Fix) -> int:
@@ -310,7 +347,7 @@ def _saved(base: Outcome, fix: Fix) -> int:
 
 def _size(fix: Fix) -> int:
     """How much there is to type: flags, and lines of code."""
-    return sum(max(1, sum(word.startswith("--") for word in part.split())) for part in fix.change)
+    return sum(flag.startswith("--") for flag in _flags(fix)) or len(fix.change)
 
 
 def _is_change(case: Case, move: Move) -> bool:
@@ -332,7 +369,7 @@ def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fi
         if counted:
             changes |= dict.fromkeys(counted.changes, value)
         other = case.changed(changes)
-        if not pricing.may_fit(other):
+        if not pricing.may_be("tight" if len(moves) == 1 and not counted else "fits", other):
             continue
         try:
             outcome = pricing.outcome(other)
