@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from planner import catalog, margin
+from planner import catalog, dialects, margin
 from planner.dialects.interface import (
     EDIT,
     Dialect,
@@ -23,14 +24,16 @@ from planner.dialects.interface import (
     Remark,
     Settings,
     is_edit,
+    nearest,
     read,
+    write,
 )
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import Played, describe, of_run, outside_bytes, replayed
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
-from planner.plan import Estimate
+from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
 from planner.run import Facts, Run
 from planner.screen import Screen
@@ -40,7 +43,8 @@ MOST_PARTS = 3
 """Changes of more parts are another way of training, not a small change."""
 
 
-RANK = ("no", "tight", "fits")
+WORTH = 100 << 20
+"""Bytes that a change must save to be told of when it is not enough."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,9 @@ class Checked:
     ineffective: tuple[Remark, ...] = ()
     helps: tuple[Fix, ...] = ()
     """changes that help and are not enough by themselves"""
+    searched: bool = True
     today: str = ""
     """the same by today's script, for one that is gone"""
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The object of DESIGN section 9."""
@@ -143,6 +147,7 @@ class Checked:
                 }
                 for fix in self.fixes
             ],
+            "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             "notes": list(case.notes),
             **({"today": self.today} if self.today else {}),
         }
@@ -171,8 +176,7 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
     said |= {"gpu": card.name, "unified": said.get("unified", card.unified)}
     where = Machine.read(said)
     if where.host_ram is None:
-        where = where.replace(host_ram=catalog.default_host_ram(card, where.gpus))
-        notes.append(f"host RAM {(where.host_ram or 0) / 2**30:.0f} GiB")
+        notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
     strategy = resolve(job, Strategy.read(reading.strategy), where)
     check_blocks(profile, strategy)
     check(job, strategy, where)
@@ -209,8 +213,8 @@ class Pricing:
         """What is known about a question."""
         return facts(job, strategy, machine, self.model, self.gpu)
 
-    def may_fit(self, case: Case) -> bool:
-        """Whether a replay could say that it fits, by a cheap look; False for what cannot be priced."""
+    def may_be(self, verdict: str, case: Case) -> bool:
+        """Whether a replay could say that it fits, or is tight, by a cheap look; False for what cannot be priced."""
         screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
         try:
             check(case.job, case.strategy, case.machine)
@@ -220,7 +224,8 @@ class Pricing:
             return False
         budget = self.gpu.allocatable_bytes - case.machine.reserve
         held = case.machine.host_ram is None or look.host_ram_bytes <= case.machine.host_ram
-        return held and margin.interval(look.device_bytes)[0] <= budget
+        low, high = margin.interval(look.device_bytes)
+        return held and (high if verdict == "fits" else low) <= budget
 
     def outcome(self, case: Case) -> Outcome:
         """What happens, and where it ends if it does not fit.
@@ -244,7 +249,11 @@ class Pricing:
         if ended is None:
             return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         moment = describe(ended, found.strategy)
-        return Outcome(found, _phase(ended.phase, moment), moment)
+        phase = _phase(ended.phase, moment)
+        first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
+        if first is not ended:  # it had room before there were gradients and states beside it
+            return Outcome(found, "train", "encoding the next batch beside gradients and optimizer states")
+        return Outcome(found, phase, moment)
 
     def _replayed(self, case: Case, strategy: Strategy) -> tuple[Run, list[Played]]:
         known = self.facts(case.job, strategy, case.machine)
@@ -269,36 +278,81 @@ def check_case(case: Case, search: bool = True) -> Checked:
     helps: tuple[Fix, ...] = ()
     if outcome.estimate.verdict != "fits" and search:
         fixes, helps = _fixes(case, outcome, pricing)
-    return Checked(case, outcome, fixes, case.reading.ineffective, helps)
+    settled = fixes[0].case if fixes else case
+    return Checked(case, outcome, fixes, case.reading.ineffective, helps, search, _today(settled, outcome))
+
+
+def _today(case: Case, outcome: Outcome) -> str:
+    """The same job by today's script, of a trainer whose former script was given."""
+    if not case.dialect.successor:
+        return ""
+    today = dialects.dialect(case.dialect.successor)
+    assert today.files is not None
+    fields = nearest(today, {**case.fields, "expandable_segments": False})
+    plan = Plan(
+        job=Job.read({name: value for name, value in fields.items() if name in Job.model_fields}),
+        strategy=Strategy.read({name: value for name, value in fields.items() if name in Strategy.model_fields}),
+        machine=case.machine,
+        trainer=today.name,
+    )
+    text = list(today.files(plan, write(today, fields)).values())[-1]
+    return "\n".join(line for line in text.splitlines() if not line.startswith(("#!", "set -e")))
 
 
 def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
-    """Changes that are enough, smallest first; and those that help and are not."""
+    """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
+
+    Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
+    """
     moves = [move for move in case.dialect.moves if _is_change(case, move)]
-    enough: list[tuple[frozenset[int], Fix]] = []
+    enough: dict[frozenset[int], Fix] = {}
+    tight: dict[frozenset[int], Fix] = {}
+    helps: list[Fix] = []
     for size in range(1, MOST_PARTS + 1):
-        for chosen in itertools.combinations(range(len(moves)), size):
-            within = frozenset(chosen)
-            if any(done <= within and fix.outcome.estimate.verdict == "fits" for done, fix in enough):
+        for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
+            if any(done <= chosen for done in enough):  # a part of it does
                 continue
-            if any(done <= within for done, _ in enough) and size > 1 and base.estimate.verdict == "no":
-                continue  # part of it is as good, if only tightly
-            fix = _tried(case, base, [moves[at] for at in chosen], pricing)
-            if fix is not None:
-                enough.append((within, fix))
-    order = {id(fix): at for at, (_, fix) in enumerate(enough)}
-    found = sorted((fix for _, fix in enough), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
-    return tuple(found), ()
+            fix = _tried(case, base, [moves[at] for at in sorted(chosen)], pricing)
+            verdict = fix.outcome.estimate.verdict if fix else ""
+            if fix is None or verdict == "no":
+                helps += [fix] if fix and size == 1 and _saved(base, fix) >= WORTH else []
+            elif verdict == "fits":
+                enough[chosen] = fix
+            elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):
+                tight[chosen] = fix
+        if any(not fix.lossy for fix in enough.values()):
+            break
+    told = _without_idle(enough or tight)
+    order = {id(fix): at for at, fix in enumerate(told.values())}
+    found = sorted(told.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
+    return tuple(found), tuple(helps)
+
+
+def _without_idle(found: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
+    """Without those that say all that another one says, and more: the rest of it is idle."""
+    words = {chosen: frozenset(_flags(fix)) for chosen, fix in found.items()}
+    return {chosen: fix for chosen, fix in found.items() if not any(other < words[chosen] for other in words.values())}
+
+
+def _flags(fix: Fix) -> list[str]:
+    """A change as single flags with their values, and lines."""
+    return [flag for part in fix.change for flag in re.split(r"\s(?=--)", part)]
+
+
+def _saved(base: Outcome, fix: Fix) -> int:
+    """Bytes less allocated where it ends."""
+    before, after = (each.estimate.phases.get(base.phase) for each in (base, fix.outcome))  # type: ignore[call-overload]
+    return before.allocated_bytes - after.allocated_bytes if before and after else 0
 
 
 def _size(fix: Fix) -> int:
     """How much there is to type: flags, and lines of code."""
-    return sum(max(1, sum(word.startswith("--") for word in part.split())) for part in fix.change)
+    return sum(flag.startswith("--") for flag in _flags(fix)) or len(fix.change)
 
 
 def _is_change(case: Case, move: Move) -> bool:
     fields = case.fields
-    return move.when(fields) and any(fields.get(name) != value for name, value in move.changes.items())
+    return move.when(fields) and any(move.values or fields.get(name) != value for name, value in move.changes.items())
 
 
 def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fix | None:
@@ -315,16 +369,15 @@ def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fi
         if counted:
             changes |= dict.fromkeys(counted.changes, value)
         other = case.changed(changes)
-        if not pricing.may_fit(other):
+        if not pricing.may_be("tight" if len(moves) == 1 and not counted else "fits", other):
             continue
         try:
             outcome = pricing.outcome(other)
         except NotRecordedError:
             return None
-        better = RANK.index(outcome.estimate.verdict)
-        if better <= RANK.index(base.estimate.verdict):
+        if counted and outcome.estimate.verdict != "fits" and value != counted.values[-1]:
             continue
-        lossy = bool(set(outcome.estimate.lossy) - set(base.estimate.lossy))
+        lossy = bool(set(outcome.estimate.lossy) & changes.keys())
         cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
         words = tuple(word for move in moves for word in _words(case, other, move))
         return Fix(words, cost, lossy, other, outcome)

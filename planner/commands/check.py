@@ -41,6 +41,7 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")
 @click.option("--width", type=int, metavar="N", help="Width of a sample in pixels, instead of the command's.")
+@click.option("--no-fixes", is_flag=True, help="Only say what happens: search for no change.")
 @click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
 @field_options(Machine, without=("links", "unified"), show_defaults=False)
 @output_option("the plan that the command is")
@@ -52,12 +53,12 @@ def command(words: tuple[str, ...], path: str | None, output: str | None, as_jso
     read as text; nothing of it runs.
     """
     script = _script(words, path)
-    strict = said.pop("strict")
+    strict, search = said.pop("strict"), not said.pop("no_fixes")
     told = {name: said.pop(name) for name in ("model", "frames", "height", "width")}
     if not said.get("gpu"):
         raise VplanError("no card is named", "add --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
     dialect, given = dialects.recognise(script)
-    found = check_case(settle(dialect, given, told, said))
+    found = check_case(settle(dialect, given, told, said), search)
     if output:
         write_plan(Plan.of(found.outcome.estimate, trainer=found.case.trainer), output)
     show(found.to_json(), as_json, lambda console: _print(console, found))
@@ -89,17 +90,22 @@ def _print(console: Console, found: Checked) -> None:
         if case.model.kind == "video"
         else f"{job.height}x{job.width}"
     )
-    console.print(f"{case.dialect.title}: {case.model.title}, {job.method}, {shape}, batch {job.batch_size}")
-    console.print(f"on {nodes}{count}{case.gpu.title}: {case.gpu.allocatable_gib:.2f} GiB to use")
+    console.print(
+        f"{case.dialect.title}: {case.model.title}, {job.method}, {shape}, batch {job.batch_size}", markup=False
+    )
+    console.print(f"on {nodes}{count}{case.gpu.title}: {case.gpu.allocatable_gib:.2f} GiB to use", markup=False)
     for note in case.notes:
-        console.print(f"  {note}", style="dim")
+        console.print(f"  {note}", style="dim", markup=False)
     console.print()
     console.print(verdict_line(estimate))
     console.print(bar(console, estimate))
     word = "ends in" if estimate.verdict == "no" else "decided in"
-    console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}")
+    console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}", markup=False)
     if found.outcome.in_pieces:
-        console.print("torch's allocator as it comes reserves more than this, and gives it back where memory is short")
+        console.print(
+            "torch's allocator as it comes reserves more than this, and gives it back where memory is short",
+            markup=False,
+        )
     console.print()
     console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
     console.print(
@@ -108,11 +114,11 @@ def _print(console: Console, found: Checked) -> None:
     _print_remarks(console, "no longer exists", case.given.gone)
     _print_remarks(console, "does nothing here", found.ineffective)
     if case.given.unknown:
-        console.print(f"unknown to this script: {', '.join(case.given.unknown)}", style="yellow")
+        console.print(f"unknown to this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)
     _print_fixes(console, found)
     if found.today:
         console.print()
-        console.print(f"the same today:\n{found.today}")
+        console.print(f"the same today:\n{found.today}", markup=False)
 
 
 def _phase_row(entry: tuple[str, Any]) -> tuple[str, str, str]:
@@ -122,22 +128,23 @@ def _phase_row(entry: tuple[str, Any]) -> tuple[str, str, str]:
 
 def _print_remarks(console: Console, what: str, remarks: Any) -> None:
     for remark in remarks:
-        console.print(f"{what}: {remark.flag} ({remark.why})", style="yellow")
+        console.print(f"{what}: {remark.flag} ({remark.why})", style="yellow", markup=False)
 
 
 def _print_fixes(console: Console, found: Checked) -> None:
     estimate = found.outcome.estimate
-    if estimate.verdict == "fits":
+    if estimate.verdict == "fits" or not found.searched:
         return
     console.print()
     if not found.fixes:
-        console.print("no change that this trainer has a flag for makes it fit", style="bold")
-        return
+        console.print("no change that this trainer has a flag for makes it fit", style="bold", markup=False)
     for at, fix in enumerate(found.fixes):
-        console.print("smallest change:" if at == 0 else "or:", style="bold")
+        console.print("smallest change:" if at == 0 else "or:", style="bold", markup=False)
         for part in fix.change:
-            console.print(f"  {part}")
-        console.print(f"    {_effect(estimate, fix)}")
+            console.print(f"  {part}", markup=False)
+        console.print(f"    {_effect(estimate, fix)}", markup=False)
+    for fix in found.helps:
+        console.print(f"helps, and is not enough alone: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False)
 
 
 def _effect(before: Estimate, fix: Fix) -> str:

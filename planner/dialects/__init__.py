@@ -22,6 +22,7 @@ TRAINERS = (
     "accelerate",
     "diffsynth",
     "diffusers",
+    "diffusers-pipeline",
     "diffusion-pipe",
     "easyanimate",
     "latentsync",

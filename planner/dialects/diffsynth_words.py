@@ -374,6 +374,10 @@ def _table(*own: Binding | When) -> tuple[Binding | When, ...]:
     )
 
 
+def _several(fields: Fields) -> bool:
+    return int(fields["gpus"]) * int(fields["nodes"]) > 1
+
+
 def _split_words(settings: Settings) -> list[str]:
     """The two-command split with the user's own files."""
     encoders = [path for path in _listed(settings) if _kind(path) != "weights"]
@@ -447,9 +451,9 @@ DIALECT = Dialect(
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"gradient_checkpointing": "offload"}, OFFLOAD_COST),
         Move({"text_encoder": "cached", "vae": "cached"}, SPLIT_COST, said=_split_words),
-        Move({"optimizer": "adamw-8bit"}),
-        Move({"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states"),
-        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block"),
+        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+        Move({"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several),
+        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several),
     ),
     files=files,
 )

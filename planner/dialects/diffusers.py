@@ -6,9 +6,12 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 from __future__ import annotations
 
 from planner.components import component_name
+from planner.dialects.diffusers_words import DIALECT
 from planner.phases import Component, alive, encoders, load, take_sizes, weights_on_gpu, work
 from planner.program import Moment, Stage
 from planner.run import SERVICE, Run, Term
+
+__all__ = ["DIALECT", "OLDER", "TERMS"]
 
 RGB = 3
 
