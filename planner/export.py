@@ -104,6 +104,9 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         interface.write(dialect, before)
     except NotSaidError as error:
         faults = "; ".join(each.message for each in error.refused)
+        if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
+            fix = f"plans are exported to {', '.join(targets())}"
+            raise VplanError(f"{dialect.title} cannot do this plan: {faults}", fix) from None
         near = nearest(dialect, plan)
         after = fields_of(near)
         changed = {field: after[field] for field in after if after[field] != before[field]}

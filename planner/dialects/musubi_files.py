@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner import catalog
 from planner.dialects import compose
 from planner.dialects.interface import Dialect, Settings
@@ -31,9 +33,9 @@ EXTRA: dict[str, object] = {
 """What no field of a plan carries, as its documentation begins (docs/wan.md)."""
 
 
-def files(dialect: Dialect, plan: Plan, settings: Settings) -> dict[str, str]:
+def files(dialect: Dialect, plan: Plan, settings: Settings, carries: compose.Carries) -> dict[str, str]:
     """dataset.toml, the prompts of samples where some are made, and train.sh."""
-    found = {"dataset.toml": _dataset(dialect, plan, settings)}
+    found = {"dataset.toml": _dataset(compose.carried(dialect, settings, carries), plan, settings)}
     if "--sample_prompts" in settings:
         shape = plan.job.validation or plan.job
         found["prompts.txt"] = f"a prompt of yours --w {shape.width} --h {shape.height} --f {shape.frames} --s 20\n"
@@ -41,15 +43,13 @@ def files(dialect: Dialect, plan: Plan, settings: Settings) -> dict[str, str]:
     return found
 
 
-def _dataset(dialect: Dialect, plan: Plan, settings: Settings) -> str:
+def _dataset(carried: Mapping[str, tuple[str, ...]], plan: Plan, settings: Settings) -> str:
     kind = catalog.model(plan.job.model).kind
-    own = {name.replace("datasets.0.", "datasets."): value for name, value in settings.items()}
-    data = compose.tree(own, "dataset:")
-    first = {f"{kind}_directory": "data/my_set", "cache_directory": "data/my_cache", **data.get("datasets", {})}
+    data = compose.tree(settings, "dataset:")
+    first = {f"{kind}_directory": "data/my_set", "cache_directory": "data/my_cache", **data.get("datasets", [{}])[0]}
     first |= {"frame_extraction": "head"} if kind == "video" else {}
     general = {**data["general"], "caption_extension": ".txt", "enable_bucket": True}
-    said = compose.comments(compose.carried(dialect, settings), "dataset:")
-    said = {name.replace("datasets.0.", "datasets."): text for name, text in said.items()}
+    said = compose.comments(carried, "dataset:")
     head = "The dataset. Behind each line: the Plan field that it carries. The folders are yours to fill in."
     return compose.toml({"general": general, "datasets": [first]}, said, head)
 
