@@ -22,12 +22,14 @@ TRAINERS = (
     "accelerate",
     "diffsynth",
     "diffusers",
+    "diffusers-pipeline",
     "diffusion-pipe",
     "easyanimate",
     "latentsync",
     "musubi-tuner",
     "sd-scripts",
     "simpletuner",
+    "videox-fun",
 )
 """Trainers with a file of their own here; every other name is priced like ours."""
 
