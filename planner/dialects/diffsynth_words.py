@@ -204,7 +204,12 @@ def _frames(settings: Settings) -> Fields:
 
 
 def _say_frames(fields: Fields) -> Settings:
-    return {"--num_frames": fields["frames"]} if fields["frames"] not in (1, 81) else {}
+    frames = fields["frames"]
+    if catalog.model(fields["model"]).kind == "image":
+        if frames != 1:
+            raise NotSaidError(Inexpressible("frames", frames, 1, "the model makes images"))
+        return {}
+    return {"--num_frames": frames} if frames != 81 else {}
 
 
 def _checkpointing(settings: Settings) -> Fields:
@@ -440,7 +445,10 @@ DIALECT = Dialect(
             word_for(OPTIMIZERS, "optimizer", "adamw"),
         ),
         engine(
-            _plain, _say_plain, {"weights_dtype": "bf16; fp8, int8, nf4 for a frozen base", "adapter_dtype": "bf16"}
+            _plain,
+            _say_plain,
+            {"weights_dtype": "bf16; fp8, int8, nf4 for a frozen base", "adapter_dtype": "bf16"},
+            context=lambda fields: {PATHS[0]: ",".join(_files(fields))},
         ),
     ),
     gather=gather,

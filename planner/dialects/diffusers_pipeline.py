@@ -25,7 +25,7 @@ from planner.dialects.interface import (
     Several,
     Value,
 )
-from planner.dialects.parts import EXPANDABLE, GPUS, NODES, the_model, usual
+from planner.dialects.parts import ALLOC_CONF, EXPANDABLE, the_model, usual
 from planner.plan import Plan
 from planner.run import Term
 from planner.script import Script
@@ -62,6 +62,10 @@ class _Reader(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
+            if isinstance(target, ast.Subscript) and _dotted(target.value) == "os.environ":
+                asked = str(self.value(node.value)).lower()
+                if self.value(target.slice) in ALLOC_CONF and "expandable_segments:true" in asked:
+                    self.settings["env:expandable_segments"] = True
             if isinstance(target, ast.Name):
                 value = self.value(node.value)
                 if value is not None:
@@ -143,7 +147,11 @@ def _frames(settings: Settings) -> Fields:
 
 
 def _say_frames(fields: Fields) -> Settings:
-    return {f"{CODE}num_frames": fields["frames"]} if catalog.model(fields["model"]).kind == "video" else {}
+    if catalog.model(fields["model"]).kind == "image":
+        if fields["frames"] != 1:
+            raise NotSaidError(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
+        return {}
+    return {f"{CODE}num_frames": fields["frames"]}
 
 
 def _dtype(settings: Settings) -> Fields:
@@ -236,7 +244,9 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     get = {name.removeprefix(CODE): value for name, value in settings.items() if name.startswith(CODE)}
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     vae = catalog.model(plan.job.model).vae.class_name
+    asked = ["import os", "", f"os.environ[{ALLOC_CONF[0]!r}] = 'expandable_segments:True'", ""]
     lines = [
+        *(asked if plan.strategy.expandable_segments else ()),
         "import torch",
         f"from diffusers import {vae}, DiffusionPipeline",
         "",
@@ -294,8 +304,8 @@ DIALECT = Dialect(
         Choice("vae_tiling", {False: {}, True: {f"{CODE}vae.enable_tiling": True}}),
         Choice("vae_slicing", {False: {}, True: {f"{CODE}vae.enable_slicing": True}}),
         EXPANDABLE,
-        GPUS,
-        NODES,
+        Fixed("gpus", 1, "a pipeline samples on one GPU"),
+        Fixed("nodes", 1, "a pipeline samples on one GPU"),
         Fixed("autocast", "none", "pipelines compute in the weights' own format"),
         *usual("batch_size", "experts", "trainable", "lora_rank", "lora_targets", "lora_dropout", "buckets"),
         *usual("text_tokens", "references", "validation", "compute_dtype", "master_weights", "adapter_dtype"),

@@ -115,6 +115,8 @@ def _say_job(fields: Fields) -> Settings:
             "--height": fields["height"],
             "--width": fields["width"],
         }
+    if fields["frames"] != 1:
+        raise NotSaidError(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
     if fields["height"] != fields["width"]:
         raise NotSaidError(Inexpressible("width", fields["width"], fields["height"], "--resolution is a square's side"))
     return settings | {"--resolution": fields["height"]}
@@ -125,7 +127,7 @@ def _plain(settings: Settings) -> Fields:
     weights are fp32. Mixed precision is autocast (`cast_training_params`, `accelerator.prepare`)."""
     precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
     half = precision if precision in ("bf16", "fp16") else "fp32"
-    full = "lora" not in str(settings.get("script", "lora"))
+    full = "lora" not in str(settings["script"])
     return {
         "weights_dtype": "fp32" if full else half,
         "adapter_dtype": "bf16" if half == "bf16" and not full else "fp32",
@@ -275,7 +277,12 @@ DIALECT = Dialect(
         Several(
             ("validation_mode",), ("--validation_prompt",), _validation, _say_validation, {"validation_mode": "off, on"}
         ),
-        engine(_plain, _say_plain, {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"}),
+        engine(
+            _plain,
+            _say_plain,
+            {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
+            context=lambda fields: {"script": SCRIPTS.get((fields["model"], fields["method"]), "")},
+        ),
         Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
         Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
         EXPANDABLE,

@@ -337,6 +337,12 @@ def write(dialect: Dialect, fields: Fields) -> Settings:
         except NotSaidError as error:
             refused += error.refused
             continue
+        if any(map(is_edit, said)):
+            instead = entry.of({})
+            why = "it has no switch for that, it takes a line of code"
+            changed = [name for name in entry.fields if instead[name] != fields[name]]
+            refused += [Inexpressible(name, fields[name], instead[name], why) for name in changed]
+            continue
         assert not settings.keys() & said.keys(), f"two bindings write {settings.keys() & said.keys()}"
         settings |= said
     if refused:

@@ -133,7 +133,13 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
 
 def _flag(name: str, field: str, on: Any, off: Any) -> Value:
     """A boolean key."""
-    return Value(field, CONFIG + name, on, lambda value: on if value else off, lambda value: value == on)
+
+    def write(value: Any) -> bool:
+        if value not in (on, off):
+            raise NotSaidError(Inexpressible(field, value, on, f"{name} is true ({on}) or false ({off})"))
+        return bool(value == on)
+
+    return Value(field, CONFIG + name, on, lambda value: on if value else off, write)
 
 
 SLICE = "edit:vae.enable_slicing()  # scripts/train_unet.py, where the VAE is made"

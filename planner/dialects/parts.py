@@ -166,12 +166,14 @@ def engine(
     say: Callable[[Fields], Settings],
     words: Mapping[str, str],
     with_deepspeed: Settings | None = None,
+    context: Callable[[Fields], Settings] = lambda fields: {},
 ) -> Several:
     """What accelerate's launch decides: DDP, DeepSpeed's ZeRO or FSDP, and the number formats that go with them.
 
     `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `say` writes them, or raises.
-    `with_deepspeed` are the script's own flags beside it. DeepSpeed in bf16 keeps an fp32 master and no autocast
-    (accelerate sets `bf16.enabled`; planner.rules DEEPSPEED).
+    `with_deepspeed` are the script's own flags beside it; `context` gives the settings of other bindings that `plain`
+    reads. DeepSpeed in bf16 keeps an fp32 master and no autocast (accelerate sets `bf16.enabled`; planner.rules
+    DEEPSPEED).
     """
 
     def of(given: Settings) -> Fields:
@@ -205,7 +207,7 @@ def engine(
                 raise NotSaidError(Inexpressible("sharding", sharding, expected, why))
             settings = say(fields)
         elif sharding == "fsdp":
-            settings = say(fields | {"autocast": plain({})["autocast"]})
+            settings = say(fields | {"autocast": plain(context(fields))["autocast"]})
             settings |= {"launch:--use_fsdp": True, "launch:--fsdp_version": 2}
             if fields["offload_params"] == "cpu":
                 settings["launch:--fsdp_offload_params"] = "true"
@@ -215,7 +217,8 @@ def engine(
             for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
                 if fields[field] != "none":
                     settings[f"launch:--offload_{name}_device"] = fields[field]
-        said = of(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
+        beside = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
+        said = of(settings | beside | context(fields))
         wrong = [name for name in ENGINE if said[name] != fields[name]]
         if wrong:
             why = f"accelerate with {sharding} does it so ({ACCELERATE})"

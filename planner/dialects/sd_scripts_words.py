@@ -167,6 +167,8 @@ def _engine(settings: Settings) -> Fields:
 
 def _say_engine(fields: Fields) -> Settings:
     settings: Settings = {"script": FULL if fields["method"] == "full" else LORA}
+    if fields["sharding"] == "fsdp":
+        raise NotSaidError(Inexpressible("sharding", "fsdp", "zero-3", "its engine is DeepSpeed"))
     if fields["sharding"] in SPLIT:
         settings |= {"--deepspeed": True, "--zero_stage": str(fields["sharding"])[-1], "--mixed_precision": "bf16"}
         for field, flag in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
