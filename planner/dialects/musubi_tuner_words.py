@@ -225,8 +225,8 @@ def _say_targets(fields: Fields) -> Settings:
     said: Settings = {"--network_module": f"networks.{_network(profile.name)}"}
     if all_of_them and asked == frozenset(all_of_them):
         return said
-    if fields["lora_targets"] is None or asked == frozenset(profile.lora.targets):
-        wan = _family(profile.name) == "wan"
+    wan = _family(profile.name) == "wan"
+    if asked == frozenset(profile.lora.targets) and (wan or not all_of_them):
         return said | ({"--network_args": ["exclude_patterns=[r'.*ffn.*']"]} if wan else {})
     why = f"adapters are on every linear layer of the blocks ({AT} networks/{_network(profile.name)}.py)"
     raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], all_of_them, why))
