@@ -100,7 +100,12 @@ class Training(Record):
     objective: Literal["flow", "v", "epsilon"]
     weights_dtype: FloatDtype
     num_train_timesteps: Count
-    timestep_sampling: Text
+    timestep_sampling: Literal["uniform", "logit_normal", "shifted_logit_normal", "stretched_logit_normal"]
+    """density of the noise levels that training draws"""
+    training_shift: Positive = 1.0
+    """of those levels"""
+    boundary: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None
+    """noise level between two experts: where the low-noise one takes over"""
     shift: Positive | None = None
     shift_720p: Positive | None = None
     """of sampling at 720p, where that differs"""
@@ -214,6 +219,8 @@ class GpuProfile(Record):
     """to host RAM, one direction, as reached"""
     nvlink_gbs: NotNegative = 0.0
     """to another card, one direction; 0: none"""
+    attention_tflops: tuple[Positive, Positive] | None = None
+    """(forward, backward) of torch's own attention in bf16, where it was measured; else published shares are taken"""
     unified: Flag = False
     reference: Flag = False
     """one of the cards that stand for its class"""

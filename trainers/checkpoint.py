@@ -53,6 +53,8 @@ def is_first() -> bool:
 def gather(names: Iterable[str], whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Whole tensors in host RAM, one after another so that the GPU never holds two; on the first rank alone."""
     found = {}
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # trained weights of swapped blocks are on their way back to host RAM
     for name in names:
         tensor = whole(name)
         if is_first():

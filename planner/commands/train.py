@@ -20,7 +20,7 @@ from planner.commands.choose import PLAN, choose
 from planner.commands.common import DONE, Verb, examples, json_option, show
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
-from planner.follow import Follower
+from planner.follow import Follower, prepare
 from planner.peers import Peers
 from planner.plan import Plan, write_plan
 from planner.stepdown import difference, next_plan
@@ -160,9 +160,10 @@ class _Train:
         with Peers(self.output, self.nodes.rank, self.plan.machine.nodes) as peers:
             return self._train(entries, report.estimate, peers, as_json)
 
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        click.echo(text, err=True)
+    def _note(self, *texts: str) -> None:
+        self.notes += texts
+        for text in texts:
+            click.echo(text, err=True)
 
     def _entries(self) -> Path:
         """The list of cached samples: the data folder's own where it is one, else the cache's."""
@@ -237,7 +238,9 @@ class _Train:
         if first:  # for all computers
             wanted = self._preparation(entries)
             if not entries.is_file() or not validation.is_listed(wanted):
-                self._raise_unless_ok(launch.prepare(wanted, output, lambda: None))
+                prepared, notes = prepare(wanted, output)
+                self._note(*notes)
+                self._raise_unless_ok(prepared)
         begun: int | None = None
         for attempt in itertools.count():
             request = self._request(entries, resume) if first else self._told(peers, attempt, entries)
@@ -350,5 +353,5 @@ def _render(console: Console, answer: dict[str, Any]) -> None:
     console.print(f"trained to step {answer['steps']}" + ("" if loss is None else f", loss {loss:.4f}"))
     console.print(f"weights: {answer['weights']}")
     console.print(f"checkpoint: {answer['checkpoint']}")
-    for path in answer["samples"]:
-        console.print(f"sample: {path}", soft_wrap=True)
+    if answer["samples"]:
+        console.print(f"samples: {len(answer['samples'])} in {Path(answer['samples'][0]).parent}")

@@ -116,7 +116,7 @@ def test_what_cannot_be_is_said_in_two_lines(place: runs.Place, tmp_path: Path) 
     cases = [
         (("--learning-rate", "1e30", "--steps", "5"), 4, "no number"),
         (("--resume", str(tmp_path)), 1, "is no checkpoint"),
-        (("--attention", "flash"), 1, "attention flash"),
+        (("--attention", "cudnn"), 1, "attention cudnn has no kernel for the CPU"),
     ]
     for number, (more, code, named) in enumerate(cases):
         done = run(place, tmp_path / f"out-{number}", *more)

@@ -190,6 +190,7 @@ def resumed(place: runs.Place, tmp_path: Path, plan: Any) -> tuple[Request, Path
         ({}, {}),
         ({"gradient_accumulation": 2, "gradient_checkpointing": "full"}, {"batch_size": 2, "lora_dropout": 0.3}),
         ({"optimizer_step": "backward", "ema": "gpu"}, {"method": "full"}),
+        ({"optimizer_step": "backward", "swap_blocks": 1, "gradient_checkpointing": "full"}, {"method": "full"}),
         ({"weights_dtype": "bf16", "master_weights": "fp32", "ema": "cpu"}, {"method": "full", "trainable": ["attn1"]}),
         ({"optimizer": "adamw-8bit"}, {}),
         ({"optimizer": "adamw-8bit-paged"}, {}),
