@@ -107,11 +107,14 @@ class Belief:
         """The logarithm of how likely each ratio makes what was measured."""
         estimated, device = each.estimate.peak.device_bytes, each.measured.device_bytes
         if each.measured.outcome == "oom":
-            return np.log(1 - _below((each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL) + SURPRISE)
+            room: NDArray[np.float64] = (each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL
+            likely: NDArray[np.float64] = np.log(1 - _below(room) + SURPRISE)
+            return likely
         if each.measured.outcome != "ok" or device is None:
             return np.zeros_like(RATIOS)
         ratio = min(max(device / estimated, RATIOS[0]), RATIOS[-1])
-        return -(((ratio - RATIOS) / RESIDUAL) ** 2) / 2
+        apart: NDArray[np.float64] = (ratio - RATIOS) / RESIDUAL
+        return -(apart**2) / 2
 
 
 def _speed(each: Seen) -> float:
