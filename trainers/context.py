@@ -1,10 +1,10 @@
 """Context parallelism: ranks that share a sample, each with some of its tokens, as diffusers splits them (Ulysses).
 
-Every rank of a group is given the same sample and noise and computes the loss over all of it: diffusers gathers what the
-model gives out, and backward hands each rank the gradient of its own tokens (hooks/context_parallel.py,
-``AllGatherFunction.backward`` is a slice). So what a rank has of a weight's gradient is its tokens' share, and the shares
-of a group are added up. Engines that average over all ranks would divide by the group as well, so the loss is that much
-larger.
+Every rank of a group is given the same sample and noise and computes the loss over all of it: diffusers gathers what
+the model gives out, and backward hands each rank the gradient of its own tokens (hooks/context_parallel.py,
+``AllGatherFunction.backward`` is a slice). So what a rank has of a weight's gradient is its tokens' share, and the
+shares of a group are added up. Engines that average over all ranks would divide by the group as well, so the loss is
+that much larger.
 """
 
 from __future__ import annotations
