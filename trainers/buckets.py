@@ -61,6 +61,8 @@ class Clip(NamedTuple):
     fps: Fraction
     height: int
     width: int
+    reference: Path | None = None
+    """the image it was made from"""
 
 
 class Sample(NamedTuple):

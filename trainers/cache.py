@@ -123,8 +123,10 @@ class Work:
         if not (self.clip_turns and self.text_turns):
             fault = f"samples of family {setting.profile.family} ({setting.profile.name}) cannot be encoded yet"
             raise VplanError(fault, "train a model of another family: `vplan models` lists them")
-        if setting.job.references:
-            raise VplanError("reference images cannot be read from a folder of clips yet", "write references = 0")
+        self.references = setting.job.references or setting.profile.shape.references
+        if self.references > (1 if self.family.reads_reference else 0):
+            fault = f"{self.references} reference images a sample cannot be read from a folder of clips yet"
+            raise VplanError(fault, f"write references = {int(self.family.reads_reference)}")
         self.dtype = compute_dtype(setting.strategy)
         self.tokens = grid(setting.profile, setting.job)["T"]
         turns = (*self.clip_turns, *self.text_turns)
@@ -169,11 +171,14 @@ class Work:
 
     def clip_keys(self, dataset: Dataset) -> list[str]:
         """What each sample's clip is kept under."""
-        self._share([sample.clip.path for sample in dataset.samples])
-        keys = []
+        keys, references = [], {}
+        if self.references:
+            references = {s.clip.path: s.clip.reference for s in dataset.samples if s.clip.reference}
+        self._share([*(sample.clip.path for sample in dataset.samples), *references.values()])
         for clip, bucket, indices in dataset.samples:
             shape = [bucket.frames, bucket.height, bucket.width]
-            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices))
+            also = {"reference": self.digests.of(references[clip.path])} if self.references else {}
+            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices, **also))
         return keys
 
     def text_key(self, caption: str) -> str:
@@ -233,6 +238,9 @@ class Work:
             indices = sample.indices[: turn.frames]
             frames = clips.frames(sample.clip.path, indices, sample.bucket.height, sample.bucket.width)
             encoder.size = (sample.clip.height, sample.clip.width)
+            if self.references and sample.clip.reference:
+                image = clips.frames(sample.clip.reference, (0,), sample.bucket.height, sample.bucket.width)
+                encoder.reference = torch.from_numpy(image)
             sample = torch.from_numpy(frames)
         with torch.inference_mode():
             made: Mapping[str, Tensor] = turn.encode(encoder, sample)

@@ -70,7 +70,7 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
 
     Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.
     """
-    validate.sampler_of(families.family(setting.profile), setting.profile)
+    validate.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
     assert wanted.validation is not None
     work = Work(setting)
     own = [] if dataset is None else [dataset.samples[0].clip.caption]
@@ -91,14 +91,15 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
 def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
     """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
     profile, job = work.setting.profile, work.setting.job
-    if not validate.sampler_of(work.family, profile).image:
+    if not validate.sampler_of(work.family.for_job(job), profile).image:
         return None, None
     if dataset is None:
         fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
         raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
     taken = dataset.samples[number % len(dataset.samples)]
     shape = validate.shape_of(job)
-    frame = clips.frames(taken.clip.path, taken.indices[:1], shape.height, shape.width)
+    source = (taken.clip.reference, (0,)) if taken.clip.reference else (taken.clip.path, taken.indices[:1])
+    frame = clips.frames(*source, shape.height, shape.width)
     key = work.clip_keys(Dataset((taken,), (), ()))[0]
     path = work.store.folder / f"first-{shape.height}x{shape.width}-{key[:16]}.png"
     write_image(frame[0], path)
@@ -167,7 +168,8 @@ class Samples:
         vae = self.profile.vae.class_name
         parts.check(root, "vae", vae)
         config = read_config(root / SCHEDULER, root) if (root / SCHEDULER).is_file() else None
-        embeds = validate.sampler_of(families.family(self.profile), self.profile).embeds
+        kind = families.family(self.profile).for_job(self.request.plan.job)
+        embeds = validate.sampler_of(kind, self.profile).embeds
         dtype = DTYPES[self.request.plan.strategy.vae_dtype]
         return validate.Asked(
             prompt=load_file(wish.text),

@@ -76,7 +76,7 @@ def sample(
     pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case.
     """
     asked = asked or Asked()
-    kind, shape = family(profile), shape_of(job)
+    kind, shape = family(profile).for_job(job), shape_of(job)
     sampler = sampler_of(kind, profile)
     live = _Live(model, strategy, device)
     vae = asked.vae() if asked.vae else random_vae(profile, strategy)

@@ -81,7 +81,8 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
     strategy = FP32.replace(autocast=precision, weights_dtype="bf16" if precision == "bf16" else "fp32")
     folder = tiny.folder(tmp_path / "model", profile)
     one = setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy)
-    entries = run(tiny.write_clips(tmp_path / "clips", 2), one)
+    write = tiny.write_pairs if plan.references else tiny.write_clips
+    entries = run(write(tmp_path / "clips", 2), one)
     family = families.family(profile)
     batch = family.collate([load_file(entry.path) | load_file(entry.text) for entry in entries])
     if family.ragged:
@@ -175,7 +176,6 @@ def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> Non
 REFUSED_FAMILIES = (
     "wan2.1-vace-1.3b",
     "wan2.2-animate-14b",
-    "flux.1-kontext-dev",
     "qwen-image-edit",
     "ltx-2",
     "latentsync-1.6-stage1",
@@ -195,11 +195,47 @@ def test_every_bundled_model_is_encoded_or_refused(name: str) -> None:
     assert bool(family.clip_turns() and family.text_turns()) != (name in REFUSED_FAMILIES or "vace" in name)
 
 
-def test_references_are_refused(model: Path, clips: Path, tmp_path: Path) -> None:
-    profile = tiny.profile("flux.2-klein-4b")
-    plan = job_for(profile, {"references": 1})
-    with pytest.raises(VplanError, match="reference images"):
-        cache.Work(setting(model, tmp_path / "cache", profile, job=plan))
+@pytest.mark.parametrize("name", ["flux.1-kontext-dev", "flux.2-klein-4b"])
+def test_the_image_a_sample_was_made_from_is_encoded_as_the_pipeline_does(name: str, tmp_path: Path) -> None:
+    import diffusers
+
+    profile = tiny.profile(name)
+    folder = tiny.folder(tmp_path / "model", profile)
+    plan = job_for(profile, {"height": 64, "width": 64, "references": 1})
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    clips = tiny.write_pairs(tmp_path / "clips")
+    entries = run(clips, setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
+    assert entries[0].path != entries[1].path
+    made = load_file(entries[0].path)
+    vae = getattr(diffusers, profile.vae.class_name).from_pretrained(folder / "vae")
+    image = torch.from_numpy(data.clips.frames(clips / "before-0.png", (0,), 64, 64)).permute(0, 3, 1, 2) / 127.5 - 1
+    if name.startswith("flux.1"):
+        whole = pipeline("FluxKontextPipeline", vae=vae)
+        told = whole.prepare_latents(image, 1, 16, 64, 64, torch.float32, torch.device("cpu"), torch.Generator())
+        expected = {"reference": told[1][0], "image_ids": told[2], "reference_ids": told[3]}
+    else:
+        whole = pipeline("Flux2KleinPipeline", vae=vae)
+        latents, places = whole.prepare_image_latents([image], 1, torch.Generator(), torch.device("cpu"), torch.float32)
+        expected = {"reference": latents[0], "reference_ids": places[0]}
+    for key, tensor in expected.items():
+        torch.testing.assert_close(made[key], tensor.to(made[key].dtype), msg=key)
+
+
+def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:
+    klein, kontext = tiny.profile("flux.2-klein-4b"), tiny.profile("flux.1-kontext-dev")
+    with pytest.raises(VplanError, match="2 reference images a sample"):
+        cache.Work(setting(model, tmp_path / "cache", klein, job=job_for(klein, {"references": 2})))
+    with pytest.raises(VplanError, match="no reference_file_name in its row"):
+        data.read(clips, kontext, job_for(kontext, {"height": 64, "width": 64}))
+    pairs = tiny.write_pairs(tmp_path / "pairs", 3)
+    (pairs / "before-0.png").write_bytes(b"no image")
+    (pairs / "before-1.png").unlink()
+    table = pairs / "metadata.jsonl"
+    table.write_text(table.read_text().replace("before-2.png", "../before-2.png"))
+    reasons = [fault.reason for fault in data.scan(pairs).faults]
+    assert reasons[0] == "its reference before-0.png: not an image, or broken"
+    assert "its reference before-1.png: cannot be read" in reasons[1]
+    assert reasons[2] == "its reference ../before-2.png: the name leads out of the folder (..)"
 
 
 # ---- packed encoders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import av
@@ -43,6 +44,18 @@ def write_clips(folder: Path, count: int = 3, **shape: int) -> Path:
     for number in range(count):
         write_video(folder / f"{number}.mp4", **{"frames": 9 + number, "blue": 40 * number % 250, **shape})
         (folder / f"{number}.txt").write_text(f"a {WORDS[3 + number % 7]} cat")
+    return folder
+
+
+def write_pairs(folder: Path, count: int = 2) -> Path:
+    """So many images, each with the one it was made from, in a table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(count):
+        write_video(folder / f"{number}.mp4", 1, blue=90 * number)
+        write_image(folder / f"before-{number}.png", 40 + number, 64)
+        rows.append({"file_name": f"{number}.mp4", "text": "a red cat", "reference_file_name": f"before-{number}.png"})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -186,6 +199,7 @@ MODELS = (
     "mochi-1",
     "easyanimate-v5.1-7b",
     "flux.1-dev",
+    "flux.1-kontext-dev",
     "sd3.5-medium",
     "sd1.5",
     "sdxl",
