@@ -63,6 +63,8 @@ class Clip(NamedTuple):
     width: int
     reference: Path | None = None
     """the image it was made from"""
+    control: Path | None = None
+    """the video that steers it, frame by frame"""
 
 
 class Sample(NamedTuple):

@@ -171,15 +171,22 @@ class Work:
 
     def clip_keys(self, dataset: Dataset) -> list[str]:
         """What each sample's clip is kept under."""
-        keys, references = [], {}
-        if self.references:
-            references = {s.clip.path: s.clip.reference for s in dataset.samples if s.clip.reference}
-        self._share([*(sample.clip.path for sample in dataset.samples), *references.values()])
-        for clip, bucket, indices in dataset.samples:
+        beside = [self.beside(sample) for sample in dataset.samples]
+        self._share(
+            [*(sample.clip.path for sample in dataset.samples), *(path for each in beside for path in each.values())]
+        )
+        keys = []
+        for (clip, bucket, indices), others in zip(dataset.samples, beside, strict=True):
             shape = [bucket.frames, bucket.height, bucket.width]
-            also = {"reference": self.digests.of(references[clip.path])} if self.references else {}
+            also = {name: self.digests.of(path) for name, path in others.items()}
             keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices, **also))
         return keys
+
+    def beside(self, sample: Sample) -> dict[str, Path]:
+        """The files that a sample is encoded with."""
+        taken = {"reference": self.references, "control": self.setting.profile.inputs.get("control_channels")}
+        found = {"reference": sample.clip.reference, "control": sample.clip.control}
+        return {name: path for name, path in found.items() if path is not None and taken[name]}
 
     def text_key(self, caption: str) -> str:
         """What a caption is kept under."""
@@ -238,9 +245,10 @@ class Work:
             indices = sample.indices[: turn.frames]
             frames = clips.frames(sample.clip.path, indices, sample.bucket.height, sample.bucket.width)
             encoder.size = (sample.clip.height, sample.clip.width)
-            if self.references and sample.clip.reference:
-                image = clips.frames(sample.clip.reference, (0,), sample.bucket.height, sample.bucket.width)
-                encoder.reference = torch.from_numpy(image)
+            for name, path in self.beside(sample).items():
+                taken = indices if name == "control" else (0,)
+                beside = clips.frames(path, taken, sample.bucket.height, sample.bucket.width)
+                setattr(encoder, name, torch.from_numpy(beside))
             sample = torch.from_numpy(frames)
         with torch.inference_mode():
             made: Mapping[str, Tensor] = turn.encode(encoder, sample)

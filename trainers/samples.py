@@ -91,18 +91,27 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
 def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
     """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
     profile, job = work.setting.profile, work.setting.job
-    if not validate.sampler_of(work.family.for_job(job), profile).image:
+    sampler = validate.sampler_of(work.family.for_job(job), profile)
+    if not (sampler.image or sampler.clip):
         return None, None
     if dataset is None:
         fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
         raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
     taken = dataset.samples[number % len(dataset.samples)]
     shape = validate.shape_of(job)
-    source = (taken.clip.reference, (0,)) if taken.clip.reference else (taken.clip.path, taken.indices[:1])
-    frame = clips.frames(*source, shape.height, shape.width)
+    beside = work.beside(taken)
+    source, indices = beside.get("control", beside.get("reference", taken.clip.path)), taken.indices[:1]
+    if "reference" in beside:
+        indices = (0,)
+    elif sampler.clip:
+        indices = taken.indices[: shape.frames]
+        if len(indices) < shape.frames:
+            fault = f"samples of {shape.frames} frames need a control video as long, and {taken.clip.name} is shorter"
+            raise VplanError(fault, f"write a validation shape of {len(indices)} frames at most")
+    frames = clips.frames(source, indices, shape.height, shape.width)
     key = work.clip_keys(Dataset((taken,), (), ()))[0]
-    path = work.store.folder / f"first-{shape.height}x{shape.width}-{key[:16]}.png"
-    write_image(frame[0], path)
+    path = work.store.folder / f"given-{shape.frames}x{shape.height}x{shape.width}-{key[:16]}.png"
+    write_image(numpy.concatenate(frames), path)
     return str(path), str(work.store.path(key))
 
 
@@ -174,7 +183,7 @@ class Samples:
         return validate.Asked(
             prompt=load_file(wish.text),
             empty=load_file(wish.empty),
-            image=Image.open(wish.image).convert("RGB") if wish.image else None,
+            frames=self._given(wish.image) if wish.image else None,
             embeds=load_file(wish.clip)[embeds] if wish.clip and embeds else None,
             vae=lambda: parts.load(root, "vae", vae, dtype),
             scheduler=config,
@@ -182,6 +191,13 @@ class Samples:
             guidance=self.wanted.guidance,
             seed=self.wanted.seed + number,
         )
+
+    def _given(self, path: str) -> list[Image.Image]:
+        """The frames of a picture that has them below each other."""
+        height = validate.shape_of(self.request.plan.job).height
+        with Image.open(path) as image:
+            whole = image.convert("RGB")
+        return [whole.crop((0, top, whole.width, top + height)) for top in range(0, whole.height, height)]
 
     def _wait(self, done: int) -> None:
         """Ranks wait for the first one, however long it takes: a collective would give up within minutes."""

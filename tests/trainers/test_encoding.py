@@ -32,7 +32,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "z-image", "flux2")
+MODE = ("wan", "wan-vace", "z-image", "flux2")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -81,7 +81,8 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
     strategy = FP32.replace(autocast=precision, weights_dtype="bf16" if precision == "bf16" else "fp32")
     folder = tiny.folder(tmp_path / "model", profile)
     one = setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy)
-    write = tiny.write_pairs if plan.references else tiny.write_clips
+    steered = plan.references or profile.inputs.get("control_channels")
+    write = tiny.write_pairs if steered else tiny.write_clips
     entries = run(write(tmp_path / "clips", 2), one)
     family = families.family(profile)
     batch = family.collate([load_file(entry.path) | load_file(entry.text) for entry in entries])
@@ -174,7 +175,6 @@ def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> Non
 
 
 REFUSED_FAMILIES = (
-    "wan2.1-vace-1.3b",
     "wan2.2-animate-14b",
     "qwen-image-edit",
     "ltx-2",
@@ -192,7 +192,7 @@ def test_what_cannot_be_encoded_is_refused_by_name(model: Path, tmp_path: Path, 
 @pytest.mark.parametrize("name", catalog.model_names())
 def test_every_bundled_model_is_encoded_or_refused(name: str) -> None:
     family = families.family(catalog.model(name))
-    assert bool(family.clip_turns() and family.text_turns()) != (name in REFUSED_FAMILIES or "vace" in name)
+    assert bool(family.clip_turns() and family.text_turns()) != (name in REFUSED_FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["flux.1-kontext-dev", "flux.2-klein-4b"])
@@ -219,6 +219,30 @@ def test_the_image_a_sample_was_made_from_is_encoded_as_the_pipeline_does(name: 
         expected = {"reference": latents[0], "reference_ids": places[0]}
     for key, tensor in expected.items():
         torch.testing.assert_close(made[key], tensor.to(made[key].dtype), msg=key)
+
+
+def test_the_video_that_steers_a_sample_is_encoded_as_the_pipeline_does(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLWan
+
+    profile = tiny.profile("wan2.1-vace-1.3b")
+    folder = tiny.folder(tmp_path / "model", profile)
+    one = setting(folder, tmp_path / "cache", profile, strategy=FP32.replace(autocast="none", weights_dtype="fp32"))
+    clips = tiny.write_pairs(tmp_path / "clips")
+    first, second = (load_file(entry.path)["control"] for entry in run(clips, one))
+    assert not torch.equal(first, second)
+    whole = pipeline("WanVACEPipeline", vae=AutoencoderKLWan.from_pretrained(folder / "vae"))
+    frames = torch.from_numpy(data.clips.frames(clips / "steers-0.mp4", range(9), 48, 64)).permute(3, 0, 1, 2)[None]
+    video = frames / 127.5 - 1
+    told = whole.prepare_video_latents(video, torch.ones_like(video), [[]], None, torch.device("cpu"))[0]
+    torch.testing.assert_close(first[:32], told)
+    assert (first[32:] == 1).all()
+    table = clips / "metadata.jsonl"
+    tiny.write_video(clips / "steers-1.mp4", 4)
+    table.write_text(table.read_text().replace('"control_file_name": "steers-0.mp4"', '"other": "x"'))
+    with pytest.raises(
+        VplanError, match=r"0\.mp4: no control_file_name.*1\.mp4: its control steers-1\.mp4: has 4 frames"
+    ):
+        data.read(clips, profile, one.job)
 
 
 def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:

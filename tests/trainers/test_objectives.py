@@ -98,7 +98,7 @@ def test_a_model_that_predicts_what_training_asks_for_samples_the_clip_it_was_tr
     path = tiny.write_video(tmp_path / "clip.mp4", frames, 64, 64)
     clip = torch.from_numpy(data.clips.frames(path, range(frames), 64, 64))
     (turn,) = [turn for turn in kind.clip_turns() if turn.part == "vae"]
-    encoder = Encoder(vae, generator=torch.Generator().manual_seed(0), size=(64, 64))
+    encoder = Encoder(vae, generator=torch.Generator().manual_seed(0), size=(64, 64), control=clip)
     with torch.no_grad():
         latents = turn.encode(encoder, clip)["latents"][None]
         pixels = clip.permute(3, 0, 1, 2)[None] / 127.5 - 1
