@@ -1,7 +1,7 @@
 """The samples of a run: which ones and when, their files, and what becomes of the run when one cannot be made.
 
-The first rank makes them, where it holds the whole model; the others wait for it. Nothing of a sample stays on the
-GPU, and no error in making one ends training.
+The first rank makes them, of the weights as they are, where it holds the whole model; the others wait for it. Nothing
+of a sample stays on the GPU, and no error in making one ends training.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ class Samples:
             request, request.validation, profile, device, rank,
         )  # fmt: skip
         self.folder = Path(request.output) / SAMPLES
-        listed = read_json(Path(self.wanted.prompts))["samples"] if rank == 0 else []
-        self.wishes = [Wish(**one) for one in listed]
+        self.wishes = [Wish(**one) for one in read_json(Path(self.wanted.prompts))["samples"]]
 
     def due(self, done: int) -> bool:
         """Whether samples are made behind so many steps: every so many, and at the end."""
@@ -137,7 +136,7 @@ class Samples:
 
     def missing(self, done: int) -> bool:
         """Whether they are due and not there; a run that was killed while it made them makes them again."""
-        return self.due(done) and not (self.rank == 0 and self._path(done, len(self.wishes) - 1).is_file())
+        return self.due(done) and not self._path(done, len(self.wishes) - 1).is_file()
 
     def make(self, model: nn.Module, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
         """Makes them behind an optimizer step, when gradients are freed. All ranks call it together."""

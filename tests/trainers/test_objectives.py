@@ -25,10 +25,15 @@ from trainers import data, draws, families, validate  # noqa: E402
 from trainers.families import noise  # noqa: E402
 from trainers.families.encoding import Encoder  # noqa: E402
 
+ALIKE = ("wan2.1-t2v-1.3b", "wan2.2-i2v-a14b", "flux.1-dev", "flux.2-dev")
+"""As a sibling that has more to it."""
+
 FLOW = [
     name
     for name in tiny.MODELS
-    if catalog.model(name).training.objective == "flow" and not catalog.model(name).inputs.get("first_frame_given")
+    if catalog.model(name).training.objective == "flow"
+    and not catalog.model(name).inputs.get("first_frame_given")
+    and name not in ALIKE
 ]
 
 
