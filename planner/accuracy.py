@@ -215,6 +215,8 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
 def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
     """The phases that a row's number is the peak of. Published ones are of training; what was cached before it is not
     in them, unless the same run cached it."""
+    if row.phases:
+        return tuple(row.phases)
     if row.whole_run:
         return get_args(PhaseName)
     encodes = ("encode",) if "cached" not in (strategy.text_encoder, strategy.vae) else ()

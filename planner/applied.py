@@ -30,7 +30,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "vae": ("cached",),
     "validation_mode": ("off",),
     "group_offload": ("none",),
-    "attention": ("sdpa",),
+    "attention": ("sdpa", "flash", "cudnn", "efficient"),
     "compile": ("none", "blocks"),
     "context_parallel": (1,),
     "inactive_expert": ("absent",),
@@ -99,6 +99,8 @@ def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: M
         yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
     yield from _neither(profile, job, strategy, PROBED)
     yield from _not_set_up(job, strategy)
+    if strategy.validation_mode != "off":
+        yield from _not_sampled(profile, job, strategy)
 
 
 def _neither(
@@ -111,11 +113,9 @@ def _neither(
         yield f"references {job.references}", f"write references = {profile.shape.references}"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"
-    if strategy.swap_blocks and job.method == "full":
-        yield "swap_blocks of weights that are trained", "write swap_blocks = 0"
     weights = strategy.weights(job.method)
-    if strategy.swap_blocks and weights in QUANTISED:
-        yield f"swap_blocks of weights in {weights}", "write swap_blocks = 0, or weights_dtype = bf16"
+    if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
+        yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
     yield from _compiled(strategy, weights)
     for field, applied in values.items():
         value = getattr(strategy, field)

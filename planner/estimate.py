@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner import attention, host, margin
+from planner.basis import APART, Correction
 from planner.beside import Component
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
@@ -80,13 +81,20 @@ def estimate(
 
     ``layout`` may give runs from a cache, as a search does.
     """
+    return of_run(*replayed(job, strategy, machine, facts, trainer, layout), trainer)
+
+
+def replayed(
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
+) -> tuple[Run, list[Played]]:
+    """The run at the worst of the job's buckets, and its stages replayed in the order they run."""
     strategy = resolve(job, strategy, machine)
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
-        return _of_run(runs[0], play(runs[0]))
+        return runs[0], play(runs[0])
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
     runs.sort(key=lambda run: _reserved(play(run)))
-    return _of_run(runs[-1], max(play(*runs), play(*reversed(runs)), key=_reserved))
+    return runs[-1], max(play(*runs), play(*reversed(runs)), key=_reserved)
 
 
 def _reserved(played: list[Played]) -> int:
@@ -100,12 +108,12 @@ def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Fact
     return next(entry for entry in reversed(play(run)) if entry.phase == "optimizer").allocated_after_bytes
 
 
-def _of_run(run: Run, played: list[Played]) -> Estimate:
+def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
     """The estimate of a replayed run."""
     job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
-    outside = outside_bytes(run)
+    correction, outside = facts.learned.correction, outside_bytes(run)
     phases = {
-        phase: _highest(_phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
+        phase: _highest(_phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
     }
     top = _peak_stage(played)
@@ -113,32 +121,36 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     work = step_work(run)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
-    low, high = margin.interval(peak.device_bytes, strategy.compile != "none")
+    highest = max(phases, key=lambda phase: phases[phase].device_bytes)
+    sides = correction.sides_of(highest)
+    low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
+    usual, longest = correction.step_seconds(seconds.total, seconds.high)
     ram = host.host_ram(run, machine)
-    verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget)
-    return Estimate(
+    verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget, sides)
+    found = Estimate(
         job=job,
         strategy=strategy,
         machine=machine,
         peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
         phases=phases,
-        breakdown=_breakdown(played, top, peak, outside),
+        breakdown=_breakdown(played, top, peak, correction),
         host_ram_bytes=ram.nbytes,
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=host.disk_bytes(run),
-        step_seconds=seconds.total * run.calls,
-        step_seconds_high=seconds.high * run.calls,
+        step_seconds=usual * run.calls,
+        step_seconds_high=longest * run.calls,
         flops=total_flops(work, strategy) * run.calls,
         budget_bytes=budget,
         verdict=verdict,
         limit=limit,
         low_bytes=low,
         high_bytes=high,
-        basis="recorded",
+        basis=correction.basis(highest),
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=_assumptions(run, played),
+        assumptions=(*correction.said, *_assumptions(run, played)),
     )
+    return facts.learned.proved(found, trainer)
 
 
 def outside_bytes(run: Run) -> int:
@@ -193,13 +205,13 @@ def _elastic(strategy: Strategy) -> tuple[str, ...]:
 
 
 def _verdict(
-    run: Run, device_bytes: int, host_bytes: int, budget: int
+    run: Run, device_bytes: int, host_bytes: int, budget: int, sides: margin.Sides
 ) -> tuple[Verdict, Literal["gpu", "host"] | None]:
     """The verdict and what is short. On unified memory the host's share comes out of the same budget."""
     machine = run.machine
     unified = machine.unified or run.facts.gpu.unified
     compiled = run.strategy.compile != "none"
-    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget, compiled)
+    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget, compiled, sides)
     if verdict == "no":
         return "no", "gpu"
     if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
@@ -263,11 +275,9 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _phase_peak(replayed: Replayed, outside: int) -> PhasePeak:
-    reserved = replayed.reserved_peak_bytes
-    return PhasePeak(
-        allocated_bytes=replayed.allocated_peak_bytes, reserved_bytes=reserved, device_bytes=reserved + outside
-    )
+def _phase_peak(entry: Played, outside: int, correction: Correction) -> PhasePeak:
+    replayed = entry.replayed
+    return correction.peak(replayed.allocated_peak_bytes, replayed.reserved_peak_bytes, outside, entry.phase)
 
 
 def _peak_stage(played: list[Played]) -> Played:
@@ -295,7 +305,7 @@ def describe(played: Played, strategy: Strategy) -> str:
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
 
 
-def _breakdown(played: list[Played], top: Played, peak: PhasePeak, outside: int) -> Breakdown:
+def _breakdown(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
     live: dict[int, None] = {}
     for entry in played:
@@ -314,5 +324,7 @@ def _breakdown(played: list[Played], top: Played, peak: PhasePeak, outside: int)
         part = BREAKDOWN[top.run.program.category[buffer]]
         rounded = -(-top.run.sizes[buffer] // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
         parts[part] = parts.get(part, 0) + rounded
-    fragmentation = peak.device_bytes - outside - sum(parts.values())
-    return Breakdown(**parts, fragmentation=fragmentation, context=outside)
+    share = 1.0 if top.phase in APART else correction.reserved
+    parts = {name: int(nbytes * share) for name, nbytes in parts.items()}
+    fragmentation = peak.reserved_bytes - sum(parts.values())
+    return Breakdown(**parts, fragmentation=fragmentation, context=peak.device_bytes - peak.reserved_bytes)

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 
 from planner.errors import VplanError, quoted
 from planner.job import Job, Machine, Strategy
+from planner.measurement import ProbeRow, phases_of
 from planner.plan import Measured
 from planner.record import Positive, Record, choices
 from planner.units import gib
@@ -144,6 +145,8 @@ class Row:
     whole_run: bool = False
     """the number covers what was cached before training, see WHOLE_RUNS"""
     unsupported: str | None = None
+    phases: frozenset[str] = frozenset()
+    """that a probe of ours went through"""
     version: str = ""
     """the implementation's, where its publisher says so"""
 
@@ -176,6 +179,7 @@ class _Line(Record):
     measured: dict[str, Any]
     implementation: Annotated[str, Field(min_length=1)] = "vplan"
     source: Any = None
+    details: Any = None
 
 
 def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> tuple[list[Row], list[str]]:
@@ -239,8 +243,14 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         reset_after_load=short,
         whole_run=_published_by(line.source, WHOLE_RUNS),
         unsupported=unsupported,
+        phases=phases_of(line.details) if isinstance(line.details, dict) and not published else frozenset(),
         version=_version(line.source),
     )
+
+
+def own_row(row: ProbeRow) -> Row:
+    """A row of a ledger."""
+    return _row(row.to_json(), row.id, None)
 
 
 def _version(source: object) -> str:

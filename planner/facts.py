@@ -219,6 +219,8 @@ class GpuProfile(Record):
     """to host RAM, one direction, as reached"""
     nvlink_gbs: NotNegative = 0.0
     """to another card, one direction; 0: none"""
+    attention_tflops: tuple[Positive, Positive] | None = None
+    """(forward, backward) of torch's own attention in bf16, where it was measured; else published shares are taken"""
     unified: Flag = False
     reference: Flag = False
     """one of the cards that stand for its class"""

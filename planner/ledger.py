@@ -22,6 +22,9 @@ from planner.plan import Plan
 NAME = "ledger.jsonl"
 """In the folder of the user's own data."""
 
+ENVIRONMENT = b'"env"'
+"""In every line of ours."""
+
 LOCKED_AT = 1 << 40
 """Windows locks a range of bytes, and nobody else may read them: this one is behind every ledger's end."""
 
@@ -58,8 +61,11 @@ class Ledger:
             fix = f"make room there, or set {home.VARIABLE} to a folder that can be written"
             raise VplanError(fault, fix) from None
 
-    def rows(self) -> list[ProbeRow]:
-        """All rows, oldest first; none without the file. What is no row is in `notes`."""
+    def rows(self, *, ours_only: bool = False) -> list[ProbeRow]:
+        """All rows, oldest first; none without the file. What is no row is in `notes`.
+
+        `ours_only`: other people's published rows, which have no environment, are no rows and not worth a note.
+        """
         self.notes = []
         try:
             lines = self.path.read_bytes().split(b"\n")
@@ -70,7 +76,7 @@ class Ledger:
             raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
         found = []
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
+            if not line.strip() or (ours_only and ENVIRONMENT not in line):
                 continue
             try:
                 found.append(_row(line))

@@ -19,13 +19,17 @@ less memory than eager (pytorch#93794); what compiling and tuning kernels take i
 the same tenth is assumed for it."""
 
 
-def interval(device_bytes: int, compiled: bool = False) -> tuple[int, int]:
-    """low and high device bytes of a ``recorded`` estimate."""
-    below, above = (side + (COMPILED if compiled else 0.0) for side in RECORDED)
-    return int(device_bytes * (1 - below)), int(device_bytes * (1 + above))
+Sides = tuple[float, float]
+"""(below, above) as shares of the prediction."""
 
 
-def verdict(device_bytes: int, budget_bytes: int, compiled: bool = False) -> Verdict:
+def interval(device_bytes: int, compiled: bool = False, sides: Sides = RECORDED) -> tuple[int, int]:
+    """low and high device bytes of an estimate; `sides` are those of a ``recorded`` one unless measurements tell."""
+    below, above = (side + (COMPILED if compiled else 0.0) for side in sides)
+    return max(0, int(device_bytes * (1 - below))), int(device_bytes * (1 + above))
+
+
+def verdict(device_bytes: int, budget_bytes: int, compiled: bool = False, sides: Sides = RECORDED) -> Verdict:
     """fits: even the high end is within the budget; no: not even the low end; tight: between."""
-    low, high = interval(device_bytes, compiled)
+    low, high = interval(device_bytes, compiled, sides)
     return "no" if low > budget_bytes else "fits" if high <= budget_bytes else "tight"

@@ -4,13 +4,13 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
 from planner import catalog
 from planner.job import Job, Machine, Strategy
-from planner.plan import Environment, Measured, Plan
+from planner.plan import Environment, Measured, PhaseName, Plan
 from planner.record import Bytes, Record
 from planner.rules import resolve
 
@@ -38,6 +38,17 @@ class ProbeRow(Record):
     """of the request that found no memory"""
     details: dict[str, Any] = {}
     """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
+
+
+INSIDE = {"step": ("train", "optimizer")}
+"""Phases of a probe that are several of an estimate."""
+
+
+def phases_of(details: Mapping[str, Any]) -> frozenset[str]:
+    """The phases of an estimate that a probe went through, by its row's details; none of a row that does not say."""
+    told = details.get("phases")
+    names = {inner for name in told for inner in INSIDE.get(name, (name,))} if isinstance(told, dict) else set()
+    return frozenset(names.intersection(get_args(PhaseName)))
 
 
 class Setup(NamedTuple):

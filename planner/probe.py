@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 
 import psutil
 
+import vplan
 from planner import catalog
 from planner.applied import settled
 from planner.errors import VplanError
@@ -87,7 +88,7 @@ def probe(
         env=_environment(told, command, started),
         capped_bytes=told.get("capped_bytes"),
         requested_bytes=told.get("requested_bytes"),
-        details=details,
+        details={**details, "config": dict(config)} if config else details,
     )
 
 
@@ -116,6 +117,27 @@ def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Out
         return outcome, told, _details(told, ended, log if keep else None)
     finally:
         shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
+
+
+def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMIT) -> dict[str, Any]:
+    """What a fresh process of `trainers/calibrate.py` tells of the device, in the fields of a `Calibration`.
+
+    A VplanError when there is no such device (exit 1), or when the process failed (exit 4, with its last words).
+    """
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="vplan-calibrate-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / LOG
+        write_json(Path(folder) / REQUEST, {"device": device})
+        ended = run_worker(vplan.command("worker", "calibrate", folder), log, time_limit)
+        told = read_json(Path(folder) / result_file(0))
+        if refused := told.get("refused"):
+            raise VplanError(refused["message"], refused["fix"])
+        if told.get("outcome") != "ok":
+            where = f" in {told['phase']}" if "phase" in told else ""
+            raise VplanError(f"calibrating failed{where}: {_last_words(log, ended)}", "see `vplan doctor`", 4)
+    names = ("gpu", "driver", "total_bytes", "context_bytes", "kernels", "workspaces", "rates")
+    versions = {name: metadata.version(name) for name in ("torch", "diffusers")}
+    return {**{name: told[name] for name in names}, **versions, "time": started}
 
 
 def result_file(rank: int) -> str:
@@ -239,14 +261,19 @@ def _details(told: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[st
     placed = {"outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel", "capped_bytes", "requested_bytes"}
     details = {name: value for name, value in told.items() if name not in placed | {"pid"}}
     if log:
-        words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        last = next((line for line in reversed(words) if line), "it said nothing")
-        how = "ended at its time limit" if ended.timed_out else f"exit code {ended.returncode}"
-        details["message"] = f"{how}: {last[:500]}"
+        details["message"] = _last_words(log, ended)
         details["log"] = str(log)
     elif "outcome" not in told:
         details["message"] = f"ended by the kernel (exit code {ended.returncode})"
     return details
+
+
+def _last_words(log: Path, ended: Ended) -> str:
+    """How a process ended, and the last line of its log."""
+    words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    last = next((line for line in reversed(words) if line), "it said nothing")
+    how = "ended at its time limit" if ended.timed_out else f"exit code {ended.returncode}"
+    return f"{how}: {last[:500]}"
 
 
 def _machine(asked: Machine, gpu: str | None, capped: int | None) -> Machine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.basis import NOTHING, Learned
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.plan import Estimate, Plan
@@ -20,6 +21,8 @@ class Question:
     gpu: GpuProfile
     fixed: frozenset[str] = frozenset()
     allow_lossy: bool = False
+    learned: Learned = NOTHING
+    """what measurements of this model on this card say"""
 
     @property
     def budget_bytes(self) -> int:

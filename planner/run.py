@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from planner.basis import NOTHING, Learned
 from planner.components import calls
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import Job, Machine, Strategy
@@ -48,6 +49,9 @@ class Facts:
 
     checkpointed: Tape | None = None
     """beside a step without checkpointing, the one with it, where only some blocks are checkpointed"""
+
+    learned: Learned = NOTHING
+    """what measurements of this model on this card say"""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from planner import dialects, host
 from planner.errors import NotRecordedError
@@ -44,6 +44,9 @@ class Look:
 
     states_bytes: int
     """What the optimizer's states take of it."""
+
+    told: Literal["ran", "ran out"] | None = None
+    """What this very plan did where it was tried."""
 
 
 class Screen:
@@ -94,6 +97,7 @@ class Screen:
                 max(look.step_seconds for look in shapes),
                 worst.in_optimizer,
                 worst.states_bytes,
+                self.facts(job, strategy, machine).learned.told(job, strategy, machine, self.trainer),
             )
         return self._looks[key]
 
@@ -108,22 +112,25 @@ class Screen:
         facts = self.facts(job, strategy, machine)
         runs = [self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes]
         peaks = [replayed_alone(encoding).reserved_peak_bytes for run in runs for encoding in caching(run)]
-        return max(peaks, default=0) + facts.gpu.context_bytes
+        reserved = max(peaks, default=0)
+        return facts.learned.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
 
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
         run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
         allocated, in_optimizer = allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))
+        correction, outside = facts.learned.correction, outside_bytes(run)
+        device = correction.peak(allocated, allocated, outside).device_bytes
         encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
-        outside = outside_bytes(run)
+        device = max(device, correction.peak(encoding, encoding, outside, "encode").device_bytes)
         work = step_work(run, self._passes(run))
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
         states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-        return Look(strategy, allocated, allocated + outside, ram, seconds, in_optimizer, run.trained_experts * states)
+        return Look(strategy, allocated, device, ram, seconds, in_optimizer, run.trained_experts * states)
 
     def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
         """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""

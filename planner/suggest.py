@@ -85,6 +85,11 @@ class Search:
         """Strategy without swap -> device bytes over those of its look, where a replay told."""
 
     @property
+    def sides(self) -> margin.Sides:
+        """How sure estimates are here."""
+        return self.question.learned.correction.sides
+
+    @property
     def considered(self) -> int:
         """How many strategies at how many shapes were ranked or looked at."""
         return len(self._considered)
@@ -136,7 +141,7 @@ class Search:
                 needed = self.screen.encoding_bytes(job, plain, question.machine)
             except NotRecordedError:  # of another precision, say: candidates tell
                 needed = 0
-            self._tiled[job] = margin.interval(needed)[1] > question.budget_bytes
+            self._tiled[job] = margin.interval(needed, sides=self.sides)[1] > question.budget_bytes
         return self._tiled[job]
 
     def by_speed(
@@ -194,11 +199,13 @@ class Search:
 
     def seems(self, look: Look, verdict: str = "fits") -> bool:
         """Whether a replay could come to this verdict."""
+        if look.told is not None:
+            return look.told == "ran"
         return not self.too_large(look, verdict) and self.has_ram(look)
 
     def too_large(self, look: Look, verdict: str, less: int = 0) -> bool:
         """Whether the GPU's memory rules this verdict out, even with so much less."""
-        low, high = margin.interval(self.device_bytes(look) - less, look.strategy.compile != "none")
+        low, high = margin.interval(self.device_bytes(look) - less, look.strategy.compile != "none", self.sides)
         return (high if verdict == "fits" else low) > self.question.budget_bytes
 
     def has_ram(self, look: Look) -> bool:
@@ -247,7 +254,7 @@ class Search:
 
     def _guess(self, above: Look, below: Look, low: int, high: int) -> int:
         first, second = self.device_bytes(above), self.device_bytes(below)
-        room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes)[1]
+        room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes, sides=self.sides)[1]
         share = (first - room) / max(first - second, 1)
         return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 

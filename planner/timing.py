@@ -330,9 +330,12 @@ def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: i
     """The part of the peak rate that kernels of a kind reach on a card, 0 to 1."""
     if kind == "attention":
         return _attention(gpu, strategy, job, half)
-    if kind == "matmul" and half:
-        return MATMUL_GEFORCE if "GeForce" in gpu.title else MATMUL.get(gpu.capability, DEFAULT_EFFICIENCY)
-    return DEFAULT_EFFICIENCY
+    return matmul_efficiency(gpu) if kind == "matmul" and half else DEFAULT_EFFICIENCY
+
+
+def matmul_efficiency(gpu: GpuProfile) -> float:
+    """The part of the peak rate that the best matrix products in 16 bits reach."""
+    return MATMUL_GEFORCE if "GeForce" in gpu.title else MATMUL.get(gpu.capability, DEFAULT_EFFICIENCY)
 
 
 def _attention(gpu: GpuProfile, strategy: Strategy, job: Job, half: int) -> float:
@@ -350,6 +353,9 @@ def _attention_passes(gpu: GpuProfile, strategy: Strategy, half: int) -> tuple[f
     torch 2.13 asks cuDNN (from 9.15) first on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention), else flash,
     which needs 8.0 and a half format.
     """
+    if gpu.attention_tflops and half and strategy.attention == "sdpa":
+        forward, backward = (rate / gpu.bf16_tflops for rate in gpu.attention_tflops)
+        return forward, backward
     major, _ = gpu.capability
     flash = FLASH_2.get(major, FLASH_2_MMA)
     kernel = strategy.attention

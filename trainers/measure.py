@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner import catalog
 from planner.errors import VplanError
 from planner.monitor import DeviceMemory
 from trainers import step
+from trainers.kernels import Kernels
 from trainers.meter import Meter, Told
 from trainers.probed import Probed, Wanted
 from trainers.start import start
@@ -52,7 +52,8 @@ def measure(wanted: Wanted, report: Told) -> None:
 
 
 def _run(wanted: Wanted, meter: Meter) -> Probed:
-    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; save."""
+    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; what
+    training does between steps: a sample, a checkpoint."""
     if meter.device.type == "cuda":
         meter.report.tell(capped_bytes=limit(wanted, meter))
     if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
@@ -73,6 +74,8 @@ def _run(wanted: Wanted, meter: Meter) -> Probed:
         probed.passes()
     with meter.phase("optimizer"):
         probed.optimizer_step()
+    if wanted.strategy.validation_mode != "off":
+        probed.sample()
     if probed.is_finite:
         with meter.phase("save"):
             probed.save()
@@ -87,13 +90,21 @@ def limit(wanted: Wanted, meter: Meter) -> int | None:
     """
     properties = torch.cuda.get_device_properties(meter.device)
     capacity = wanted.capacity_bytes
-    if capacity is None or capacity >= properties.total_memory:
+    own = not wanted.plan.machine.reserve and _is_card(wanted.plan.machine.gpu, properties.name)
+    if capacity is None or own or capacity >= properties.total_memory:
         return None
     meter.synchronise()
     outside = _outside(meter, properties.name)
     fraction = max(0, capacity - outside) / properties.total_memory
     torch.cuda.set_per_process_memory_fraction(fraction, meter.device)
     return capacity
+
+
+def _is_card(planned: str, name: str) -> bool:
+    """Whether the card that torch names is the one that a plan names."""
+    with contextlib.suppress(VplanError):
+        return catalog.gpu(name).name == catalog.parse_gpus(planned)[1].name
+    return False
 
 
 def _outside(meter: Meter, name: str) -> int:
@@ -193,38 +204,13 @@ def _sampled(watch: DeviceMemory | None) -> dict[str, Any]:
     return {"device_hertz": watch.hertz, "missing": watch.missing} if watch else {}
 
 
-KERNELS = {
-    "_scaled_dot_product_flash_attention": "flash",
-    "_scaled_dot_product_cudnn_attention": "cudnn",
-    "_scaled_dot_product_efficient_attention": "efficient",
-    "_scaled_dot_product_flash_attention_for_cpu": "flash-cpu",
-    "_safe_softmax": "math",
-    "_softmax": "math",
-}
-"""Operator that torch's scaled_dot_product_attention ends in -> kernel. The math path is known by its softmax."""
-
-
-class _Kernels(TorchDispatchMode):
-    """Notes which attention operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kernel = KERNELS.get(func.overloadpacket.__name__)
-        if kernel:
-            self.seen.add(kernel)
-        return func(*args, **(kwargs or {}))
-
-
 def attention_kernels(probed: Probed) -> str:
     """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
     wanted = probed.wanted
     batch = probed.kind.batch(wanted.grids[0], probed.meter.device, probed.dtype)
-    with _Kernels() as kernels:
+    with Kernels() as kernels:
         step.forward(probed.trainee, probed.kind, batch, wanted.strategy)
-    return "+".join(sorted(kernels.seen)) or "unknown"
+    return kernels.names
 
 
 def _write_history(wanted: Wanted, meter: Meter) -> None:

@@ -1,4 +1,4 @@
-"""The phases of a probe in one rank: load, first step, steady steps, one step taken apart, a checkpoint."""
+"""The phases of a probe in one rank: load, first step, steady steps, one step taken apart, a sample, a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.plan import Plan, plan_to_toml
-from trainers import checkpoint, parallel, step, weights
+from trainers import checkpoint, parallel, step, validate, weights
 from trainers.average import Average
 from trainers.families import family
 from trainers.memory import swap
@@ -25,6 +25,7 @@ from trainers.noise import randomise
 
 SEED = 0
 LEARNING_RATE = 1e-4
+NOISE_LEVELS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,15 @@ class Probed:
         """The rest of it."""
         step.optimizer_step(self.trainee)
         self._follow()
+
+    def sample(self) -> None:
+        """A sample of the validation's true size, on the first rank, while the others wait; two noise levels tell."""
+        wanted = self.wanted
+        if checkpoint.is_first():
+            asked = validate.Asked(steps=NOISE_LEVELS, seed=SEED)
+            model, device = self.engine.plain, self.meter.device
+            validate.sample(model, wanted.profile, wanted.job, self.strategy, device, asked, self.meter.phase)
+        checkpoint.barrier()
 
     def save(self) -> None:
         """A checkpoint as training writes it. A disk without room for it is told, and ends nothing else."""

@@ -21,12 +21,15 @@ from planner.accuracy import (
     by_family,
     compare,
     only,
+    summary,
     worst_first,
 )
 from planner.commands.common import Verb, examples, json_option, show, table
 from planner.errors import VplanError
-from planner.evidence import RAN_OUT, read_rows
+from planner.evidence import RAN_OUT, own_row, read_rows
 from planner.job import Job, Machine, Strategy
+from planner.ledger import Ledger, default_path
+from planner.measurement import ProbeRow
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,10 +53,12 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, as_js
     """Compare the estimates with measurements.
 
     FILE holds one measured run a line (JSON), as published by others or as our probes write them; without FILE, the
-    rows that come with vplan are read. An error is the distance to what was measured, in per cent of it, and negative
-    where the estimate is too low. A run that ended out of memory is met by the verdicts "tight" and "no".
+    rows that come with vplan are read, and your own probes. An error is the distance to what was measured, in per cent
+    of it, and negative where the estimate is too low. A run that ended out of memory is met by the verdicts "tight" and
+    "no". Of our own probes it is also told how near estimates come that learn from all the others.
     """
-    rows = []
+    own = [row for path in [*(files or _shipped()), *([] if files else [default_path()])] for row in _probes(path)]
+    rows = [] if files else [own_row(row) for row in _probes(default_path())]
     for path in files or _shipped():
         read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
         rows += read
@@ -65,7 +70,60 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, as_js
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
     found = answer(compared)
-    show(found, as_json, lambda console: _render(console, compared, found["summary"]))
+    pairs = _learned(compared, own)
+    found["learned"] = {"before": summary([pair[0] for pair in pairs]), "after": summary([pair[1] for pair in pairs])}
+
+    def render(console: Console) -> None:
+        _render(console, compared, found["summary"])
+        if pairs:
+            _render_learned(console, found["learned"])
+
+    show(found, as_json, render)
+
+
+def _probes(path: str | Path) -> list[ProbeRow]:
+    """Our own rows of a file that say something of a GPU."""
+    found = Ledger(path).rows(ours_only=True)
+    return [row for row in found if row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details]
+
+
+def _learned(compared: Sequence[Compared], own: Sequence[ProbeRow]) -> list[tuple[Compared, Compared]]:
+    """Each number of our own probes beside the estimate that knows no measurement, and beside one that has learned from
+    all probes of other plans."""
+    from planner.estimate import estimate
+    from planner.learned import with_learned
+    from planner.library import facts
+
+    ids = {row.id for row in own}
+    before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
+    after: list[Compared] = []
+    for row in {id(entry.row): entry.row for entry in before}.values():
+        others = [other for other in own if other.id != row.id]
+
+        def predict(
+            job: Job, strategy: Strategy, machine: Machine, trainer: str, others: list[ProbeRow] = others
+        ) -> Prediction:
+            known = with_learned(facts(job, strategy, machine), trainer, others)
+            return Prediction.of(estimate(job, strategy, machine, known, trainer))
+
+        after += compare([row], predict, lambda *_: 0)
+    return list(zip(before, after, strict=True))
+
+
+def _render_learned(console: Console, found: dict[str, Any]) -> None:
+    """What learning changes, a line a counter."""
+    console.print("")
+    rows = []
+    for counter in PEAKS:
+        sides = [found[side][counter] for side in ("before", "after")]
+        if sides[0]["n"]:
+            rows.append([counter, str(sides[0]["n"]), *(f"{side['mean_abs_pct']:.2f} %" for side in sides)])
+    widths = [found[side]["coverage"]["median_width_pct"] for side in ("before", "after")]
+    if rows and None not in widths:
+        inside = [found[side]["coverage"]["inside_pct"] for side in ("before", "after")]
+        rows.append(["inside low..high", "", *(f"{share:.0f} %" for share in inside)])
+        rows.append(["median width", "", *(f"{width:.1f} %" for width in widths)])
+    console.print(table(("our own probes, mean error", ">n", ">recorded", ">learned from the others"), rows))
 
 
 def _shipped() -> list[Path]:

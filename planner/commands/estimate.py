@@ -11,6 +11,7 @@ from planner.commands.common import Verb, examples, json_option, output_option, 
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError
 from planner.estimate import estimate
+from planner.learned import with_learned
 from planner.library import facts
 from planner.plan import Plan, write_plan
 
@@ -38,6 +39,7 @@ def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> in
     if request.frames_max:
         raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
     known = facts(request.job, request.strategy, request.machine, request.model, request.gpu)
+    known = with_learned(known, asked.trainer)
     found = estimate(request.job, request.strategy, request.machine, known, asked.trainer)
     found = found.replace(assumptions=(*request.assumptions, *found.assumptions))
     if output:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +26,12 @@ from planner.record import Record
 from planner.rules import check, resolve
 from planner.shapes import check_blocks, job_for, parse_resolution
 from planner.units import format_gib
+
+if TYPE_CHECKING:
+    from planner.auto import CardHere
+
+AUTO = "auto"
+"""The card that is here: `--gpu auto`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,8 @@ class Asked:
     resolution: str | None
     typed: frozenset[str]
     plan: Plan | None
+    here: CardHere | None = None
+    """the card of `--gpu auto`, whose name `machine` has"""
 
     @property
     def model(self) -> str | None:
@@ -78,6 +86,9 @@ class Asked:
         profile = catalog.model(_needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models"))
         count, card = catalog.parse_gpus(_needed(gpu or self.gpu, "gpu", "24GB", "gpus"))
         notes: list[str] = []
+        if self.here and gpu is None:
+            card = self.here.card
+            notes += self.here.notes
         job = self._job(profile, notes)
         machine = self._machine(count, card, notes)
         if self.trainer != "vplan":
@@ -148,7 +159,7 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
         @functools.wraps(function)
         def command(*, target: str | None, plan_path: str | None, **values: Any) -> Any:
             asked = _asked(target, plan_path, values)
-            others = {name: value for name, value in values.items() if name not in _FIELDS}
+            others = {name: value for name, value in values.items() if name not in FIELDS}
             return function(asked=asked, **others)
 
         flags = job_options(machine_options(strategy_options(searched=searched)(command)))
@@ -159,12 +170,12 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
 
 
 _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
-_FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
+FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
 
 def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> Asked:
     """Sort the typed flags into the three records, over those of the plan file."""
-    typed = {name: value for name, value in values.items() if name in _FIELDS and value is not None}
+    typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "a plan")
     elif target:
@@ -185,8 +196,15 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
         # Another card is another computer: what the plan says of these two was true beside its own card.
         for field in {"host_ram", "unified"} - typed.keys():
             records["machine"].pop(field, None)
+    here = None
+    if str(typed.get("gpu", "")).lower() == AUTO:
+        from planner.auto import card_here  # NVML is nobody else's business
+
+        here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve"}}))
+        records["machine"] |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
+        records["machine"].setdefault("host_ram", here.host_ram)
     fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
-    return Asked(**records, resolution=resolution, typed=fixed, plan=plan)
+    return Asked(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
 
 
 def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:

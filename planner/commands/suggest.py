@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from planner import catalog
+from planner.basis import Learned
 from planner.commands import USAGE, answer
 from planner.commands.common import DOES_NOT_FIT, Verb, examples, json_option, output_option, show, verdict_exit_code
 from planner.commands.request import Asked, Request, request_options
 from planner.commands.spread import spread
 from planner.errors import VplanError
 from planner.facts import GpuProfile
+from planner.job import Job, Machine, Strategy
+from planner.learned import learned
 from planner.library import facts
 from planner.plan import Estimate, write_plan
 from planner.question import Question, Suggestion
+from planner.run import Facts
 from planner.screen import Screen
 from planner.suggest import Search
 from planner.units import format_gib, gib
@@ -113,9 +118,19 @@ class _Wanted:
         self.prefer = prefer
         self.allow_lossy = allow_lossy
         self.cards: dict[str, GpuProfile] = {}
-        self.screen = Screen(
-            lambda job, strategy, machine: facts(job, strategy, machine, None, self.cards[machine.gpu]), asked.trainer
-        )
+        self.known: dict[tuple[str, str], Learned] = {}
+        self.screen = Screen(self._facts, asked.trainer)
+
+    def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        found = facts(job, strategy, machine, None, self.cards[machine.gpu])
+        return replace(found, learned=self._learned(found.model.name, found.gpu))
+
+    def _learned(self, model: str, gpu: GpuProfile) -> Learned:
+        """What measurements say, looked up once."""
+        key = model, gpu.name
+        if key not in self.known:
+            self.known[key] = learned(model, gpu, self.asked.trainer)
+        return self.known[key]
 
     def one(self) -> _Found:
         """The answer in full for the one model and card."""
@@ -199,6 +214,7 @@ class _Wanted:
             request.gpu,
             request.fixed,
             self.allow_lossy,
+            self._learned(request.model.name, request.gpu),
         )
         return Search(question, self.screen)
 

@@ -41,12 +41,14 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_real_step() -> None:
-    row = probe(plan({"gradient_checkpointing": "full"}), device="cpu", config=TINY, steps=2, time_limit=300)
+    strategy = {"gradient_checkpointing": "full", "validation_mode": "on", "ema": "cpu", "gradient_accumulation": 2}
+    row = probe(plan(strategy), device="cpu", config=TINY, steps=2, time_limit=300)
     assert row.measured.outcome == "ok", row.details
     assert row.measured.step_seconds and row.measured.step_seconds > 0
     assert row.measured.allocated_bytes is row.measured.reserved_bytes is row.measured.device_bytes is None
     assert row.measured.host_bytes and row.measured.host_bytes > 10**8
-    assert list(row.details["phases"]) == ["load", "first_step", "step", "train", "optimizer", "save"]
+    phases = ["load", "first_step", "step", "train", "optimizer", "denoise", "decode", "save"]
+    assert list(row.details["phases"]) == phases
     losses = row.details["losses"]
     assert len(losses) == 1 + 1 + 2 + 1
     assert all(loss is not None and 0 < loss < 100 for loss in losses)
@@ -85,3 +87,14 @@ def test_the_time_limit_is_a_result(tmp_path: Path) -> None:
     assert Path(row["details"]["log"]).is_file()
     assert json.loads(rows.read_text()) == row
     assert json.loads((tmp_path / "home" / "ledger.jsonl").read_text()) == row
+
+
+def test_calibrating_at_a_tiny_size(tmp_path: Path) -> None:
+    done = run(tmp_path, "calibrate", "--device", "cpu", "--no-probes", "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert all(rate > 0 for rate in answer["calibration"]["rates"].values())
+    assert answer["calibration"]["context_bytes"] is None
+    assert set(answer["calibration"]["kernels"]) == {"matmul", "attention", "convolution", "norm"}
+    assert json.loads(Path(answer["path"]).read_text()) == answer["calibration"]
+    assert list(tmp_path.glob("vplan-calibrate-*")) == []

@@ -17,7 +17,8 @@ from planner.plan import Plan  # noqa: E402
 from trainers import measure  # noqa: E402
 from trainers.measure import out_of_memory, requested_bytes  # noqa: E402
 from trainers.meter import Meter  # noqa: E402
-from trainers.probed import Wanted, randomise  # noqa: E402
+from trainers.noise import randomise  # noqa: E402
+from trainers.probed import Wanted  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -59,15 +60,19 @@ class Watched:
         return 1500
 
 
-def capped(monkeypatch: pytest.MonkeyPatch, capacity: int | None) -> tuple[int | None, list[float]]:
-    """What a process of a plan for a card of that capacity gets of one that has 10,000 bytes."""
+def capped(
+    monkeypatch: pytest.MonkeyPatch, capacity: int | None, planned: str = "24GB", reserve: int = 0
+) -> tuple[int | None, list[float]]:
+    """What a process of a plan for a card of that capacity gets of an H100 that has 10,000 bytes."""
     fractions: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10_000, name="x"))
+    card = SimpleNamespace(total_memory=10_000, name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
     meter: Any = Meter(torch.device("cuda", 0), Watched(), SimpleNamespace(told={}, tell=None))  # type: ignore[arg-type]
-    wanted: Any = SimpleNamespace(capacity_bytes=capacity)
+    machine = Machine(gpu=planned, reserve=reserve)
+    wanted: Any = SimpleNamespace(capacity_bytes=capacity, plan=SimpleNamespace(machine=machine))
     return measure.limit(wanted, meter), fractions
 
 
@@ -81,6 +86,8 @@ def test_a_larger_card_gives_what_the_plan_s_gives_less_this_process_s_context(
 def test_a_card_no_larger_than_the_plan_s_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert capped(monkeypatch, 10_000) == (None, [])
     assert capped(monkeypatch, None) == (None, [])
+    assert capped(monkeypatch, 9_990, "h100-80gb") == (None, [])  # what is listed of a card is not what each one has
+    assert capped(monkeypatch, 4000, "h100-80gb", reserve=6000) == (4000, [0.35])
 
 
 def test_steps_are_of_the_largest_bucket() -> None:

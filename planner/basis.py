@@ -1,0 +1,287 @@
+"""What measurements do to an estimate: rows of the same model on the same class of card correct it (`nearby`), and a
+row of this very plan takes its place (`measured`). Pure: records in, records out.
+
+A correction has two causes, told apart because they carry over differently to another plan: what torch's allocator
+reserves is off by a share, and what is on the device beside it (CUDA context, kernels) by a number of bytes. Each is
+the median of what was seen. How sure it is comes from what was seen as well: of n runs, a further one lies outside
+their range with probability 2 / (n + 1) when all are alike (order statistics; any distribution), so by that share the
+recordings' own margin is kept beyond the range.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planner import margin
+from planner.evidence import RAN, RAN_OUT
+from planner.job import Job, Machine, Strategy
+from planner.measurement import row_id
+from planner.plan import Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
+from planner.units import MIB, gib
+
+SEGMENT_BYTES = 2 * MIB
+"""The least that the allocator asks the driver for: what ran out needed so much more than it could have."""
+
+APART = frozenset({"encode"})
+"""Phases with other models, in an allocator of their own where they are cached: training says nothing of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One measured run beside what the recordings alone say of it, over the phases that were measured."""
+
+    measured: Measured
+    predicted: PhasePeak
+    predicted_seconds: float
+    budget_bytes: int
+    """what the run could have of the device"""
+    own_card: bool = True
+    """whether it ran on such a card: else, capped, it stands in for one, and only its allocator's bytes carry over"""
+
+    @property
+    def ran(self) -> bool:
+        """Whether memory was enough, and counted."""
+        seen = self.measured
+        return seen.outcome in RAN and bool(seen.reserved_bytes) and bool(seen.device_bytes)
+
+    @property
+    def share(self) -> float:
+        """What the allocator reserved, as a share of what was predicted."""
+        return (self.measured.reserved_bytes or 0) / self.predicted.reserved_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        """What was on the device beside the allocator's, less what was predicted."""
+        measured = (self.measured.device_bytes or 0) - (self.measured.reserved_bytes or 0)
+        return measured - (self.predicted.device_bytes - self.predicted.reserved_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What measurements change of an estimate. As it is made without arguments it changes nothing."""
+
+    reserved: float = 1.0
+    """measured over predicted, of what the allocator reserves"""
+    outside_bytes: int = 0
+    """to add to what is beside it"""
+    sides: tuple[float, float] = margin.RECORDED
+    """(below, above) as shares of the corrected device peak"""
+    seconds: tuple[float, float] | None = None
+    """(usual, longest) of a step, as shares of the predicted low end"""
+    share_kept: float = 1.0
+    """of what only recordings know, see the top of this file"""
+    runs: int = 0
+    """that finished"""
+    said: tuple[str, ...] = ()
+    """the correction in words"""
+
+    def basis(self, phase: str = "train") -> Literal["recorded", "nearby"]:
+        """What an estimate rests on whose peak is in this phase."""
+        return "nearby" if self.said and phase not in APART else "recorded"
+
+    def sides_of(self, phase: str) -> tuple[float, float]:
+        """How sure the peak is, where it is in this phase."""
+        return margin.RECORDED if phase in APART else self.sides
+
+    def peak(self, allocated_bytes: int, reserved_bytes: int, outside_bytes: int, phase: str = "train") -> PhasePeak:
+        """The counters as corrected, given what recordings say of a phase and what is on the device beside torch's."""
+        share = 1.0 if phase in APART else self.reserved
+        reserved = round(reserved_bytes * share)
+        return PhasePeak(
+            allocated_bytes=min(reserved, round(allocated_bytes * share)),
+            reserved_bytes=reserved,
+            device_bytes=reserved + self.outside(outside_bytes),
+        )
+
+    def outside(self, outside_bytes: int) -> int:
+        """What is on the device beside torch's, as corrected."""
+        return max(0, outside_bytes + self.outside_bytes)
+
+    def step_seconds(self, low: float, high: float) -> tuple[float, float]:
+        """Seconds of a step, usual and longest, given the two ends that were predicted."""
+        if self.seconds is None:
+            return low, high
+        usual, longest = self.seconds
+        return low * usual, low * longest + self.share_kept * (high - low) * usual
+
+
+def fit(seen: Sequence[Seen], where: str) -> Correction:
+    """The correction that some runs of one model on one class of card, called `where`, ask for."""
+    ran = [each for each in seen if each.ran]
+    out = [each for each in seen if each.measured.outcome == "oom"]
+    kept = 2 / (len(ran) + 1) if ran else 1.0
+    reserved = statistics.median(each.share for each in ran) if ran else 1.0
+    own = [each.beside_bytes for each in ran if each.own_card]
+    outside = round(statistics.median(own)) if own else 0
+    correction = Correction(reserved=reserved, outside_bytes=outside)
+    residuals = [0.0, *(_residual(each, correction) for each in ran)]
+    below, above = (side * kept for side in margin.RECORDED)
+    below, above = below - min(residuals), above + max(residuals)
+    # One that ran out needed more than it could have: that is all it says.
+    needed = ((each.budget_bytes + SEGMENT_BYTES) / _expected(each, correction).device_bytes for each in out)
+    short = max(needed, default=0.0) - 1
+    if not ran and short <= above:
+        return Correction()
+    paces = [each.measured.step_seconds / each.predicted_seconds for each in ran if _is_timed(each)]  # type: ignore[operator]
+    spread = f"they spread from {100 * min(residuals):+.1f} to {100 * max(residuals):+.1f} %"
+    words = f"corrected by {len(ran)} measurements of the model on {where}: allocator {100 * (reserved - 1):+.1f} %, "
+    words += f"beside it {gib(outside):+.2f} GiB; {spread}"
+    ooms = f"{len(out)} that ran out of memory on {where} widened the upper end" if short > above else ""
+    return Correction(
+        reserved=reserved,
+        outside_bytes=outside,
+        sides=(min(below, 1.0), max(above, short)),
+        seconds=(statistics.median(paces), max(paces)) if paces else None,
+        share_kept=kept,
+        runs=len(ran),
+        said=tuple(filter(None, (words if ran else "", ooms))),
+    )
+
+
+def _is_timed(each: Seen) -> bool:
+    return each.own_card and bool(each.measured.step_seconds) and each.predicted_seconds > 0
+
+
+def _expected(each: Seen, correction: Correction) -> PhasePeak:
+    """What the corrected estimate says of a run that was measured."""
+    predicted = each.predicted
+    outside = predicted.device_bytes - predicted.reserved_bytes
+    return correction.peak(predicted.allocated_bytes, predicted.reserved_bytes, outside)
+
+
+def _residual(each: Seen, correction: Correction) -> float:
+    """By which share a run is still off when it is corrected."""
+    if not each.own_card:
+        return each.share / correction.reserved - 1
+    return (each.measured.device_bytes or 0) / _expected(each, correction).device_bytes - 1
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A run of one very plan, in the environment that is asked about."""
+
+    measured: Measured
+    phases: frozenset[str]
+    """that it went through"""
+    own_card: bool = True
+    """else it ran, capped, on a card of another architecture"""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What is known from measurements about one model on one card."""
+
+    correction: Correction = field(default_factory=Correction)
+    proofs: Mapping[str, tuple[Proof, ...]] = field(default_factory=dict)
+    """by `row_id`"""
+
+    def proved(self, found: Estimate, trainer: str = "vplan") -> Estimate:
+        """The estimate as runs of this very plan leave it; itself when there are none."""
+        ran, out = self._split(found.job, found.strategy, found.machine, trainer)
+        if ran:
+            found = _as_measured(found, ran)
+            if out and found.basis == "measured":
+                words = "it ran, and it ran out of memory: both are told of this very plan"
+                found = found.replace(verdict="tight", limit=None, assumptions=(*found.assumptions, words))
+        elif out:
+            found = _ran_out(found, out)
+        return found
+
+    def told(
+        self, job: Job, strategy: Strategy, machine: Machine, trainer: str = "vplan"
+    ) -> Literal["ran", "ran out"] | None:
+        """What became of runs of this very plan; None when there are none, or some of each kind."""
+        ran, out = self._split(job, strategy, machine, trainer)
+        if bool(ran) == bool(out):
+            return None
+        return "ran" if ran else "ran out"
+
+    def _split(self, job: Job, strategy: Strategy, machine: Machine, trainer: str) -> tuple[list[Proof], list[Proof]]:
+        """The runs that had memory enough, on such a card, and those that ran out."""
+        if not self.proofs or trainer != "vplan":
+            return [], []
+        proofs = self.proofs.get(row_id(Plan(job=job, strategy=strategy, machine=machine)), ())
+        ran = [each for each in proofs if each.own_card and each.measured.outcome in RAN and each.measured.device_bytes]
+        return ran, [each for each in proofs if each.measured.outcome in RAN_OUT]
+
+
+NOTHING = Learned()
+
+
+def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
+    """An estimate whose numbers are those of runs. Where a phase that none of them went through needs more, the peak is
+    that phase's, which nobody measured."""
+    through = ran[0].phases.intersection(*(each.phases for each in ran)) & found.phases.keys()
+    if not through:
+        return found
+    seen = [each.measured for each in ran]
+    device = [each.device_bytes or 0 for each in seen]
+    expected = max(found.phases[phase].device_bytes for phase in through)  # type: ignore[index]
+    untold = max((peak.device_bytes for phase, peak in found.phases.items() if phase not in through), default=0)
+    if untold > max(expected, *device):
+        return found
+    top = PhasePeak(
+        allocated_bytes=max(each.allocated_bytes or 0 for each in seen),
+        reserved_bytes=max(each.reserved_bytes or 0 for each in seen),
+        device_bytes=max(device),
+    )
+    seconds = [each.step_seconds for each in seen if each.step_seconds]
+    ram = [each.host_bytes for each in seen if each.host_bytes]
+    short = found.limit == "host" and not (ram and max(ram) <= (found.machine.host_ram or max(ram)))
+    words = f"measured: {len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
+    changes = {"step_seconds": statistics.median(seconds), "step_seconds_high": max(seconds)} if seconds else {}
+    return with_peak(found, top).replace(
+        low_bytes=min(device),
+        high_bytes=max(device),
+        basis="measured",
+        verdict="no" if short else "fits",
+        limit="host" if short else None,
+        assumptions=(words, *(each for each in found.assumptions if not each.startswith("corrected by"))),
+        **changes,
+    )
+
+
+def _ran_out(found: Estimate, out: Sequence[Proof]) -> Estimate:
+    """An estimate that says no, because the plan ran out of memory when it was tried."""
+    basis = "measured" if any(each.own_card for each in out) else "nearby"
+    said = ("measured: this very plan ran out of memory", *found.assumptions)
+    if all(each.measured.outcome == "host-oom" for each in out):
+        return found.replace(basis=basis, verdict="no", limit="host", assumptions=said)
+    needed = found.budget_bytes + 1
+    if found.peak.device_bytes < needed:
+        more = needed - found.peak.device_bytes
+        peak = found.peak
+        top = PhasePeak(
+            allocated_bytes=peak.allocated_bytes, reserved_bytes=peak.reserved_bytes + more, device_bytes=needed
+        )
+        found = with_peak(found, top)
+    low = max(found.low_bytes, needed)
+    high = max(found.high_bytes, low)
+    return found.replace(basis=basis, verdict="no", limit="gpu", low_bytes=low, high_bytes=high, assumptions=said)
+
+
+def with_peak(found: Estimate, top: PhasePeak) -> Estimate:
+    """An estimate with another peak: its phases and its breakdown in proportion."""
+    outside = ("fragmentation", "context")
+    parts = {name: value for name, value in found.breakdown.__dict__.items() if name not in outside}
+    share = min(1.0, top.reserved_bytes / max(1, sum(parts.values())))
+    parts = {name: int(value * share) for name, value in parts.items()}
+    rest = {"fragmentation": top.reserved_bytes - sum(parts.values()), "context": top.device_bytes - top.reserved_bytes}
+    factors = {name: getattr(top, name) / max(1, getattr(found.peak, name)) for name in PhasePeak.model_fields}
+    phases = {phase: _scaled(peak, factors, top) for phase, peak in found.phases.items()}
+    phases[found.peak.phase] = top
+    peak = Peak(**top.__dict__, phase=found.peak.phase, moment=found.peak.moment)
+    # Together, because each alone would contradict the other.
+    return Estimate.read({**found.__dict__, "peak": peak, "phases": phases, "breakdown": Breakdown(**parts, **rest)})
+
+
+def _scaled(peak: PhasePeak, factors: Mapping[str, float], top: PhasePeak) -> PhasePeak:
+    """Another phase's counters in the same proportion, still in their order and below the peak."""
+    allocated, reserved, device = (
+        min(round(getattr(peak, name) * factor), getattr(top, name)) for name, factor in factors.items()
+    )
+    reserved = min(max(reserved, allocated), top.reserved_bytes)
+    return PhasePeak(allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=max(device, reserved))

@@ -1,0 +1,209 @@
+"""`vplan calibrate`: what this machine's GPU takes beside tensors and how fast it is, and a short grid of probes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+import profiles
+from planner import calibration, catalog, doctor
+from planner.calibration import Calibration, calibrated
+from planner.commands.common import DONE, Verb, examples, json_option, show, table
+from planner.commands.probe import FAILED, keep
+from planner.errors import VplanError, quoted
+from planner.grid import DEFAULT_MODEL, TINY, plans
+from planner.learned import learned
+from planner.ledger import Ledger, default_path
+from planner.measurement import ProbeRow, Setup
+from planner.plan import Plan
+from planner.probe import measure_device
+from planner.runner import RealRunner
+from planner.units import MIB, format_gib, gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.facts import GpuProfile
+
+STEPS = 3
+SHARED = frozenset({
+    "allocated_after_step_bytes", "context_bytes", "device_bytes_by_rank", "device_hertz", "first_step_seconds",
+    "missing", "others_bytes", "phases", "step_seconds", "total_bytes",
+})  # fmt: skip
+"""Details of a row that say nothing of whose computer it was taken on."""
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan calibrate", "vplan calibrate wan2.1-t2v-14b flux.1-dev", "vplan calibrate --no-probes --share rows.jsonl"
+    ),
+)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--probes/--no-probes", default=True, help="Probe a few plans of each MODEL.  [default: probes]")
+@click.option(
+    "--time-limit",
+    type=click.IntRange(1, 86_400),
+    default=600,
+    show_default=True,
+    metavar="SECONDS",
+    help="End a probe that takes longer.",
+)
+@click.option("--share", metavar="FILE", help="Write this GPU's measurements to FILE, to hand to others.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    help="cpu tries it out at a tiny size: nothing of a GPU is measured.  [default: cuda]",
+)
+@json_option
+def command(
+    models: tuple[str, ...],
+    probes: bool,
+    time_limit: int,
+    share: str | None,
+    device: Literal["cuda", "cpu"],
+    as_json: bool,
+) -> int:
+    """Measure this machine's GPU, so that estimates for it rest on it: a few minutes.
+
+    First what a process takes beside tensors (CUDA context, kernels, workspaces), then how fast matrix products,
+    attention and copies are; `--gpu auto` plans with these numbers. Then a short grid of probes of MODEL (by default a
+    small one), from which estimates of that model on such a card learn. All of it is kept in your own folder, under
+    this GPU, driver and torch.
+    """
+    names = [catalog.model(name).name for name in models or (DEFAULT_MODEL,)]
+    card = None if device == "cpu" else _card()
+    if share is not None and Path(share).is_dir():
+        raise VplanError(f"--share {quoted(share)} is a folder", "name a file, as --share rows.jsonl")
+    click.echo("measuring the device ...", err=True)
+    found = Calibration.read(measure_device(device), "what the device told")
+    path = calibration.write(found)
+    rows = list(_probe(_plans(names, card), device, time_limit)) if probes else []
+    shared = _share(share, found) if share is not None else None
+    answer: dict[str, Any] = {
+        "calibration": found.to_json(),
+        "path": str(path),
+        "probes": [row.to_json() for row in rows],
+        "corrections": {name: list(learned(name, card).correction.said) for name in names} if card else {},
+        "shared": shared,
+    }
+    show(answer, as_json, lambda console: _render(console, answer, found, card, rows))
+    return FAILED if any(row.measured.outcome in ("crash", "timeout") for row in rows) else DONE
+
+
+def _card() -> GpuProfile:
+    """The card to measure, as the catalogue has it."""
+    driver, cards = doctor.visible()
+    works = "`vplan estimate` and `vplan suggest` need none; `--device cpu` tries this out at a tiny size"
+    if driver["error"] or not cards:
+        raise VplanError(f"calibrate needs a GPU, and NVML says {driver['error'] or 'there is none'}", works)
+    known = cards[0]["known_as"]
+    if known is None:
+        fault = f"{cards[0]['name'] or 'this card'} is not in the catalogue, so there is nothing to correct"
+        raise VplanError(fault, f"give it as memory (--gpu 24GiB); {works}")
+    return catalog.gpu(known)
+
+
+def _plans(names: Sequence[str], card: GpuProfile | None) -> list[Plan]:
+    found = [plan for name in names for plan in plans(name, card)]
+    if not found:
+        click.echo("no plan of the grid fits this card: nothing is probed", err=True)
+    return found
+
+
+def _probe(grid: Sequence[Plan], device: Literal["cuda", "cpu"], time_limit: int) -> Iterator[ProbeRow]:
+    """Measures one plan after another; what is done stays done, whatever ends the rest."""
+    ledger = Ledger(default_path())
+    runner = RealRunner(device=device, config=TINY if device == "cpu" else None, command="vplan calibrate")
+    for number, plan in enumerate(grid, start=1):
+        job = plan.job
+        what = f"{job.model}, {job.frames} frames of {job.height}x{job.width}, "
+        what += f"checkpointing {plan.strategy.gradient_checkpointing}"
+        click.echo(f"[{number}/{len(grid)}] {what} ...", err=True)
+        row = runner.run(plan, steps=STEPS, time_limit=time_limit)
+        keep(ledger, row)
+        yield row
+
+
+def _share(path: str, found: Calibration) -> int:
+    """Writes the rows of this GPU under this driver and torch, of models that everyone has; how many."""
+    bundled = profiles.model_names()
+    rows = [row for row in Ledger(default_path()).rows() if Setup.of(row.env) == found.setup and row.runner == "real"]
+    true = [row for row in rows if row.job.model in bundled and row.env.gpu != "cpu" and "config" not in row.details]
+    lines = [json.dumps(_without_owner(row, found).to_json()) for row in true]
+    partial = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    try:
+        partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise VplanError(f"cannot write {quoted(path)}: {error.strerror}", "name another file") from None
+    return len(lines)
+
+
+def _without_owner(row: ProbeRow, found: Calibration) -> ProbeRow:
+    """A row without paths, logs and what was typed."""
+    details = {name: value for name, value in row.details.items() if name in SHARED}
+    measured = {"outside_bytes": found.outside_bytes, "workspaces": found.workspaces, **found.rates.to_json()}
+    return row.replace(details={**details, "calibration": measured}, env=row.env.replace(command="vplan probe"))
+
+
+def _render(
+    console: Console, answer: dict[str, Any], found: Calibration, card: GpuProfile | None, rows: Sequence[ProbeRow]
+) -> None:
+    console.print(f"{found.gpu}, driver {found.driver}, torch {found.torch}", style="bold", markup=False)
+    here = calibrated(card, found) if card else None
+    console.print(table(("", ">measured", ">listed"), list(_numbers(found, card, here))), "")
+    if rows:
+        console.print(table(("probe", "outcome", ">device GiB", ">s/step"), [_cells(row) for row in rows]), "")
+    for words in answer["corrections"].values():
+        for line in words:
+            console.print(line, markup=False)
+    console.print(f"kept in {answer['path']}; `--gpu auto` plans with it", markup=False)
+    if answer["shared"] is not None:
+        console.print(f"{answer['shared']} measurements written to share")
+
+
+def _numbers(found: Calibration, card: GpuProfile | None, here: GpuProfile | None) -> Iterator[list[str]]:
+    """What was measured beside what is listed, a line each."""
+
+    def listed(value: float | None, unit: str) -> str:
+        return "-" if value is None else f"{value:.4g} {unit}"
+
+    rates = found.rates
+    context = None if found.outside_bytes is None else _mib(found.outside_bytes)
+    yield ["context and kernels", context or "-", _mib(card.context_bytes) if card else "-"]
+    gives = None if found.total_bytes is None else format_gib(found.total_bytes)
+    yield ["gives", gives or "-", format_gib(card.allocatable_bytes) if card else "-"]
+    for name, value in found.workspaces.items():
+        if value:
+            yield [f"workspace of {name}", _mib(value), "-"]
+    yield [
+        "matmul in bf16",
+        f"{rates.matmul_flops_per_second / 1e12:.4g} TFLOP/s",
+        listed(card.bf16_tflops if card else None, "TFLOP/s at most"),
+    ]
+    forward, backward = rates.attention_forward_flops_per_second, rates.attention_backward_flops_per_second
+    yield ["attention, forward and backward", f"{forward / 1e12:.4g} and {backward / 1e12:.4g} TFLOP/s", "-"]
+    copy = listed(card.bandwidth_gbs if card else None, "GB/s at most")
+    yield ["memory", f"{rates.copy_bytes_per_second / 1e9:.4g} GB/s", copy]
+    link = f"{rates.to_device_bytes_per_second / 1e9:.4g} and {rates.to_host_bytes_per_second / 1e9:.4g} GB/s"
+    yield ["to the device and back", link, listed(card.link_gbs if card else None, "GB/s")]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.0f} MiB"
+
+
+def _cells(row: ProbeRow) -> list[str]:
+    seen = row.measured
+    size = "-" if seen.device_bytes is None else f"{gib(seen.device_bytes):.2f}"
+    seconds = "-" if seen.step_seconds is None else f"{seen.step_seconds:.2f}"
+    name = f"{row.job.model} {row.job.frames} frames, checkpointing {row.strategy.gradient_checkpointing}"
+    return [name, seen.outcome, size, seconds]
