@@ -113,7 +113,7 @@ def _neither(
     """What nobody applies, and values of fields that are none of those listed."""
     if job.method == "sample":
         yield "method sample", "write method = lora or full"
-    if job.references not in (0, profile.shape.references):
+    if job.references not in (0, profile.shape.references, int(profile.shape.takes_references)):
         yield f"references {job.references}", f"write references = {profile.shape.references}"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"

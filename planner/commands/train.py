@@ -74,7 +74,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     metavar="auto|no|DIR",
     help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
 )
-@click.option("--validate-every", type=click.IntRange(1, 10**5), metavar="N", help="Steps.  [default: at the end only]")
+@click.option("--validate-every", type=click.IntRange(1, 10**5), metavar="N", help="Samples; else at the end only.")
 @click.option("--validation-prompt", multiple=True, metavar="TEXT", help="Of a sample; may be repeated.")
 @click.option("--validation-prompts", metavar="FILE", help="The same, one a line.  [default: a caption of the data]")
 @click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
