@@ -10,15 +10,13 @@ recordings' own margin is kept beyond the range.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from planner import margin
-from planner.evidence import RAN, RAN_OUT
 from planner.job import Job, Machine, Strategy
-from planner.measurement import row_id
+from planner.measurement import RAN, RAN_OUT, row_id
 from planner.plan import Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
 from planner.units import MIB, gib
 
@@ -110,6 +108,8 @@ class Correction:
 
 def fit(seen: Sequence[Seen], where: str) -> Correction:
     """The correction that some runs of one model on one class of card, called `where`, ask for."""
+    import statistics  # slow to import, and without measurements nobody asks
+
     ran = [each for each in seen if each.ran]
     out = [each for each in seen if each.measured.outcome == "oom"]
     kept = 2 / (len(ran) + 1) if ran else 1.0
@@ -214,6 +214,8 @@ NOTHING = Learned()
 def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
     """An estimate whose numbers are those of runs. Where a phase that none of them went through needs more, the peak is
     that phase's, which nobody measured."""
+    import statistics
+
     through = ran[0].phases.intersection(*(each.phases for each in ran)) & found.phases.keys()
     if not through:
         return found

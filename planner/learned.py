@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +20,11 @@ from planner import catalog, home
 from planner.basis import NOTHING, Learned, Proof, Seen, fit
 from planner.errors import VplanError
 from planner.estimate import estimate
-from planner.evidence import RAN_OUT
 from planner.facts import GpuProfile
 from planner.ledger import Ledger, default_path
 from planner.library import facts
-from planner.measurement import ProbeRow, phases_of
+from planner.measurement import RAN_OUT, ProbeRow, phases_of
 from planner.plan import Environment, PhasePeak
-from planner.process import write_json
 from planner.run import Facts
 
 NEWEST = 48
@@ -167,6 +164,8 @@ class _Said:
     def keep(self) -> None:
         """Writes down what is new, where it can."""
         if len(self._found) > self._before and self._path.parent.is_dir():
+            from planner.process import write_json  # slow to import
+
             with contextlib.suppress(OSError):  # a folder that cannot be written: it is estimated again next time
                 write_json(self._path, {"of": self._print, "said": self._found})
 
@@ -184,6 +183,8 @@ def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
 
 def _fingerprint() -> str:
     """Changes with whatever an estimate without measurements is made of."""
+    import hashlib
+
     folders = (Path(vplan.HOME) / "planner", profiles.GPUS.parent, home.folder() / "models", home.folder() / "tapes")
     files = (
         path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".gz", ".json")

@@ -26,10 +26,10 @@ from planner.accuracy import (
 )
 from planner.commands.common import Verb, examples, json_option, show, table
 from planner.errors import VplanError
-from planner.evidence import RAN_OUT, own_row, read_rows
+from planner.evidence import own_row, read_rows
 from planner.job import Job, Machine, Strategy
 from planner.ledger import Ledger, default_path
-from planner.measurement import ProbeRow
+from planner.measurement import RAN_OUT, ProbeRow
 
 if TYPE_CHECKING:
     from rich.console import Console

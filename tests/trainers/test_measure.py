@@ -17,8 +17,8 @@ from planner.plan import Plan  # noqa: E402
 from trainers import measure  # noqa: E402
 from trainers.measure import out_of_memory, requested_bytes  # noqa: E402
 from trainers.meter import Meter  # noqa: E402
-from trainers.probed import Wanted  # noqa: E402
 from trainers.noise import randomise  # noqa: E402
+from trainers.probed import Wanted  # noqa: E402
 
 
 @pytest.mark.parametrize(
