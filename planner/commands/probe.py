@@ -170,6 +170,8 @@ def _render(console: Console, rows: list[Row], plans: list[tuple[str, Plan]]) ->
     console.print(table(columns, [_cells(row, *plan) for row, plan in zip(rows, plans, strict=True)]))
     console.print("memory in GiB", style="dim")
     for row in rows:
+        if left := row["details"].get("left_bytes"):
+            console.print(f"{row['id']}: {gib(left):.2f} GiB were not given back: see `nvidia-smi`", style="dim")
         for missing in row["details"].get("missing", ()):
             console.print(f"{row['id']}: not measured: {missing}", style="dim")
 

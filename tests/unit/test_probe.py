@@ -190,6 +190,16 @@ def test_a_ledger_that_cannot_be_written_takes_no_answer_away(
     assert "warning: the measurement is not kept: cannot write" in result.stderr
 
 
+def test_memory_that_a_driver_does_not_take_back_is_told(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first two runs it comes back at once, or after a while; of the last never."""
+    used = iter([GIB, 9 * GIB, GIB, GIB, GIB, GIB, *[5 * GIB] * 1000])
+    monkeypatch.setattr(probing, "used_bytes", lambda _: next(used))
+    monkeypatch.setattr(probing, "SETTLE_SECONDS", 0.3)
+    worker("tell(outcome='ok', phases={})")
+    rows = [probe(plan()) for _ in range(3)]
+    assert [row.details.get("left_bytes") for row in rows] == [None, None, 4 * GIB]
+
+
 def test_a_row_is_what_accuracy_reads(worker: Any, tmp_path: Path) -> None:
     peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB, "device_bytes": 3 * GIB, "retries": 0}
     worker(f"tell(outcome='ok', gpu='NVIDIA H100 80GB HBM3', driver='580.1', phases={{'train': {peaks}}})")
@@ -236,6 +246,17 @@ def test_a_hung_worker_and_its_children_are_gone_at_the_limit(worker: Any, tmp_p
     assert time.monotonic() - began < 20
     assert (row.measured.outcome, row.measured.phase) == ("timeout", "first_step")
     assert [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if _runs(pid)] == []
+
+
+def test_what_a_worker_that_died_had_started_is_gone(worker: Any, tmp_path: Path) -> None:
+    """Ranks lead sessions of their own, and a launcher may be the first to be killed."""
+    worker(
+        "import subprocess\n"
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        f"Path({str(tmp_path / 'pid')!r}).write_text(str(rank.pid)); time.sleep(2.5); os.kill(os.getpid(), 9)"
+    )
+    assert probe(plan()).measured.outcome == "host-oom"
+    assert not _runs(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
