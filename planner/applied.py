@@ -30,7 +30,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "vae": ("cached",),
     "validation_mode": ("off",),
     "group_offload": ("none",),
-    "attention": ("sdpa",),
+    "attention": ("sdpa", "flash", "cudnn", "efficient"),
     "compile": ("none", "blocks"),
     "context_parallel": (1,),
     "inactive_expert": ("absent",),
@@ -113,11 +113,9 @@ def _neither(
         yield f"references {job.references}", f"write references = {profile.shape.references}"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"
-    if strategy.swap_blocks and job.method == "full":
-        yield "swap_blocks of weights that are trained", "write swap_blocks = 0"
     weights = strategy.weights(job.method)
-    if strategy.swap_blocks and weights in QUANTISED:
-        yield f"swap_blocks of weights in {weights}", "write swap_blocks = 0, or weights_dtype = bf16"
+    if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
+        yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
     yield from _compiled(strategy, weights)
     for field, applied in values.items():
         value = getattr(strategy, field)
@@ -142,8 +140,10 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     yield from _not_set_up(job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
-    if profile.experts == 2:
-        yield "the range of noise levels that belongs to one of two experts", "train a model that is one"
+    if profile.experts == 2 and job.experts is None:
+        yield "one of two experts that is not named", "write experts = high or low: a run each"
+    if profile.experts == 2 and profile.training.boundary is None:
+        yield "one of two experts without the noise level between them", "write boundary into its profile"
 
 
 def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:

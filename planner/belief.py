@@ -28,7 +28,10 @@ HEADROOM = 0.01
 SURE = 1.645
 """Standard deviations to each side that hold 90 % of a normal distribution."""
 
-RATIOS = np.linspace(0.8, 1.3, 501)
+RATIOS = np.linspace(0.5, 3.0, 2501)
+
+SURPRISE = 1e-6
+"""What is believed beside the margin of a ratio far outside it: enough for measurements to say so."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,8 @@ class Seen:
 
     @property
     def proved(self) -> bool:
-        """Whether it ran, with room to spare, and never had to empty its cache for memory."""
-        seen = self.measured
-        return seen.outcome == "ok" and not seen.retries and self.excess_bytes <= 0
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether memory was short: of the GPU, or of the host."""
-        return self.measured.outcome in ("oom", "host-oom")
+        """Whether it ran, with room to spare."""
+        return self.measured.outcome == "ok" and self.excess_bytes <= 0
 
     @property
     def excess_bytes(self) -> int:
@@ -61,7 +58,7 @@ class Seen:
         if device is None:
             return budget if self.measured.outcome == "oom" else 0
         short = int(device * (1 + HEADROOM)) - budget
-        return max(short, 1) if self.measured.outcome == "oom" or self.measured.retries else short
+        return max(short, 1) if self.measured.outcome == "oom" else short
 
 
 class Belief:
@@ -71,9 +68,10 @@ class Belief:
         self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]
         below, above = margin.RECORDED
         centre, width = 1 + (above - below) / 2, (above + below) / 2 / SURE
-        weights = _normal((RATIOS - centre) / width)
+        logs = np.log(_normal((RATIOS - centre) / width) + SURPRISE)
         for each in seen:
-            weights = weights * self._likelihood(each)
+            logs = logs + self._likelihood(each)
+        weights = np.exp(logs - logs.max())
         self.weights: NDArray[np.float64] = weights / weights.sum()
         self.host_ratio = max((_host_ratio(each) for each in seen), default=1.0)
         self._limits: dict[tuple[float, int], int] = {}
@@ -106,13 +104,17 @@ class Belief:
         return estimated * min(map(_speed, self.ran), default=1.0)
 
     def _likelihood(self, each: Seen) -> NDArray[np.float64]:
+        """The logarithm of how likely each ratio makes what was measured."""
         estimated, device = each.estimate.peak.device_bytes, each.measured.device_bytes
-        if each.measured.outcome == "oom" or each.measured.retries:  # at the edge it needs more than it got
-            return 1 - _below((each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL)
+        if each.measured.outcome == "oom":
+            room: NDArray[np.float64] = (each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL
+            likely: NDArray[np.float64] = np.log(1 - _below(room) + SURPRISE)
+            return likely
         if each.measured.outcome != "ok" or device is None:
-            return np.ones_like(RATIOS)
-        # Never nothing: a machine far outside the margin must not leave a distribution of zeros.
-        return _normal((device / estimated - RATIOS) / RESIDUAL) + 1e-9
+            return np.zeros_like(RATIOS)
+        ratio = min(max(device / estimated, RATIOS[0]), RATIOS[-1])
+        apart: NDArray[np.float64] = (ratio - RATIOS) / RESIDUAL
+        return -(apart**2) / 2
 
 
 def _speed(each: Seen) -> float:

@@ -1,4 +1,4 @@
-"""Files that other people wrote: read with bounds and never run. Tables come out flat, their keys joined with dots."""
+"""Files that other people wrote: read with bounds and never run."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise VplanError(f"{name} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise VplanError(f"cannot read {name}: {reason}", "name another file") from None
+    except OSError as error:
+        raise VplanError(f"cannot read {name}: {error.strerror}", "name another file") from None
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A TOML, YAML or JSON file, flat: "data.num_frames" -> 16. Its ending says which it is."""
+    """A TOML, YAML or JSON file as tables within tables. Its ending says which it is."""
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
-        raise VplanError(
-            f"{quoted(path.name)} is no TOML, YAML or JSON by its name", "rename it: .toml, .yaml or .json"
-        )
+        raise VplanError(f"{quoted(path.name)} is no TOML, YAML or JSON by its name", "name a .toml, .yaml or .json")
     text = read_text(path, MAX_YAML_BYTES if kind == "yaml" else MAX_BYTES)
-    return flat(parse(text, kind, path.name), path.name)
+    found = parse(text, kind, path.name)
+    flat(found, path.name)  # refuses what is no table, too large or without end
+    assert isinstance(found, dict)
+    return found
 
 
 def parse(text: str, kind: str, name: str) -> Any:
@@ -83,7 +83,7 @@ def _yaml(text: str, name: str) -> Any:
 
 
 def flat(value: Any, name: str) -> dict[str, Any]:
-    """A table of tables as one: keys joined with dots, items of lists of tables numbered."""
+    """A table of tables as one: "data.num_frames", "datasets[0].resolution"."""
     if not isinstance(value, dict):
         raise VplanError(f"{quoted(name)} is no table of settings", "name a trainer's config")
     found: dict[str, Any] = {}
@@ -97,15 +97,11 @@ def flat(value: Any, name: str) -> dict[str, Any]:
 def _leaves(value: Any, prefix: str, depth: int, name: str) -> Iterator[tuple[str, Any]]:
     if depth > MAX_DEPTH:  # YAML can name a table within itself
         raise VplanError(f"{quoted(name)} is recursive or nested too deeply", f"{MAX_DEPTH} levels are read")
-    inner: Iterator[tuple[Any, Any]] | None = None
     if isinstance(value, dict) and value:
-        inner = iter(value.items())
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key), depth + 1, name)
     elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        inner = iter(enumerate(value))
-    if inner is None:
+        for at, item in enumerate(value):
+            yield from _leaves(item, f"{prefix}[{at}]", depth + 1, name)
+    else:
         yield prefix, value
-        return
-    if prefix and isinstance(value, list):
-        yield prefix, len(value)
-    for key, item in inner:
-        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key), depth + 1, name)

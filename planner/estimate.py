@@ -81,13 +81,20 @@ def estimate(
 
     ``layout`` may give runs from a cache, as a search does.
     """
+    return of_run(*replayed(job, strategy, machine, facts, trainer, layout), trainer)
+
+
+def replayed(
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
+) -> tuple[Run, list[Played]]:
+    """The run at the worst of the job's buckets, and its stages replayed in the order they run."""
     strategy = resolve(job, strategy, machine)
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
-        return _of_run(runs[0], play(runs[0]), trainer)
+        return runs[0], play(runs[0])
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
     runs.sort(key=lambda run: _reserved(play(run)))
-    return _of_run(runs[-1], max(play(*runs), play(*reversed(runs)), key=_reserved), trainer)
+    return runs[-1], max(play(*runs), play(*reversed(runs)), key=_reserved)
 
 
 def _reserved(played: list[Played]) -> int:
@@ -101,7 +108,7 @@ def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Fact
     return next(entry for entry in reversed(play(run)) if entry.phase == "optimizer").allocated_after_bytes
 
 
-def _of_run(run: Run, played: list[Played], trainer: str) -> Estimate:
+def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
     """The estimate of a replayed run."""
     job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
     correction, outside = facts.learned.correction, outside_bytes(run)

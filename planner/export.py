@@ -59,7 +59,8 @@ def fields_of(plan: Plan) -> Fields:
     strategy = resolve(plan.job, plan.strategy, plan.machine)
     found = {name: getattr(plan.job, name) for name in Job.model_fields}
     found |= {name: getattr(strategy, name) for name in Strategy.model_fields}
-    return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes}
+    version = plan.trainer.partition("@")[2]
+    return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes, "version": version}
 
 
 def plan_with(plan: Plan, wanted: Fields) -> Plan:
@@ -103,6 +104,9 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         interface.write(dialect, before)
     except NotSaidError as error:
         faults = "; ".join(each.message for each in error.refused)
+        if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
+            fix = f"plans are exported to {', '.join(targets())}"
+            raise VplanError(f"{dialect.title} cannot do this plan: {faults}", fix) from None
         near = nearest(dialect, plan)
         after = fields_of(near)
         changed = {field: after[field] for field in after if after[field] != before[field]}

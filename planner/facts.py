@@ -100,7 +100,12 @@ class Training(Record):
     objective: Literal["flow", "v", "epsilon"]
     weights_dtype: FloatDtype
     num_train_timesteps: Count
-    timestep_sampling: Text
+    timestep_sampling: Literal["uniform", "logit_normal", "shifted_logit_normal", "stretched_logit_normal"]
+    """density of the noise levels that training draws"""
+    training_shift: Positive = 1.0
+    """of those levels"""
+    boundary: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None
+    """noise level between two experts: where the low-noise one takes over"""
     shift: Positive | None = None
     shift_720p: Positive | None = None
     """of sampling at 720p, where that differs"""

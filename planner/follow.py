@@ -11,10 +11,15 @@ from typing import Any, Self
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from planner.launch import SAMPLES
+from planner import launch
+from planner.launch import PREPARE_FOLDER, SAMPLES, Outcome, Preparation, result_file
+from planner.process import read_json
 from planner.units import format_gib, format_seconds
+
+NAMED = 5
+"""Files left out that are named; the others are counted."""
 
 RECENT = 20
 """Steps whose median says how long one takes."""
@@ -76,7 +81,7 @@ class Follower:
     def _take_samples(self, line: dict[str, Any]) -> None:
         """Samples that are being made, or are made, or could not be."""
         if "validating" in line:
-            self._bar.update(self._task, description=f"making {line['validating']} samples")
+            self._bar.update(self._task, description=f"making sample {line['validating']} of {line['of']}")
             return
         names = [str(self.path.parent / SAMPLES / name) for name in line["samples"]]
         self.samples += names
@@ -127,3 +132,53 @@ class Follower:
         if "device_bytes" in self.peaks:
             words.append(f"peak {format_gib(self.peaks['device_bytes'])}")
         return ", ".join(words)
+
+
+class Preparing:
+    """Shows how far the encoding of the data is. On a terminal it draws a bar; elsewhere it says what it begins."""
+
+    def __init__(self, output: Path) -> None:
+        self.folder = output / PREPARE_FOLDER
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("looking through the data", total=None)
+        self._doing = ""
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def tick(self) -> None:
+        """Takes in how far the worker is."""
+        told = read_json(self.folder / result_file(0))
+        if "doing" not in told:
+            return
+        what = f"encoding {told['doing']}"
+        if what != self._doing:
+            self._doing = what
+            self._bar.reset(self._task, description=what, total=told["all"])
+            if self._bar.disable:
+                click.echo(f"{what}: {told['all']}", err=True)
+        self._bar.update(self._task, completed=told["done"])
+
+    def notes(self) -> list[str]:
+        """What the worker said of the data: what was left out and why, and what happened to the rest."""
+        told = read_json(self.folder / result_file(0))
+        left = [*told.get("skipped", ()), *told.get("broken", ())]
+        found = [f"left out: {fault}" for fault in left[:NAMED]]
+        if len(left) > NAMED:
+            found.append(f"left out: {len(left) - NAMED} more (all are named in {self.folder / result_file(0)})")
+        return [*found, *told.get("notes", ())]
+
+
+def prepare(wanted: Preparation, output: Path) -> tuple[Outcome, list[str]]:
+    """Has the data of a run encoded and shows how far that is; how it ended, and what was said of the data."""
+    with Preparing(output) as preparing:
+        ended = launch.prepare(wanted, output, preparing.tick)
+    return ended, preparing.notes()

@@ -8,6 +8,7 @@ all they started are gone when `run` returns, also when it ends by an error or a
 import contextlib
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,11 +20,17 @@ from planner.plan import Plan
 from planner.probe import LIBRARIES
 from planner.process import Ended, read_json, watch_worker, write_json
 from planner.record import Count, CountOrZero, Flag, NotNegative, Positive, Record
+from planner.units import KIB
 
 REQUEST, METRICS, LOG, SAMPLES = "request.json", "metrics.jsonl", "log.txt", "samples"
 RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
+FULL_BYTES = 64 * KIB
+"""Less than this free is a full disk."""
 NAN, OUT_OF_MEMORY = 73, 75
 """Exit codes of a rank. What happened is in its result file; these are for whoever reads the launcher's log."""
+
+TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
+"""Accelerate's (``accelerate.utils.LoggerType``), each called like the module it needs."""
 
 PORT = 29500
 """Where ranks of several machines meet (torchrun's default)."""
@@ -203,6 +210,9 @@ def outcome(folder: Path, ended: Ended) -> Outcome:
     if ended.returncode == 0 and told and all(result.get("outcome") == "ok" for result in told):
         return Outcome("ok")
     log = folder / LOG
+    if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
+        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        return Outcome("crash", f"the disk of {folder} is full", fix, 4)
     return Outcome("crash", f"{_cause(told, ended)}; its last words: {_last_words(log)}", f"read {log}", 4)
 
 
@@ -240,4 +250,5 @@ def check_installed(plan: Plan, log_with: str | None) -> None:
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"training this plan needs {package}", "install it: pip install 'vplan[train]'")
     if log_with and importlib.util.find_spec(log_with) is None:
-        raise VplanError(f"--log-with {log_with} needs {log_with}", f"install it: pip install {log_with}")
+        package = log_with.replace("_", "-")
+        raise VplanError(f"--log-with {log_with} needs {package}", f"install it: pip install {package}")

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +28,7 @@ BEAT_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 45.0
 """Without a sign of life a computer is gone: all others end within a minute."""
-WORST = ("refused", "oom", "host-oom", "nan", "crash")
+WORST = ("refused", "oom", "host-oom", "nan", "gone", "crash")
 """Outcomes by how much they say of the cause: what one rank ran into makes the others crash."""
 
 
@@ -157,7 +157,8 @@ class Peers:
             own = run(request, nodes, both)
         except ElsewhereError as error:  # ours have been ended; they may have told the cause before
             own = outcome(run_folder(Path(request.output), nodes), Ended(None))
-            own = error.outcome if own.name in ("ok", "crash") else own
+            if own.name in ("ok", "crash"):
+                own = error.outcome if error.outcome.name == "gone" else Outcome("ended")
         return self.settle(attempt, own)
 
     def watch(self, attempt: int) -> None:
@@ -174,20 +175,28 @@ class Peers:
                 raise ElsewhereError(_gone(rank))
 
     def settle(self, attempt: int, own: Outcome) -> Outcome:
-        """Tells how this computer's ranks ended, and returns how all did: what says most of the cause."""
-        write_json(self._result(self.rank, attempt), own._asdict())
-        found = [own, *self._others(attempt)]
-        failed = [one for name in WORST for one in found if one.name == name]
-        return failed[0] if failed else own
+        """Tells how this computer's ranks ended, and returns how all did: what says most of the cause.
 
-    def _others(self, attempt: int) -> Iterator[Outcome]:
+        Ranks that crashed, each on its computer, are all quoted: most only saw that another was gone.
+        """
+        write_json(self._result(self.rank, attempt), own._asdict())
+        found = {self.rank: own, **self._others(attempt)}
+        failed = [one for name in WORST for one in found.values() if one.name == name]
+        if not failed or failed[0].name != "crash":
+            return failed[0] if failed else own
+        each = {f"computer {rank}: {one.message}" for rank, one in sorted(found.items()) if one.name == "crash"}
+        return failed[0]._replace(message="; ".join(sorted(each)))
+
+    def _others(self, attempt: int) -> dict[int, Outcome]:
+        found: dict[int, Outcome] = {}
         for rank, pulse in self._pulses.items():
             while not (told := self._told(rank, attempt)):
                 if pulse.look() > SILENT_SECONDS:
                     told = _gone(rank)
                     break
                 time.sleep(LOOK_SECONDS / 4)
-            yield told
+            found[rank] = told
+        return found
 
     def _result(self, rank: int, attempt: int) -> Path:
         return self.folder / f"outcome-{rank}-{attempt}.json"
@@ -199,4 +208,4 @@ class Peers:
 
 def _gone(rank: int) -> Outcome:
     message = f"computer {rank} has stopped answering, and the ranks of the others were ended"
-    return Outcome("crash", message, "see what became of it, and give the command again on all of them", 4)
+    return Outcome("gone", message, "see what became of it, and give the command again on all of them", 4)

@@ -95,7 +95,7 @@ class Script:
     """the file's name, or "the command" """
     programs: tuple[Program, ...] = ()
     config: dict[str, Any] | None = None
-    """of a config file that was given instead of a command, flat"""
+    """of a config file that was given instead of a command: tables within tables"""
     tree: ast.Module | None = None
     """of a Python file"""
     folder: Path | None = None
@@ -113,7 +113,7 @@ class Script:
             return None
 
     def document(self, path: str) -> dict[str, Any] | None:
-        """A config file that the script names, flat; None when it is not there."""
+        """A config file that the script names, as tables; None when it is not there."""
         found = self.find(path)
         return read_document(found) if found else None
 

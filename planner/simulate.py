@@ -18,7 +18,7 @@ from planner.job import SPLIT, Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.measurement import ProbeRow, row_id
 from planner.phases import caching
-from planner.plan import Environment, Measured, PhaseName, Plan
+from planner.plan import Environment, Measured, Outcome, PhaseName, Plan
 from planner.program import Block, Stage, kept_template
 from planner.replay import CachingAllocator, Replayed
 from planner.rules import resolve
@@ -48,6 +48,7 @@ NOT_HIDDEN = 0.05
 START_SECONDS = 20.0
 """Imports, building the model and the first step's extra work, before the steady steps."""
 PROCESS_BYTES = 3 * GIB
+STEADY = ("train", "optimizer")
 LINK_BETWEEN_GPUS = 0.6
 """Part of NVLink's rate, or of the link to the host, that one GPU sends at."""
 
@@ -150,36 +151,32 @@ class _Played:
             return Measured(outcome="host-oom", phase="load", host_bytes=run.machine.host_ram), None
         outside = self.hidden.context_bytes + self.hidden.slack_bytes + slack + run.outside_bytes + _communicators(run)
         room = run.facts.gpu.allocatable_bytes - run.machine.reserve - outside
-        allocated = reserved = retries = 0
+        allocated = reserved = retries = steady = 0
         phase: PhaseName = "load"
+        outcome: Outcome = "ok"
+        requested = None
         for name, replayed in self._replayed(room):
             if replayed.allocated_peak_bytes > allocated:
                 allocated, phase = replayed.allocated_peak_bytes, name
             reserved = max(reserved, replayed.reserved_peak_bytes)
-            retries += replayed.retries if name in ("train", "optimizer") else 0
+            retries += replayed.retries
+            steady += replayed.retries if name in STEADY else 0
             if replayed.oom_at is not None:
-                seen = Measured(
-                    outcome="oom",
-                    phase=name,
-                    allocated_bytes=allocated,
-                    reserved_bytes=reserved,
-                    device_bytes=reserved + outside,
-                    retries=retries,
-                )
-                return seen, replayed.requested_bytes
-        return (
-            Measured(
-                outcome="ok",
-                phase=phase,
-                allocated_bytes=allocated,
-                reserved_bytes=reserved,
-                device_bytes=reserved + outside,
-                host_bytes=host,
-                step_seconds=seconds,
-                retries=retries,
-            ),
-            None,
+                outcome, phase, requested = "oom", name, replayed.requested_bytes
+                break
+        if outcome == "ok" and steady:  # it had to empty its cache in steps that bring nothing new: at the edge
+            outcome, phase = "oom", "train"
+        seen = Measured(
+            outcome=outcome,
+            phase=phase,
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            device_bytes=reserved + outside,
+            host_bytes=host,
+            step_seconds=seconds if outcome == "ok" else None,
+            retries=retries,
         )
+        return seen, requested
 
     def _replayed(self, room: int) -> Iterator[tuple[PhaseName, Replayed]]:
         """Every stage in order on one allocator; what is cached before, on allocators of its own."""

@@ -180,8 +180,11 @@ MUSUBI = Source(
         *(Entry(f"src/musubi_tuner/{name}_train_network.py", "main") for name in _MUSUBI.split()),
         *(Entry(f"src/musubi_tuner/{name}_train.py", "main") for name in ("qwen_image", "zimage")),
         Entry("src/musubi_tuner/hv_train.py", "setup_parser"),
-        *(Entry(f"src/musubi_tuner/{name}_cache_latents.py", "main") for name in ("wan", "qwen_image", "zimage")),
-        *(Entry(f"src/musubi_tuner/{name}_cache_text_encoder_outputs.py", "main") for name in ("wan", "qwen_image")),
+        *(
+            Entry(f"src/musubi_tuner/{name}cache_{what}.py", "main")
+            for name in ("", "wan_", "qwen_image_", "zimage_", "flux_2_", "flux_kontext_", "hv_1_5_", "krea2_")
+            for what in ("latents", "text_encoder_outputs")
+        ),
         Entry(
             "dataset.toml",
             format="toml",

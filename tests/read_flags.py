@@ -194,7 +194,7 @@ def keys(reader: Reader, path: str, names: dict[str, str]) -> list[dict[str, Any
                 if looked := lookup(one):
                     where, name, default = looked
                     if where == "kwargs":
-                        add(given, name, type_of(default), default)
+                        add(given, name, hint(default), default)
         elif (
             isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and isinstance(node.targets[0], ast.Name)
         ):
@@ -203,7 +203,7 @@ def keys(reader: Reader, path: str, names: dict[str, str]) -> list[dict[str, Any
                     text = ast.unparse(value)
                     add(given.removeprefix("."), constant(key) if key else None, LITERAL_KINDS.get(text, "str"))
         elif (looked := lookup(node)) and looked[0] in names:
-            add(names[looked[0]], looked[1], type_of(looked[2]), looked[2])
+            add(names[looked[0]], looked[1], hint(looked[2]), looked[2])
     return list(found.values())
 
 
@@ -218,6 +218,11 @@ def lookup(node: ast.AST) -> tuple[str, Any, Any] | None:
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
         return ast.unparse(node.comparators[0]), constant(node.left), UNREADABLE
     return None
+
+
+def hint(default: Any) -> str:
+    """A default is no declaration: a key that is `false` may take a word too."""
+    return "dict" if isinstance(default, dict) else "any"
 
 
 def type_of(value: Any) -> str:

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import json
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,11 +38,16 @@ from trainers.step import DTYPES, compute_dtype
 from trainers.store import Digests, Store
 
 FORMAT = 1
+TELL_SECONDS = 0.25
 Item = TypeVar("Item")
 
 
 def _alone() -> None:
     """A process by itself waits for nobody."""
+
+
+def _silent(**_: Any) -> None:
+    """Nobody is told."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Setting:
     ranks: int = 1
     wait: Callable[[], None] = _alone
     """returns when all ranks have called it"""
+    tell: Callable[..., None] = _silent
+    """is told what is encoded (``doing``, ``done`` of ``all``) and which samples were left out (``broken``)"""
 
 
 def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False, show: bool = True) -> list[Entry]:
@@ -73,14 +81,16 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False, show: 
     text_keys = [work.text_key(caption) for caption in captions]
     work.encode("captions", work.text_turns, dict(zip(text_keys, captions, strict=True)))
     work.encode("clips", work.clip_turns, dict(zip(clip_keys, dataset.samples, strict=True)), skip_bad=skip_bad)
-    store, entries = work.store, []
+    store, entries, broken = work.store, [], []
     for key, sample in zip(clip_keys, dataset.samples, strict=True):
-        if skip_bad and store.fault(key) is not None:
+        if skip_bad and (fault := store.fault(key)) is not None:
+            broken.append(str(Fault(sample.clip.name, fault)))
             continue
         entries.append(Entry(store.path(key), store.path(work.text_key(sample.clip.caption)), sample.bucket))
     if not entries:
         faults = [Fault(sample.clip.name, "breaks while it is decoded") for sample in dataset.samples]
         raise refused(faults, len(faults))
+    setting.tell(broken=broken)
     return entries
 
 
@@ -276,5 +286,10 @@ class Work:
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         quiet = not self.show or self.setting.rank != 0
+        told = 0.0
         with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
-            yield from progress.track(items.items(), description=f"encoding {what}")
+            for done, item in enumerate(progress.track(items.items(), description=f"encoding {what}")):
+                if time.monotonic() - told > TELL_SECONDS:
+                    self.setting.tell(doing=what, done=done, all=len(items))
+                    told = time.monotonic()
+                yield item

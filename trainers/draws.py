@@ -64,6 +64,15 @@ def normal(count: int, device: torch.device) -> Tensor:
     return torch.cat([torch.randn(1, device=device, generator=generator) for generator in _generators])
 
 
+def uniform(count: int, device: torch.device) -> Tensor | None:
+    """One number between 0 and 1, neither of them, a sample, in fp64: (count,); None without seeds."""
+    if not _generators:
+        return None
+    _each(count)
+    drawn = [torch.rand(1, device=device, dtype=torch.float64, generator=each) for each in _generators]
+    return torch.cat(drawn).clamp(1e-9, 1 - 1e-9)
+
+
 def integers(high: int, count: int, device: torch.device) -> Tensor:
     """One integer from 0 to ``high`` - 1 a sample: (count,)."""
     if not _generators:

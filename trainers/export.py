@@ -25,8 +25,14 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name that pipelines look for (diffusers loaders.lora_base)."""
 
 
-def part(profile: ModelProfile) -> str:
-    """What pipelines call the model: the prefix of its LoRA weights, and its folder."""
+def part(profile: ModelProfile, job: Job | None = None) -> str:
+    """What pipelines call the model: the prefix of its LoRA weights, and its folder.
+
+    The low-noise expert's folder is the second one; its LoRA file is like the other's, and a pipeline is told where it
+    belongs (``load_lora_weights(..., load_into_transformer_2=True)``).
+    """
+    if profile.experts == 2 and job and job.experts == "low":
+        return "transformer_2"
     return "unet" if profile.family == "unet" else "transformer"
 
 
@@ -44,7 +50,7 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average
             if job.method == "lora":
                 save_file(lora_tensors(found, part(profile)), partial / LORA_FILE, metadata={"format": "pt"})
             else:
-                whole_model(found, profile, engine).save_pretrained(partial / part(profile))
+                whole_model(found, profile, engine).save_pretrained(partial / part(profile, job))
             for path in partial.rglob("*"):
                 checkpoints.sync(path)
             shutil.rmtree(folder, ignore_errors=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner import catalog
 from planner.errors import VplanError
 from planner.monitor import DeviceMemory
 from trainers import step
+from trainers.kernels import Kernels
 from trainers.meter import Meter, Told
 from trainers.probed import Probed, Wanted
 from trainers.start import start
@@ -204,38 +204,13 @@ def _sampled(watch: DeviceMemory | None) -> dict[str, Any]:
     return {"device_hertz": watch.hertz, "missing": watch.missing} if watch else {}
 
 
-KERNELS = {
-    "_scaled_dot_product_flash_attention": "flash",
-    "_scaled_dot_product_cudnn_attention": "cudnn",
-    "_scaled_dot_product_efficient_attention": "efficient",
-    "_scaled_dot_product_flash_attention_for_cpu": "flash-cpu",
-    "_safe_softmax": "math",
-    "_softmax": "math",
-}
-"""Operator that torch's scaled_dot_product_attention ends in -> kernel. The math path is known by its softmax."""
-
-
-class _Kernels(TorchDispatchMode):
-    """Notes which attention operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kernel = KERNELS.get(func.overloadpacket.__name__)
-        if kernel:
-            self.seen.add(kernel)
-        return func(*args, **(kwargs or {}))
-
-
 def attention_kernels(probed: Probed) -> str:
     """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
     wanted = probed.wanted
     batch = probed.kind.batch(wanted.grids[0], probed.meter.device, probed.dtype)
-    with _Kernels() as kernels:
+    with Kernels() as kernels:
         step.forward(probed.trainee, probed.kind, batch, wanted.strategy)
-    return "+".join(sorted(kernels.seen)) or "unknown"
+    return kernels.names
 
 
 def _write_history(wanted: Wanted, meter: Meter) -> None:

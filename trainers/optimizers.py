@@ -73,12 +73,19 @@ class SteppedInBackward:
 
     def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
         self.optimizers = {parameter: make_one([parameter], strategy, learning_rate) for parameter in parameters}
+        self._taken_up: set[torch.Tensor] = set()
         for parameter in self.optimizers:
             parameter.register_post_accumulate_grad_hook(self.step_parameter)
 
     def step_parameter(self, parameter: torch.Tensor) -> None:
         """Steps one parameter and frees its gradient."""
         optimizer = self.optimizers[parameter]  # type: ignore[index]
+        if parameter in self._taken_up:  # a swapped parameter was in host RAM then, and torch puts states beside it
+            self._taken_up.remove(parameter)
+            state = optimizer.state[parameter]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    state[name] = value.to(parameter.device)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -95,6 +102,7 @@ class SteppedInBackward:
         """Takes up what `state_dict` gave."""
         for optimizer, kept in zip(self.optimizers.values(), state["each"], strict=True):
             take_up(optimizer, kept)
+        self._taken_up = set(self.optimizers)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:

@@ -182,8 +182,8 @@ def set_up(
     if strategy.sharding == "fsdp":
         device = next(model.parameters()).device.type
         shard(model, profile, job, strategy, init_device_mesh(device, (dist.get_world_size(),)))
-    step.compile_blocks(model, profile, strategy)
     trainable = step.trainable_parameters(model)
+    step.choose_kernels(model, profile, strategy, next(iter(trainable.values())).device)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
     scaler = loss_scaler(job, strategy, next(iter(trainable.values())).device)
     engine: Alone

@@ -5,6 +5,7 @@ A process of its own, so that the encoders and all they left on the GPU are gone
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
     report.tell(rank=0, phase="encode")
     set_allocator(wanted.plan.strategy.expandable_segments)
     try:
-        prepare(wanted)
+        prepare(wanted, report.tell)
     except VplanError as error:
         report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -32,8 +33,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def prepare(wanted: Preparation) -> None:
-    """Encodes what is not in the cache yet and writes the list of samples beside it."""
+def prepare(wanted: Preparation, tell: Callable[..., None]) -> None:
+    """Encodes what is not in the cache yet and writes the list of samples beside it.
+
+    `tell` hears how far it is, what is worth saying of the data (``notes``) and what was left out.
+    """
     import torch
 
     from trainers import samples
@@ -52,10 +56,12 @@ def prepare(wanted: Preparation) -> None:
         source=wanted.weights,
         folder=entries.parent,
         device=torch.device(wanted.device),
+        tell=tell,
     )
     is_cache = entries.is_file() and entries.parent == Path(wanted.data)  # made by others: there are no clips
     dataset = None if is_cache else read(Path(wanted.data), profile, plan.job, Reading(skip_bad=wanted.skip_bad))
     if dataset is not None and not entries.is_file():
+        tell(notes=list(dataset.notes), skipped=[str(fault) for fault in dataset.skipped])
         write_entries(entries, cached(dataset, setting, skip_bad=wanted.skip_bad))
     if wanted.validation:
         at = Path(wanted.validation).parent

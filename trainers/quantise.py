@@ -14,6 +14,7 @@ Which modules stay as they are is diffusers' rule: every linear layer is quantis
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,11 @@ def _prepare_nf4(model: nn.Module, compute_dtype: torch.dtype) -> None:
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what peft asks before it looks at the layers
 
 
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a parameter on ``meta`` will be kept as something else than its numbers: int8 or nf4."""
+    return hasattr(parameter, "qdata") or hasattr(parameter, "compress_statistics")
+
+
 def store(module: nn.Module, name: str, weight: Tensor) -> None:
     """Puts a half-precision weight, filled on its device, into its module as the module stores it."""
     place = module._parameters[name]
@@ -99,16 +105,45 @@ def store(module: nn.Module, name: str, weight: Tensor) -> None:
         module._parameters[name] = nn.Parameter(weight, requires_grad=place.requires_grad)
 
 
-def stored_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors a parameter is kept in, by name: itself, or its integers and their scales."""
+class Place(NamedTuple):
+    """Where a plain tensor is kept: an attribute of a parameter or of what belongs to it."""
+
+    holder: Any
+    attribute: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is there."""
+        found: Tensor = getattr(self.holder, self.attribute)
+        return found
+
+    def put(self, tensor: Tensor) -> None:
+        """Replaces it by a tensor of the same shape and format, wherever that lies."""
+        setattr(self.holder, self.attribute, tensor)
+
+
+def places(name: str, parameter: Tensor) -> Iterator[tuple[str, Place]]:
+    """Where a parameter's plain tensors are, by name: itself, or its integers and their scales."""
     if hasattr(parameter, "qdata"):
         for part in parameter.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield f"{name}.{part}", getattr(parameter, part)
+            yield f"{name}.{part}", Place(parameter, part)
         return
-    yield name, parameter
+    yield name, Place(parameter, "data")
     state, prefix = getattr(parameter, "quant_state", None), name
     while state is not None:
         for part in ("absmax", "code", "offset"):
-            if (tensor := getattr(state, part)) is not None:
-                yield f"{prefix}.{part}", tensor
+            if getattr(state, part) is not None:
+                yield f"{prefix}.{part}", Place(state, part)
         state, prefix = state.state2, f"{prefix}.nested"
+
+
+def stored_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors a parameter is kept in, by name."""
+    for full_name, place in places(name, parameter):
+        yield full_name, parameter if place.holder is parameter and place.attribute == "data" else place.tensor
+
+
+def to_host(parameter: Tensor) -> None:
+    """Moves what a parameter is kept in to host RAM; what it says of its own device stays."""
+    for _, place in places("", parameter):
+        place.put(place.tensor.cpu())

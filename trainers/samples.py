@@ -132,17 +132,19 @@ class Samples:
     def make(self, model: nn.Module, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
         """Makes them behind an optimizer step, when gradients are freed. All ranks call it together."""
         if self.rank == 0:
-            tell({"step": done, "validating": len(self.wishes)})
             began = time.perf_counter()
-            made, note = self._make(model, done)
+            made, note = self._make(model, done, tell)
             tell({"step": done, "samples": made, "note": note, "seconds": round(time.perf_counter() - began, 6)})
         self._wait(done)
 
-    def _make(self, model: nn.Module, done: int) -> tuple[list[str], str | None]:
+    def _make(
+        self, model: nn.Module, done: int, tell: Callable[[dict[str, Any]], None]
+    ) -> tuple[list[str], str | None]:
         """The files that were made, and why not all of them were."""
         made: list[str] = []
         try:
             for number, wish in enumerate(self.wishes):
+                tell({"step": done, "validating": number + 1, "of": len(self.wishes)})
                 frames = validate.sample(
                     model, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
                     self._asked(wish, number),

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
 from planner.trainable import matches
-from trainers import draws, families, quantise
+from trainers import draws, families, kernels, quantise
 from trainers.families.base import Family
 from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
@@ -179,6 +179,12 @@ def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]
 
 
+def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
+    """What a model that will run has beyond one that is recorded: the attention asked for, and compiled blocks."""
+    kernels.ask_for(model, strategy.attention, device)
+    compile_blocks(model, profile, strategy)
+
+
 COMPILER = "inductor"
 """The backend of torch.compile."""
 
@@ -225,7 +231,7 @@ def materialise(
     """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
 
     Those named in ``on_host`` are made in host RAM instead. A quantised base is quantised on the device, one
-    half-precision weight after another. Parameters that are tied stay so.
+    half-precision weight after another, and what is to wait goes from there. Parameters that are tied stay so.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -234,11 +240,14 @@ def materialise(
                 module._parameters[name] = made[parameter]
             elif parameter is not None and parameter.is_meta:
                 full_name = f"{prefix}.{name}" if prefix else name
-                where = "cpu" if full_name in on_host else device
+                waits, packed = full_name in on_host, quantise.is_packed(parameter)
+                where = "cpu" if waits and not packed else device
                 weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
                 if fill is not None:
                     fill(full_name, weight)
                 quantise.store(module, name, weight)
+                if waits and packed:
+                    quantise.to_host(module._parameters[name])
                 made[parameter] = module._parameters[name]
                 del weight
         for name, buffer in module._buffers.items():

@@ -6,6 +6,7 @@ number of the step, so nothing but the weights and the optimizer's state has to 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -40,6 +41,7 @@ def run(request: Request, report: Report) -> int:
     """Trains, and tells how it ended; an error that nobody foresaw is the caller's."""
     from trainers.checkpoint import NotFiniteError
     from trainers.measure import out_of_memory
+    from trainers.store import NO_ROOM
 
     try:
         Training(request, report).train()
@@ -49,6 +51,12 @@ def run(request: Request, report: Report) -> int:
     except NotFiniteError as error:
         report.tell(outcome="nan", message=str(error))
         return NAN
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        report.tell(outcome="refused", message=f"the disk of {request.output} is full", fix=fix, exit_code=4)
+        return 4
     except (RuntimeError, MemoryError) as error:
         outcome = out_of_memory(error)
         if outcome is None:
@@ -73,7 +81,7 @@ class Training:
         self.strategy = request.plan.strategy
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)
-        self.kind = family(self.profile)
+        self.kind = family(self.profile).for_job(self.job)
         report.tell(phase="start")
         self.device = find_device(request.device)
         self.watch = Watch(self.device)
@@ -85,6 +93,7 @@ class Training:
         self.metrics = Metrics(self.output / METRICS, self.done) if self.rank == 0 else None
         self.rate = rates(request)
         self.samples = self._samples()
+        self.looked = False
         report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
 
     def train(self) -> None:
@@ -205,7 +214,8 @@ class Training:
         sampler = self.loader.sampler
         shape = sampler.step(number).bucket
         self.report.told["shape"] = shape.to_json()
-        loss = step.accumulated_step(self.trainee, self.kind, self.loader.batches(number), self.strategy)
+        with self._seen_kernels() as seen:
+            loss = step.accumulated_step(self.trainee, self.kind, self.loader.batches(number), self.strategy)
         if self.average:
             self.average.update()
         mean = float(parallel.mean_over_ranks(loss))
@@ -214,12 +224,20 @@ class Training:
         self.done = number + 1
         line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
         line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        line |= {"attention_kernel": seen.names} if seen else {}
         if (scaler := self.engine.scaler) is not None:
             line |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped}
         line |= {"seconds": round(time.perf_counter() - began, 6), **self.watch.peaks()}
         if self.metrics:
             self.metrics.write(line)
         self.accelerator.log({name: value for name, value in line.items() if value is not None}, step=self.done)
+
+    def _seen_kernels(self) -> contextlib.AbstractContextManager[Any]:
+        """Looks on in the first step that this process does. A compiled block would not run as such meanwhile."""
+        from trainers.kernels import Kernels
+
+        looked, self.looked = self.looked, True
+        return contextlib.nullcontext() if looked or self.strategy.compile != "none" else Kernels()
 
     def _save(self) -> None:
         from trainers import checkpoint

@@ -338,7 +338,7 @@ def _arguments(kind: Family, sampler: Sampler, job: Job, asked: Asked, shape: Va
     if asked.guidance is not None:
         said[sampler.scale] = asked.guidance
     if sampler.negative and not job.guided:
-        said[sampler.scale] = 1.0
+        said[sampler.scale] = sampler.unguided
     if sampler.image:
         image = asked.image or Image.new("RGB", (shape.width, shape.height))
         said |= kind.sampled_image(image, shape.height, shape.width, shape.frames)

@@ -88,7 +88,7 @@ def load(
 ) -> None:
     """Allocates a built model on the device with its weights from files.
 
-    The frozen weights of ``swapped`` blocks stay in host RAM. ``trained`` are a checkpoint's weights, by the names of
+    The weights of ``swapped`` blocks stay in host RAM. ``trained`` are a checkpoint's weights, by the names of
     what trains. A new adapter begins as peft's does (``init_lora_weights="gaussian"``: B is zero, so that the model
     begins as it was), the same on every rank.
     """

@@ -26,6 +26,7 @@ VERBS = {
     "probe": "What a plan really takes, measured on this machine's GPU.",
     "preflight": "Whether a plan can start on this machine as it is now.",
     "train": "Trains: a plan or a model, from clips to finished weights.",
+    "check": "Where another trainer's command dies, and what to change.",
     "export": "A plan as another trainer's own files.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",

@@ -79,6 +79,4 @@ def _cells(tuning: Tuning, number: int, told: Told) -> tuple[str, ...]:
     device = "-" if seen.device_bytes is None else f"{gib(seen.device_bytes):.2f}"
     seconds = "-" if seen.step_seconds is None else f"{seen.step_seconds:.2f}"
     outcome = f"{seen.outcome} in {seen.phase}" if seen.outcome != "ok" and seen.phase else seen.outcome
-    if seen.outcome == "ok" and seen.retries:
-        outcome = "ok, but at the edge (its cache had to be emptied for room)"
     return str(number), what, estimated, device, seconds, f"{outcome} (from the ledger)" if told.known else outcome

@@ -15,10 +15,11 @@ import click
 from planner import catalog, checkpoints, doctor, launch, preflight, validation
 from planner.checks import FAILED
 from planner.commands import USAGE
+from planner.commands.batch import write_script
 from planner.commands.common import DONE, Verb, examples, json_option, show
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
-from planner.follow import Follower
+from planner.follow import Follower, prepare
 from planner.peers import Peers
 from planner.plan import Plan, read_plan, write_plan
 from planner.stepdown import difference, next_plan
@@ -42,6 +43,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
         "vplan train plan.toml --data clips --output run --validation-mode on --validation-prompt 'a cat runs'",
+        "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh && sbatch job.sh",
     ),
 )
 @request_options(searched=True)
@@ -77,13 +79,19 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 @click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
 @click.option("--validation-guidance", type=click.FloatRange(0, 100), metavar="X", help="Guidance scale of a sample.")
 @click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
-@click.option("--log-with", metavar="NAME", help="Also tell one of accelerate's trackers: tensorboard, wandb.")
+@click.option(
+    "--log-with",
+    type=click.Choice(launch.TRACKERS),
+    metavar="NAME",
+    help="Also tell one of accelerate's trackers: tensorboard, wandb, ...",
+)
 @click.option("--node-rank", type=click.IntRange(0), default=0, metavar="N", help="This computer's number, from 0.")
 @click.option("--main-address", metavar="HOST", help="The first computer's address, where there are --nodes.")
 @click.option(
     "--main-port", type=click.IntRange(1, 65_535), default=launch.PORT, metavar="N", help="A free port there."
 )
 @click.option("--print-command", is_flag=True, help="Do all but start the ranks; print how to.")
+@click.option("--slurm", metavar="FILE", help="Train nothing: write a batch script that does, for sbatch.")
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
 )
@@ -180,7 +188,7 @@ class _Train:
         machine = plan.machine
         if self.nodes.rank >= machine.nodes:
             raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
-        if machine.nodes > 1 and not self.nodes.address:
+        if machine.nodes > 1 and not self.nodes.address and not said["slurm"]:
             raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
         profile = catalog.model(plan.job.model)
         if said["weights"] is None and not profile.is_own:
@@ -190,6 +198,8 @@ class _Train:
 
     def run(self, as_json: bool) -> int:
         """Checks, prepares, trains, and says how it ended."""
+        if self.said["slurm"]:
+            return write_script(Path(self.said["slurm"]).expanduser(), self.plan, self.output, as_json)
         entries = self._entries()
         launch.check_installed(self.plan, self.said["log_with"])
         self.plan, note = validation.fitted(self.plan)
@@ -206,9 +216,10 @@ class _Train:
         with Peers(self.output, self.nodes.rank, self.plan.machine.nodes) as peers:
             return self._train(entries, report.estimate, peers, as_json)
 
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        click.echo(text, err=True)
+    def _note(self, *texts: str) -> None:
+        self.notes += texts
+        for text in texts:
+            click.echo(text, err=True)
 
     def _entries(self) -> Path:
         """The list of cached samples: the data folder's own where it is one, else the cache's."""
@@ -283,7 +294,9 @@ class _Train:
         if first:  # for all computers
             wanted = self._preparation(entries)
             if not entries.is_file() or not validation.is_listed(wanted):
-                self._raise_unless_ok(launch.prepare(wanted, output, lambda: None))
+                prepared, notes = prepare(wanted, output)
+                self._note(*notes)
+                self._raise_unless_ok(prepared)
         begun: int | None = None
         for attempt in itertools.count():
             request = self._request(entries, resume) if first else self._told(peers, attempt, entries)
@@ -398,5 +411,5 @@ def _render(console: Console, answer: dict[str, Any]) -> None:
     console.print(f"trained to step {answer['steps']}" + ("" if loss is None else f", loss {loss:.4f}"))
     console.print(f"weights: {answer['weights']}")
     console.print(f"checkpoint: {answer['checkpoint']}")
-    for path in answer["samples"]:
-        console.print(f"sample: {path}", soft_wrap=True)
+    if answer["samples"]:
+        console.print(f"samples: {len(answer['samples'])} in {Path(answer['samples'][0]).parent}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner import home
+from planner import catalog, home
 from planner.commands import answer
 from planner.commands.common import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show
 from planner.commands.progress import Progress
@@ -231,7 +231,7 @@ class _Answer:
             self._check_failures()
             found, others = tuner.tightest(), ()
         else:
-            found, others = tuner.answer(best), tuner.runners_up(best)
+            found, others = tuner.answer(best).replace(basis=self._basis()), tuner.runners_up(best)
         found = found.replace(assumptions=(*self._assumptions(found), *found.assumptions))
         plan = self._plan(found, others)
         if output and best is not None:
@@ -278,6 +278,14 @@ class _Answer:
             return f"[bold green]proved[/]: {step}; the GPU's memory was not measured"
         took, estimated, budget = map(gib, (seen.device_bytes, found.peak.device_bytes, found.budget_bytes))
         return f"[bold green]proved[/]: took {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
+
+    def _basis(self) -> str:
+        """A card of another architecture runs other kernels: what it took is near the truth, not it."""
+        gpu = self.tuning.setup.gpu if self.tuning.setup else ""
+        with contextlib.suppress(VplanError):  # a card that the catalogue does not know
+            if catalog.gpu(gpu).architecture != self.request.gpu.architecture:
+                return "nearby"
+        return "measured"
 
     def _assumptions(self, found: Estimate) -> tuple[str, ...]:
         """The defaults taken; where a wish chose the shape, it is no default."""

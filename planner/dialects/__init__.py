@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 TRAINERS = (
     "accelerate",
+    "ai-toolkit",
     "diffsynth",
     "diffusers",
+    "diffusers-pipeline",
     "diffusion-pipe",
     "easyanimate",
     "latentsync",
     "musubi-tuner",
     "sd-scripts",
     "simpletuner",
+    "videox-fun",
 )
 """Trainers with a file of their own here; every other name is priced like ours."""
 

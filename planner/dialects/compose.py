@@ -20,7 +20,7 @@ Carries = Mapping[str, tuple[str, ...]]
 
 
 def tree(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The settings of one file as tables: `config:model.dtype` -> {"model": {"dtype": ...}}; `datasets[].x` is the
+    """The settings of one file as tables: `config:model.dtype` -> {"model": {"dtype": ...}}; `datasets[0].x` is the
     first of a list of tables."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
@@ -29,8 +29,8 @@ def tree(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         *tables, last = name.removeprefix(prefix).split(".")
         inner = found
         for table in tables:
-            if table.endswith("[]"):
-                inner = inner.setdefault(table.removesuffix("[]"), [{}])[0]
+            if table.endswith("[0]"):
+                inner = inner.setdefault(table.removesuffix("[0]"), [{}])[0]
             else:
                 inner = inner.setdefault(table, {})
         inner[last] = value
@@ -71,7 +71,7 @@ def _whose(field: str) -> str:
 def comments(fields: Mapping[str, tuple[str, ...]], prefix: str) -> dict[str, str]:
     """The comments of one file, by key."""
     return {
-        name.removeprefix(prefix).replace("[]", ""): ", ".join(own)
+        name.removeprefix(prefix).replace("[0]", ""): ", ".join(own)
         for name, own in fields.items()
         if name.startswith(prefix)
     }
@@ -128,9 +128,17 @@ def _toml(value: Mapping[str, Any], said: Comments, path: str) -> Iterator[str]:
         elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
             tables += [(f"[[{here}]]", here, one) for one in inner]
         else:
-            line = " ".join(tomli_w.dumps({key: inner}).split("\n")).strip()
-            yield line + (f"  # {said[here]}" if here in said else "")
+            name = tomli_w.dumps({key: 0}).partition(" = ")[0]
+            yield f"{name} = {_toml_value(inner)}" + (f"  # {said[here]}" if here in said else "")
     for title, here, inner in tables:
         yield ""
         yield title
         yield from _toml(inner, said, here)
+
+
+def _toml_value(value: Any) -> str:
+    import tomli_w
+
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from planner.beside import Component, alive, load, work
 from planner.components import component_name
+from planner.dialects.diffusers_words import DIALECT
 from planner.phases import encoders, take_sizes, weights_on_gpu
 from planner.program import Moment, Stage
 from planner.run import SERVICE, Run, Term
+
+__all__ = ["DIALECT", "OLDER", "TERMS"]
 
 RGB = 3
 

@@ -5,9 +5,26 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 
 from __future__ import annotations
 
+from planner.dialects.diffusion_pipe_words import DIALECT
 from planner.dialects.shared import checkpoints_saved_on_cpu, swap_in_place
-from planner.run import Term
+from planner.run import Run, Term
+from planner.variants import trained_storage
 
-TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_saved_on_cpu)
+__all__ = ["DIALECT", "TERMS"]
+
+
+def kahan_buffer(run: Run) -> None:
+    """Its AdamW for 16-bit weights keeps what rounding withheld from each: a third state, in the weights' own format
+    (optimi ``AdamW``, `kahan_sum` of low precision; optimizers/adamw_8bit.py ``AdamW8bitKahan``)."""
+    strategy = run.strategy
+    if strategy.optimizer not in ("adamw", "adamw-8bit") or trained_storage(run.job, strategy) != "half":
+        return
+    if strategy.offload_optimizer != "none":
+        return
+    trained = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
+
+
+TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_saved_on_cpu, kahan_buffer)
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers with ``x.to('cpu')`` (utils/unsloth_utils.py)."""

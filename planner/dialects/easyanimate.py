@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from planner.dialects.easyanimate_words import DIALECT
 from planner.phases import component_bytes
 from planner.run import Run, Term
+
+__all__ = ["DIALECT", "TERMS"]
 
 
 def all_at_start(run: Run) -> None:

@@ -278,6 +278,8 @@ class Dialect:
     """what it does without being asked, with the source"""
     moves: tuple[Move, ...] = ()
     """what saves memory, the cheapest first"""
+    successor: str = ""
+    """the trainer of today, of a script that is gone"""
     files: Callable[[Any, Settings], dict[str, str]] | None = None
     """(Plan, settings) -> complete files by name, the one to start last"""
 
@@ -334,6 +336,12 @@ def write(dialect: Dialect, fields: Fields) -> Settings:
             said = entry.say(fields)
         except NotSaidError as error:
             refused += error.refused
+            continue
+        if any(map(is_edit, said)):
+            instead = entry.of({})
+            why = "it has no switch for that, it takes a line of code"
+            changed = [name for name in entry.fields if instead[name] != fields[name]]
+            refused += [Inexpressible(name, fields[name], instead[name], why) for name in changed]
             continue
         assert not settings.keys() & said.keys(), f"two bindings write {settings.keys() & said.keys()}"
         settings |= said

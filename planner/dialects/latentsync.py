@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.dialects.latentsync_words import DIALECT
 from planner.dialects.shared import steps_by_itself
 from planner.estimate import NCCL_BYTES
 from planner.program import Stage
 from planner.run import Run, Term
 from planner.units import MIB
+
+__all__ = ["DIALECT", "TERMS"]
 
 HELPERS = 22_459_110 + 13_631_616
 """Parameters of S3FD and SyncNet, counted (eval/detectors/s3fd/nets.py, eval/syncnet/syncnet.py)."""
@@ -75,3 +78,13 @@ def _autocast(run: Run, events: list[int]) -> Iterator[int]:
 
 
 TERMS: tuple[Term, ...] = (gradients_until_backward, helpers, communicator_of_one, cache_kept, decode_under_autocast)
+
+
+def zeroed_before_validation(run: Run) -> None:
+    """With ``optimizer.zero_grad()`` written before the pipeline is called, gradients are gone by then."""
+    if run.validation and steps_by_itself(run):
+        run.free(run.validation[0][1], list(run.named("gradient").values()), at=0)
+
+
+OLDER: dict[str, tuple[Term, ...]] = {"zeroed": (zeroed_before_validation,)}
+"""zeroed: its script with that one line added."""

@@ -23,8 +23,10 @@ from planner.dialects.interface import (
     Several,
     Value,
 )
+from planner.documents import flat
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.job import SPLIT, Job, Strategy
+from planner.plan import Plan
 from planner.rules import DEEPSPEED
 from planner.script import Program, Script
 
@@ -100,7 +102,7 @@ def launched(program: Program, script: Script, shipped: Mapping[str, Settings]) 
         document = script.document(path)
         known = next((settings for tail, settings in shipped.items() if _ends(path, tail)), None)
         if document is not None:
-            inside = reader(document)
+            inside = reader(flat(document, path))
         elif known is not None:
             inside = known
         else:
@@ -112,6 +114,8 @@ def launched(program: Program, script: Script, shipped: Mapping[str, Settings]) 
             said[name] = found
     if "gpus" not in said and said.get("launch:--num_processes"):
         said["gpus"] = max(1, int(said["launch:--num_processes"]) // int(said.get("nodes", 1)))
+    if program.visible and program.launcher in ("accelerate", "deepspeed"):
+        said["visible"] = program.visible
     if any("expandable_segments:true" in program.environment.get(name, "").lower() for name in ALLOC_CONF):
         said["env:expandable_segments"] = True
     return said, notes
@@ -157,11 +161,19 @@ _LAUNCH = (
 )
 
 
-def engine(plain: Callable[[Settings], Fields], say: Callable[[Fields], Settings], words: Mapping[str, str]) -> Several:
+def engine(
+    plain: Callable[[Settings], Fields],
+    say: Callable[[Fields], Settings],
+    words: Mapping[str, str],
+    with_deepspeed: Settings | None = None,
+    context: Callable[[Fields], Settings] = lambda fields: {},
+) -> Several:
     """What accelerate's launch decides: DDP, DeepSpeed's ZeRO or FSDP, and the number formats that go with them.
 
     `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `say` writes them, or raises.
-    DeepSpeed in bf16 keeps an fp32 master and no autocast (accelerate sets `bf16.enabled`; planner.rules DEEPSPEED).
+    `with_deepspeed` are the script's own flags beside it; `context` gives the settings of other bindings that `plain`
+    reads. DeepSpeed in bf16 keeps an fp32 master and no autocast (accelerate sets `bf16.enabled`; planner.rules
+    DEEPSPEED).
     """
 
     def of(given: Settings) -> Fields:
@@ -195,16 +207,18 @@ def engine(plain: Callable[[Settings], Fields], say: Callable[[Fields], Settings
                 raise NotSaidError(Inexpressible("sharding", sharding, expected, why))
             settings = say(fields)
         elif sharding == "fsdp":
-            settings = say(fields | {"autocast": plain({})["autocast"]})
+            settings = say(fields | {"autocast": plain(context(fields))["autocast"]})
             settings |= {"launch:--use_fsdp": True, "launch:--fsdp_version": 2}
             if fields["offload_params"] == "cpu":
                 settings["launch:--fsdp_offload_params"] = "true"
         else:
             settings = {"launch:--use_deepspeed": True, "launch:--zero_stage": int(sharding[-1])}
+            settings |= {"launch:--mixed_precision": "bf16", **(with_deepspeed or {})}
             for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
                 if fields[field] != "none":
                     settings[f"launch:--offload_{name}_device"] = fields[field]
-        said = of(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
+        beside = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
+        said = of(settings | beside | context(fields))
         wrong = [name for name in ENGINE if said[name] != fields[name]]
         if wrong:
             why = f"accelerate with {sharding} does it so ({ACCELERATE})"
@@ -212,7 +226,7 @@ def engine(plain: Callable[[Settings], Fields], say: Callable[[Fields], Settings
         return settings
 
     listed = dict.fromkeys(ENGINE, "accelerate launch") | dict(words)
-    return Several(ENGINE, _LAUNCH, of, write, listed)
+    return Several(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), of, write, listed)
 
 
 def _device(value: object) -> str:
@@ -245,6 +259,17 @@ def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iter
     lines = [" ".join([*words, str(settings["script"])])]
     lines += [_flag(name, value) for name, value in {**flags_of, **extra}.items()]
     return " \\\n  ".join(lines) + "\n"
+
+
+def own_settings(settings: Settings) -> Settings:
+    """Settings that stand in a command line: without the counts of GPUs and nodes, and what the environment says."""
+    return {name: value for name, value in settings.items() if ":" not in name or name.startswith("launch:")}
+
+
+def export_line(plan: Plan) -> str:
+    """The head of a shell script, with what the allocator is asked for."""
+    asked = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" if plan.strategy.expandable_segments else ""
+    return f"#!/bin/bash\nset -e\n{asked}"
 
 
 def _flag(name: str, value: object) -> str:

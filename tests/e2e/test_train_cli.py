@@ -16,6 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+
 import vplan  # noqa: E402
 from planner import checkpoints  # noqa: E402
 from planner.job import Job, Machine, Strategy  # noqa: E402
@@ -114,7 +116,7 @@ def test_what_cannot_be_is_said_in_two_lines(place: runs.Place, tmp_path: Path) 
     cases = [
         (("--learning-rate", "1e30", "--steps", "5"), 4, "no number"),
         (("--resume", str(tmp_path)), 1, "is no checkpoint"),
-        (("--attention", "flash"), 1, "attention flash"),
+        (("--attention", "cudnn"), 1, "attention cudnn has no kernel for the CPU"),
     ]
     for number, (more, code, named) in enumerate(cases):
         done = run(place, tmp_path / f"out-{number}", *more)
@@ -173,6 +175,7 @@ def test_two_computers_train_what_one_does_and_go_on_together_when_memory_runs_o
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     asked = ["--steps", str(steps), "--checkpoint-every", "5", "--main-address", "127.0.0.1", "--main-port", port]
+    asked += ["--log-with", "tensorboard"]
     both = [
         subprocess.Popen(
             words(place, output, *asked, "--node-rank", str(rank), "--json", plan="nodes.toml"),
@@ -193,3 +196,20 @@ def test_two_computers_train_what_one_does_and_go_on_together_when_memory_runs_o
     alone = place.request(tmp_path / "alone", place.plan(batch_size=2), steps=steps, checkpoint_every=steps)
     assert runs.train(alone)["outcome"] == "ok"
     assert runs.losses(output) == pytest.approx(runs.losses(tmp_path / "alone"), abs=1e-5)
+    tracked = EventAccumulator(str(output / "vplan")).Reload().Scalars("loss")
+    assert {event.step: event.value for event in tracked} == pytest.approx(
+        dict(enumerate(runs.losses(output), start=1)), abs=1e-6
+    )
+
+
+def test_a_batch_script_repeats_what_was_typed(place: runs.Place, tmp_path: Path) -> None:
+    said = words(place, tmp_path / "out", "--nodes", "2", "--sharding", "ddp", "--skip-bad", "--seed", "5")
+    done = subprocess.run(
+        [*said, "--slurm", str(tmp_path / "job.sh"), "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    script = (tmp_path / "job.sh").read_text()
+    assert json.loads(done.stdout) == {"script": str(tmp_path / "job.sh"), "nodes": 2}
+    typed = f"--data {place.root / 'data'} --output {tmp_path / 'out'} --learning-rate 0.01 --seed 5 --skip-bad"
+    assert f"train {tmp_path / 'out' / 'plan.toml'} {typed} --device cpu)" in script
+    assert read_plan(tmp_path / "out" / "plan.toml").machine.nodes == 2

@@ -65,6 +65,7 @@ UNDONE = {
     ),
     "hunyuan-video-1.5": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
+    "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }
 """How each family's pipeline turns latents back into what its VAE decodes (diffusers 0.42, pipelines/)."""
 
@@ -125,6 +126,8 @@ PROMPTS = {
     "sd1.5": ("StableDiffusionPipeline", {"num_images_per_prompt": 1}, ("prompt",)),
     "qwen-image": ("QwenImagePipeline", {"max_sequence_length": 512}, ("prompt",)),
     "flux.2-klein-4b": ("Flux2KleinPipeline", {}, ("prompt", "text_ids")),
+    "flux.2-dev": ("Flux2Pipeline", {}, ("prompt", "text_ids")),
+    "krea-2": ("Krea2Pipeline", {}, ("prompt", "prompt_mask")),
 }
 """How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
 
@@ -173,9 +176,7 @@ REFUSED_FAMILIES = (
     "wan2.1-vace-1.3b",
     "wan2.2-animate-14b",
     "flux.1-kontext-dev",
-    "flux.2-dev",
     "qwen-image-edit",
-    "krea-2",
     "ltx-2",
     "latentsync-1.6-stage1",
 )

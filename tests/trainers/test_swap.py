@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from planner import catalog
-from planner.errors import VplanError
 from planner.job import Machine, Strategy
 from planner.layout import lay_out
 from planner.library import facts
@@ -20,6 +19,7 @@ from trainers import step
 from trainers.families import family
 from trainers.memory import swap
 from trainers.optimizers import make_optimizer
+from trainers.quantise import stored_tensors
 
 CPU = torch.device("cpu")
 
@@ -32,13 +32,15 @@ def blocks_of(model: nn.Module, name: str) -> list[nn.Module]:
 def placed(name: str, swapped: int, **more: Any) -> tuple[step.Trainee, Strategy]:
     """A tiny trainee whose weights depend on their names alone, in the number format ``more`` says."""
     profile = tiny(name)
+    method = more.pop("method", "lora")
     typed = {"weights_dtype": "fp32", "autocast": "none", "gradient_checkpointing": "full"}
     strategy = Strategy.read({**typed, "swap_blocks": swapped, **more})
-    model = step.build_model(profile, job(profile), strategy)
+    model = step.build_model(profile, job(profile).replace(method=method), strategy)
 
     def fill(full_name: str, weight: torch.Tensor) -> None:
         generator = torch.Generator().manual_seed(sum(map(ord, full_name)))
-        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+        values = torch.randn(weight.shape, generator=generator) * 0.1
+        weight.copy_(values.to(weight.dtype))
 
     step.place(model, profile, strategy, CPU, fill)
     trainee = step.Trainee(model, step.trainable_parameters(model))
@@ -110,6 +112,41 @@ def test_host_and_ring_hold_what_the_plan_says() -> None:
     assert ring == [max(by_block)] * 2
 
 
-def test_a_quantised_base_is_refused() -> None:
-    with pytest.raises(VplanError, match="swap_blocks cannot move"):
-        placed("wan2.1-t2v-1.3b", 1, weights_dtype="nf4", compute_dtype="bf16")
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "nf4"])
+def test_a_quantised_base_is_swapped_as_it_is_stored(dtype: str) -> None:
+    """The same bytes through the ring: the same losses, and of the swapped blocks nothing else on the device."""
+    name = "wan2.1-t2v-1.3b"
+    half = {"weights_dtype": dtype, "compute_dtype": "bf16", "autocast": "bf16"}
+    plain, strategy = placed(name, 0, **half)
+    count = len(blocks_of(plain.model, name))
+    expected = losses(plain, name, strategy)
+    trainee, strategy = placed(name, count, **half)
+    blocks = blocks_of(trainee.model, name)
+    outside: list[str] = []
+    for block in blocks:
+        for full_name, module in block.named_modules():
+
+            def after(module: nn.Module, *_: Any, full_name: str = full_name, block: nn.Module = block) -> None:
+                stored = [(n, t) for n, p in module.named_parameters(recurse=False) for n, t in stored_tensors(n, p)]
+                ring = {weight.untyped_storage().data_ptr() for weight in (block.scale_shift_table,)}
+                lie = {tensor.untyped_storage().data_ptr() for n, tensor in stored if "lora_" not in full_name}
+                outside.extend([full_name] if lie - ring else [])
+
+            module.register_forward_hook(after)
+    assert losses(trainee, name, strategy) == expected
+    assert not outside
+
+
+def test_trained_weights_come_back_changed() -> None:
+    """Full training with the step inside backward: the same losses and weights, all of them in host RAM or the ring."""
+    name = "wan2.1-t2v-1.3b"
+    full = {"optimizer_step": "backward", "method": "full"}
+    plain, strategy = placed(name, 0, **full)
+    expected = losses(plain, name, strategy)
+    for swapped in (1, len(blocks_of(plain.model, name))):
+        trainee, strategy = placed(name, swapped, **full)
+        assert losses(trainee, name, strategy) == expected
+        for weight, parameter in trainee.trainable.items():
+            assert torch.equal(parameter, plain.trainable[weight]), weight
+        moved = [p for block in blocks_of(trainee.model, name)[-swapped:] for p in block.parameters()]
+        assert len({parameter.untyped_storage().data_ptr() for parameter in moved}) == swapped

@@ -5,6 +5,7 @@ Two ranks are in tests/contract, swapped blocks in test_swap.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from planner import catalog  # noqa: E402
+from planner.errors import VplanError  # noqa: E402
 from planner.launch import Request  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers import scaling, step  # noqa: E402
+from trainers import kernels, scaling, step  # noqa: E402
 from trainers.memory.offload import InputsOnHost  # noqa: E402
 from trainers.optimizers import OnHost  # noqa: E402
 from trainers.train import Training  # noqa: E402
@@ -30,6 +32,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VPLAN_HOME", str(root / "home"))
         yield runs.Place(root, "wan")
+
+
+@pytest.fixture(autouse=True)
+def own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers keeps the attention that was set last for all models of a process."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+
+    monkeypatch.setattr(Registry, "_active_backend", Registry._active_backend)
 
 
 class Held:
@@ -242,6 +252,34 @@ def test_an_optimizer_on_the_host_holds_what_the_plan_says(place: runs.Place, tm
     wanted = 8 * sum(parameter.numel() for parameter in trained) + 8 * kept_in_fp32
     found = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in held}
     assert sum(found.values()) == wanted
+
+
+def test_attention_asked_for_is_what_runs_and_learns_the_same(place: runs.Place, tmp_path: Path) -> None:
+    """On the CPU torch takes flash by itself where it can, so what it took is told for both."""
+    plain = losses(place, tmp_path / "plain", {})
+    assert losses(place, tmp_path / "flash", {"attention": "flash"}) == pytest.approx(plain, abs=1e-6)
+    told = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]) for name in ("plain", "flash")]
+    assert [line["attention_kernel"] for line in told] == ["flash-cpu"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "fault"),
+    [(None, "flash", None), (None, "cudnn", "no kernel for the CPU"), ("cogvideox-2b", "flash", "cannot be asked of")],
+)
+def test_attention_is_set_everywhere_or_refused(
+    place: runs.Place, name: str | None, asked: str, fault: str | None
+) -> None:
+    profile = catalog.model(name or place.model)
+    small = profile.replace(config={**profile.config, **(runs.COG if name else {})})
+    model = step.build_model(small, place.plan().job.replace(lora_targets=("to_q",)), place.plan().strategy)
+    with pytest.raises(VplanError, match=fault) if fault else contextlib.nullcontext():
+        kernels.ask_for(model, asked, torch.device("cpu"))
+    chosen = {
+        getattr(module.processor, "_attention_backend", None)
+        for module in model.modules()
+        if hasattr(module, "processor")
+    }
+    assert chosen == ({None} if fault else {"_native_flash"})
 
 
 FP16 = {"autocast": "fp16", "weights_dtype": "fp16"}

@@ -46,7 +46,11 @@ def write_clips(folder: Path, count: int = 3, **shape: int) -> Path:
     return folder
 
 
-def tokenizer(length: int = 512) -> PreTrainedTokenizerFast:
+TEMPLATE = ("<|im_start|>", "<|im_end|>", "\n")
+"""Of Krea 2's template, whose end is cut into as many tokens as Qwen's tokenizer makes of it."""
+
+
+def tokenizer(length: int = 512, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
@@ -55,6 +59,7 @@ def tokenizer(length: int = 512) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         unk_token="<unk>",
         model_max_length=length,
+        additional_special_tokens=list(special),
         # HunyuanVideo 1.5 cuts off as many tokens as its own system message has
         chat_template="{% if messages[0]['role'] == 'system' %}" + "a " * 108 + "{% endif %}"
         "{% set said = messages[-1]['content'] %}"
@@ -66,7 +71,7 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
     """A text encoder of two layers (of three, for those whose last but two is taken)."""
     import transformers
 
-    words = {"vocab_size": len(WORDS), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    words = {"vocab_size": len(WORDS) + len(TEMPLATE), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     llm = {"hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
     llm |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, **words}
     if kind in ("UMT5EncoderModel", "T5EncoderModel"):
@@ -78,9 +83,20 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
         config = transformers.CLIPTextConfig(projection_dim=width, max_position_embeddings=77, **sizes, **words)
     elif kind == "LlamaModel":
         config = transformers.LlamaConfig(**llm)
-    elif kind.startswith("Qwen3"):
+    elif kind in ("Qwen3Model", "Qwen3ForCausalLM"):
         layers = 28 if kind == "Qwen3ForCausalLM" else 3  # FLUX.2 takes the 9th, 18th and 27th
         config = transformers.Qwen3Config(**{**llm, "num_hidden_layers": layers, "head_dim": 4})
+    elif kind == "Qwen3VLModel":  # Krea 2 takes up to the 35th
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+        text = {**llm, "num_hidden_layers": 36, "head_dim": 4, "rope_scaling": rope, "rope_parameters": rope}
+        eyes = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": width}
+        config = transformers.Qwen3VLConfig(
+            text_config=text, vision_config={**eyes, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+        )
+    elif kind == "Mistral3ForConditionalGeneration":  # FLUX.2 takes the 10th, 20th and 30th
+        text = {**llm, "model_type": "mistral", "num_hidden_layers": 31, "head_dim": 4}
+        eyes = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        config = transformers.Mistral3Config(text_config=text, vision_config={**eyes, "num_attention_heads": 2})
     else:  # Qwen2-VL and 2.5-VL, whose eyes stay shut
         rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 0]}
         llm |= {"rope_scaling": rope, "rope_parameters": rope}
@@ -112,6 +128,10 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"num_single_layers": 2},
     "hunyuan-video-1.5": {**SMALL, "attention_head_dim": 8, "rope_axes_dim": [4, 2, 2], "text_embed_dim": 8}
     | {"text_embed_2_dim": 8, "image_embed_dim": 8, "num_refiner_layers": 1},
+    "krea2": {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2, "attention_head_dim": 8}
+    | {"axes_dims_rope": [4, 2, 2], "intermediate_size": 16, "text_hidden_dim": 8, "text_intermediate_size": 8}
+    | {"text_num_attention_heads": 2, "text_num_key_value_heads": 2, "timestep_embed_dim": 8}
+    | {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -133,6 +153,7 @@ ENCODERS = {
     "z-image": {"text_encoder": "Qwen3Model"},
     "flux2": {"text_encoder": "Qwen3ForCausalLM"},
     "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
+    "krea2": {"text_encoder": "Qwen3VLModel"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -171,6 +192,8 @@ MODELS = (
     "qwen-image",
     "z-image",
     "flux.2-klein-4b",
+    "flux.2-dev",
+    "krea-2",
     "hunyuan-video-1.5",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""
@@ -206,10 +229,13 @@ def folder(path: Path, made: ModelProfile) -> Path:
     encoders = ENCODERS[made.family]
     if made.config.get("addition_embed_type"):
         encoders = {**encoders, "text_encoder_2": "CLIPTextModelWithProjection"}
+    if made.name == "flux.2-dev":
+        encoders = {"text_encoder": "Mistral3ForConditionalGeneration"}
     for part, kind in encoders.items():
         width = made.config.get("joint_attention_dim", 8) if kind == "T5EncoderModel" else 8
         text_encoder(kind, width).save_pretrained(path / part)
-        tokenizer(77 if kind.startswith("CLIP") else 512).save_pretrained(
+        special = TEMPLATE if made.family == "krea2" else ()
+        tokenizer(77 if kind.startswith("CLIP") else 512, special).save_pretrained(
             path / part.replace("text_encoder", "tokenizer")
         )
     if made.config.get("image_dim"):

@@ -124,7 +124,7 @@ def test_config_keys_are_found_in_tables_lists_and_open_tables() -> None:
     trained = flags.script("sd-scripts", "flux_train.py").parse_config({"a": {"gradient_checkpointing": True}, "x": 1})
     assert trained.given == {"--gradient_checkpointing": True} and trained.unknown == ("--x",)
     with pytest.raises(VplanError, match="is no int"):
-        script.parse_config({"pipeline_stages": "two"})
+        flags.script("sd-scripts", "dataset.toml").parse_config({"datasets": [{"batch_size": "two"}]})
 
 
 @pytest.mark.parametrize(

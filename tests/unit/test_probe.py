@@ -324,10 +324,6 @@ def test_every_field_is_judged() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"swap_blocks": 4, "gradient_checkpointing": "full", "weights_dtype": "fp8"},
-            "swap_blocks of weights in fp8 is not applied",
-        ),
         ({"sharding": "zero-2", "gpus": 2, "nodes": 2}, "training on 2 computers is not applied"),
         ({"sharding": "fsdp", "gpus": 2, "weights_dtype": "nf4"}, "nf4"),
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),

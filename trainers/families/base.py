@@ -6,14 +6,16 @@ Shape letters: B batch, C latent channels, F latent frames, H and W the patch gr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.facts import ModelProfile
+from planner.job import Job
 from trainers import draws
+from trainers.families import noise
 from trainers.families.encoding import Turn
 from trainers.families.sampling import Sampler
 
@@ -57,6 +59,9 @@ class Family:
 
     longest_side: int | None = None
     """Cells per axis that its tables of positions hold; None for as many as anybody trains."""
+
+    limits = (0.0, 1.0)
+    """the noise levels it trains"""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
@@ -114,17 +119,35 @@ class Family:
             for name in first
         }
 
+    def flow_matching(self, latents: Tensor, *, towards_clip: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy latents, noise levels between 0 and 1, and the velocity to predict (arXiv 2210.02747).
+
+        The velocity is ``noise - latents``, or ``latents - noise`` for models that count from noise to clip.
+        """
+        drawn = draws.normal_like(latents)
+        sigmas = self.levels(latents)
+        spread = sigmas.view(-1, *[1] * (latents.ndim - 1)).to(latents.dtype)
+        noisy = (1.0 - spread) * latents + spread * drawn
+        return noisy, sigmas, latents - drawn if towards_clip else drawn - latents
+
+    def levels(self, latents: Tensor) -> Tensor:
+        """A noise level for each sample of a batch (B,): drawn from the published density where samples are seeded.
+
+        A recorded step, whose numbers nobody reads, draws whatever takes as little memory.
+        """
+        uniform = draws.uniform(latents.shape[0], latents.device)
+        if uniform is None:
+            return torch.sigmoid(draws.normal(latents.shape[0], latents.device))
+        return noise.levels(uniform, self.profile.training, latents.shape[1], self.limits)
+
+    def for_job(self, job: Job) -> Self:
+        """The family as it trains a job: one expert of two on its own noise levels."""
+        self.limits = noise.limits(self.profile.training, job.experts)
+        return self
+
     def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""
         patch_f, patch_h, patch_w = self.profile.shape.patch
         channels = self.profile.vae.latent_channels
         size = (grid["B"], channels, grid["F"] * patch_f, grid["H"] * patch_h, grid["W"] * patch_w)
         return torch.randn(size, device=device, dtype=dtype)
-
-
-def flow_matching(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Noisy latents, timesteps in [0, 1), and the velocity ``noise - latents`` to predict (arXiv 2210.02747)."""
-    noise = draws.normal_like(latents)
-    sigmas = torch.sigmoid(draws.normal(latents.shape[0], latents.device))
-    spread = sigmas.view(-1, *[1] * (latents.ndim - 1)).to(latents.dtype)
-    return (1.0 - spread) * latents + spread * noise, sigmas, noise - latents

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, likeliest, pixels, prompt_of, sampled
 from trainers.families.sampling import Sampler
 
@@ -38,7 +38,7 @@ class EasyAnimate(Family):
         return batch
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         inputs = {
             "hidden_states": noisy,
             "timestep": (sigmas * 1000).to(noisy.dtype),

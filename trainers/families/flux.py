@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.facts import ModelProfile
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, packed, pipeline, pixels, sampled
 from trainers.families.sampling import Sampler
 
@@ -40,7 +40,7 @@ class Flux(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         image_ids = batch["image_ids"]
         if self.extra_tokens:
             noisy = torch.cat([noisy, batch["reference"]], dim=1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, likeliest, packed, pipeline, pixels
 from trainers.families.sampling import Sampler
 
@@ -32,7 +32,7 @@ class Flux2(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         inputs = {
             "hidden_states": torch.cat([noisy, batch["reference"]], dim=1),
             "timestep": sigmas,
@@ -52,10 +52,9 @@ class Flux2(Family):
         return (Turn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[Turn, ...]:
-        """None for FLUX.2 dev, whose Mistral takes a processor of text and images in place of a tokenizer."""
-        if self.profile.text_encoders[0].class_name != "Qwen3ForCausalLM":
-            return ()
-        return (Turn("text_encoder", "Qwen3ForCausalLM", encode_prompt, "tokenizer"),)
+        """Mistral (dev) takes a processor of text and images, which without images is its tokenizer."""
+        kind = self.profile.text_encoders[0].class_name
+        return (Turn("text_encoder", kind, ENCODE[kind], "tokenizer"),)
 
     def sampler(self) -> Sampler:
         """dev takes its guidance as an input, klein is guided by the empty caption."""
@@ -81,11 +80,22 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     }
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_by_qwen(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The caption as a message to Qwen3, padded, three layers beside each other, with the place of every token."""
-    whole = pipeline("Flux2KleinPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    return _encoded("Flux2KleinPipeline", encoder, caption)
+
+
+def encode_by_mistral(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The same of a message to Mistral, behind the pipeline's own words."""
+    return _encoded("Flux2Pipeline", encoder, caption)
+
+
+def _encoded(name: str, encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    whole = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper)
     prompt, places = whole.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0], "text_ids": places[0]}
 
+
+ENCODE = {"Qwen3ForCausalLM": encode_by_qwen, "Mistral3ForConditionalGeneration": encode_by_mistral}
 
 FAMILY = Flux2

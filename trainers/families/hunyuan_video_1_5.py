@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from planner.facts import ModelProfile
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, pixels, sampled
 from trainers.families.sampling import Sampler
 
@@ -46,7 +46,7 @@ class HunyuanVideo15(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         return {
             "hidden_states": torch.cat([noisy, batch["condition"]], dim=1),
             "timestep": (sigmas * 1000).to(noisy.dtype),

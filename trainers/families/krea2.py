@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
+from trainers.families.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.sampling import Sampler
 
 
 class Krea2(Family):
@@ -16,6 +18,7 @@ class Krea2(Family):
 
     sums = {"S": (0, ("FHW", "T"))}
     masks_all_tokens = True
+    shared = frozenset({"position_ids"})
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text, tokens = (grid["B"], grid["T"]), grid["H"] * grid["W"]
@@ -28,7 +31,7 @@ class Krea2(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         return {
             "hidden_states": noisy,
             "timestep": sigmas,
@@ -36,6 +39,35 @@ class Krea2(Family):
             "encoder_attention_mask": batch["prompt_mask"],
             "position_ids": batch["position_ids"],
         }, target
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        return (Turn("text_encoder", "Qwen3VLModel", encode_prompt, "tokenizer"),)
+
+    def sampler(self) -> Sampler:
+        names = {"prompt": "prompt_embeds", "prompt_mask": "prompt_embeds_mask"}
+        return Sampler(pipeline="Krea2Pipeline", prompt=names, unguided=0.0)
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """Drawn from the posterior, every channel with mean 0 and deviation 1, packed; with the place of every token, the
+    text's first."""
+    from diffusers import Krea2Pipeline
+
+    latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
+    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+    cells = packed(latents[0, :, 0])
+    places = Krea2Pipeline.prepare_position_ids(encoder.tokens, cells.shape[0], cells.shape[1], cells.device)
+    return {"latents": cells.flatten(0, 1), "position_ids": places}
+
+
+def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    """The caption in the pipeline's template, padded in its middle, twelve layers' states, with their mask."""
+    whole = pipeline("Krea2Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, mask = whole.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
+    return {"prompt": prompt[0], "prompt_mask": mask[0]}
 
 
 FAMILY = Krea2

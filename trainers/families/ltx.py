@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
 from trainers.families.sampling import Sampler
 
@@ -28,7 +28,7 @@ class Ltx(Family):
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         frames, height, width = batch["latents"].shape[2:]
         packed = batch["latents"].flatten(2).transpose(1, 2).contiguous()
-        noisy, sigmas, target = flow_matching(packed)
+        noisy, sigmas, target = self.flow_matching(packed)
         return {
             "hidden_states": noisy,
             "encoder_hidden_states": batch["prompt"],

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainers import draws
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 
 
 class Ltx2(Family):
@@ -34,7 +34,7 @@ class Ltx2(Family):
         """The target is a pair: of the video and of the sound, noised alike."""
         frames, height, width = batch["latents"].shape[2:]
         packed = batch["latents"].flatten(2).transpose(1, 2).contiguous()
-        noisy, sigmas, target = flow_matching(packed)
+        noisy, sigmas, target = self.flow_matching(packed)
         audio, noise = batch["audio"], draws.normal_like(batch["audio"])
         spread = sigmas.view(-1, 1, 1).to(audio.dtype)
         return {

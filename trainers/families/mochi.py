@@ -1,4 +1,7 @@
-"""Mochi 1: flow matching (genmoai/mochi; diffusers MochiTransformer3DModel)."""
+"""Mochi 1: flow matching (genmoai/mochi; diffusers MochiTransformer3DModel).
+
+Time and velocity run from noise to clip (cogvideox-factory training/mochi-1/text_to_video_lora.py).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
 from trainers.families.sampling import Sampler
 
@@ -31,7 +34,7 @@ class Mochi(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"], towards_clip=True)
         return {
             "hidden_states": noisy,
             "encoder_hidden_states": batch["prompt"],

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from planner.facts import ModelProfile
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
 from trainers.families.sampling import Sampler
 
@@ -49,7 +49,7 @@ class QwenImage(Family):
         images = [(1, rows, columns)]
         if self.extra_tokens:
             images.append((1, 1, batch["reference"].shape[1]))
-        noisy, sigmas, target = flow_matching(batch["latents"].flatten(1, 2))
+        noisy, sigmas, target = self.flow_matching(batch["latents"].flatten(1, 2))
         return {
             "hidden_states": torch.cat([noisy, batch["reference"]], dim=1) if self.extra_tokens else noisy,
             "timestep": sigmas,

@@ -26,6 +26,8 @@ class Sampler:
     """tensor that caching left of a caption -> argument of the pipeline"""
     scale: str = "guidance_scale"
     """argument with the guidance scale"""
+    unguided: float = 1.0
+    """the scale that means no guidance"""
     negative: bool = True
     """whether guidance needs the empty caption too; else the scale is an input of the model"""
     scheduler: str = "FlowMatchEulerDiscreteScheduler"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from planner.facts import ModelProfile
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
 from trainers.families.sampling import Sampler
 
@@ -32,7 +32,7 @@ class Sd3(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         return {
             "hidden_states": noisy,
             "timestep": sigmas * 1000,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from planner.facts import ModelProfile
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, likeliest, per_channel, pixels, prompt_of
 from trainers.families.sampling import Sampler
 
@@ -49,7 +49,7 @@ class Wan(Family):
         return bool(self.config["in_channels"] > self.profile.vae.latent_channels)
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         inputs = {"hidden_states": noisy, "timestep": sigmas * 1000, "encoder_hidden_states": batch["prompt"]}
         if "condition" in batch:
             inputs["hidden_states"] = torch.cat([noisy, batch["condition"]], dim=1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.families.base import Family, Grid, flow_matching
+from trainers.families.base import Family, Grid
 from trainers.families.encoding import Encoder, Turn, likeliest, pipeline, pixels
 from trainers.families.sampling import Sampler
 
@@ -35,7 +35,7 @@ class ZImage(Family):
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         """The model's time runs from noise to image, and it predicts the opposite velocity."""
-        noisy, sigmas, target = flow_matching(batch["latents"])
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
         return {
             "x": list(noisy.unbind()),
             "t": 1 - sigmas,
@@ -53,7 +53,7 @@ class ZImage(Family):
         return (Turn("text_encoder", "Qwen3Model", encode_prompt, "tokenizer"),)
 
     def sampler(self) -> Sampler:
-        return Sampler(pipeline="ZImagePipeline", prompt={"prompt": "prompt_embeds"}, listed=True)
+        return Sampler(pipeline="ZImagePipeline", prompt={"prompt": "prompt_embeds"}, listed=True, unguided=0.0)
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Prompts of unlike lengths become a nested tensor: the model takes them one by one, and pads them itself."""

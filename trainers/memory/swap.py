@@ -1,46 +1,64 @@
-"""Block swap: frozen weights of some checkpointed blocks wait in pinned host RAM and stream through two buffers.
+"""Block swap: the weights of some checkpointed blocks wait in pinned host RAM and stream through two buffers.
 
 A block's weights are fetched when the one before it begins, in forward and again in backward, where recomputation calls
 the blocks from the last to the first. Checkpointing is what makes this right: between a block's recomputation and the
 end of its backward no other block runs, so what autograd kept of its weights and what a module reads again are the same
 bytes. Without it both would differ (autograd holds a linear layer's old storage, while norms and tables read the new).
-Nothing is copied back, because nothing that is swapped is trained (musubi-tuner ``--block_swap_h2d_only``).
+What is frozen is never copied back (musubi-tuner ``--block_swap_h2d_only``). What is trained is stepped inside
+backward, while it is in a buffer, and copied back before the buffer is taken by another block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Strategy
 from trainers.memory.pinned import host_bytes
+from trainers.quantise import Place, places
 
 ALIGNMENT = 256
 """Each weight begins at a multiple of this in a buffer, as it would in an allocation of its own."""
 
 SLOTS = 2
 
+CAST = (torch.float8_e4m3fn,)
+"""What weights are kept in that a layer casts while it runs (`trainers.quantise`)."""
+
+
+class _Part(NamedTuple):
+    """One of a block's tensors: where its module looks for it, and where it begins in a buffer."""
+
+    place: Place
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def show(self, buffer: Tensor) -> None:
+        """Makes the tensor the one in a buffer."""
+        self.place.put(buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape))
+
 
 @dataclass
 class _Waiting:
-    """One block's frozen weights, in host RAM."""
+    """One block's weights in host RAM."""
 
-    weights: list[tuple[nn.Parameter, int]]
-    """parameter -> where it begins in the buffer"""
+    parts: list[_Part]
     host: Tensor
     """all of them, bytes"""
+    trained: bool
+    """whether some are trained, so that what is in a buffer is newer after a backward"""
 
     def show(self, buffer: Tensor) -> None:
-        """Makes the parameters those in a buffer."""
-        for parameter, start in self.weights:
-            part = buffer[start : start + parameter.numel() * parameter.element_size()]
-            parameter.data = part.view(parameter.dtype).view(parameter.shape)
+        """Makes the weights those in a buffer."""
+        for part in self.parts:
+            part.show(buffer)
 
 
 class BlockSwap:
@@ -52,16 +70,35 @@ class BlockSwap:
         largest = max(waiting.host.numel() for waiting in self.blocks)
         self.ring = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(min(SLOTS, len(blocks)))]
         self._holds: list[int | None] = [None] * len(self.ring)
-        self._fetching = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ready: list[torch.cuda.Event | None] = [None] * len(self.ring)
+        self._newer: set[int] = set()
+        """blocks that were stepped since they were fetched"""
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._hook(index))
+            block.register_forward_pre_hook(self._before(index))
+            self._keep_in_ring(index, block)
 
-    def _hook(self, index: int) -> Any:
+    def _before(self, index: int) -> Any:
         def before(_module: nn.Module, _arguments: Any) -> None:
             self.bring(index)
 
         return before
+
+    def _keep_in_ring(self, index: int, block: nn.Module) -> None:
+        """Layerwise casting (fp8) leaves a layer with new copies of its weights: they go as soon as the layer has run,
+        for they are what is in the ring."""
+        parts = {id(part.place.holder): part for part in self.blocks[index].parts if part.dtype in CAST}
+
+        def behind(own: list[_Part]) -> Any:
+            def after(_module: nn.Module, _arguments: Any, _output: Any) -> None:
+                for part in own:
+                    part.show(self.ring[self._holds.index(index)])
+
+            return after
+
+        for module in block.modules():
+            if own := [parts[id(weight)] for weight in module.parameters(recurse=False) if id(weight) in parts]:
+                module.register_forward_hook(behind(own))
 
     def bring(self, index: int) -> None:
         """Makes a block's weights be there, and has the next one's fetched: in backward that is the one before."""
@@ -69,6 +106,8 @@ class BlockSwap:
         if (ready := self._ready[slot]) is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
         in_backward = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks
+        if in_backward and self.blocks[index].trained:
+            self._newer.add(index)
         following = index - 1 if in_backward else index + 1
         if 0 <= following < len(self.blocks) and following not in self._holds:
             self._fetch(following, keep=slot)
@@ -76,20 +115,27 @@ class BlockSwap:
     def _fetch(self, index: int, keep: int | None = None) -> int:
         """Copies a block's weights into a slot, behind whatever still computes with it; returns the slot."""
         slot = next(number for number in range(len(self.ring)) if number != keep)
-        if (before := self._holds[slot]) is not None:
-            self.blocks[before].show(self.blocks[before].host)  # whoever used them now would be told, not misled
-        waiting = self.blocks[index]
-        target = self.ring[slot][: waiting.host.numel()]
-        if self._fetching is None:
-            target.copy_(waiting.host)
+        if self._copying is None:
+            self._exchange(slot, index)
         else:
-            self._fetching.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._fetching):
-                target.copy_(waiting.host, non_blocking=True)
-                self._ready[slot] = self._fetching.record_event()
-        waiting.show(target)
+            self._copying.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copying):
+                self._exchange(slot, index)
+                self._ready[slot] = self._copying.record_event()
+        self.blocks[index].show(self.ring[slot])
         self._holds[slot] = index
         return slot
+
+    def _exchange(self, slot: int, index: int) -> None:
+        """Copies back what was trained of the block in a slot, and another block's weights in."""
+        if (before := self._holds[slot]) is not None:
+            leaving = self.blocks[before]
+            if before in self._newer:  # its gradients were there, and stepped over, before any block ran after it
+                leaving.host.copy_(self.ring[slot][: leaving.host.numel()], non_blocking=True)
+                self._newer.remove(before)
+            leaving.show(leaving.host)  # whoever used them now would be told, not misled
+        coming = self.blocks[index].host
+        self.ring[slot][: coming.numel()].copy_(coming, non_blocking=True)
 
 
 def swapped_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> list[tuple[str, nn.Module]]:
@@ -106,29 +152,26 @@ def swapped_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
 
 
 def on_host(blocks: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
-    """Full names of the weights that never need to be on the device as a whole: frozen ones of swapped blocks."""
-    return frozenset(
-        f"{prefix}.{name}"
-        for prefix, block in blocks
-        for name, parameter in block.named_parameters()
-        if not parameter.requires_grad
-    )
+    """Full names of the weights that never need to be on the device as a whole: all of swapped blocks but adapters."""
+    return frozenset(f"{prefix}.{name}" for prefix, block in blocks for name, _ in _moved(block))
+
+
+def _moved(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in block.named_parameters() if "lora_" not in name)
 
 
 def _taken(block: nn.Module, device: torch.device) -> _Waiting:
-    """Moves a block's frozen weights from wherever they are into one piece of host RAM."""
-    weights, end = [], 0
-    for name, parameter in block.named_parameters():
-        if parameter.requires_grad:
-            continue
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point() or parameter.element_size() == 1:
-            fault = f"swap_blocks cannot move {name}, a {type(parameter.data).__name__} of {parameter.dtype}"
-            raise VplanError(fault, "use --weights-dtype bf16 with --swap-blocks, or no swap")
-        weights.append((parameter, end))
-        end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
-    waiting = _Waiting(weights, host_bytes(end, pinned=device.type == "cuda"))
-    for parameter, start in weights:
-        source = parameter.data.reshape(-1).view(torch.uint8)
-        waiting.host[start : start + source.numel()].copy_(source)
-    waiting.show(waiting.host)
+    """Moves a block's weights from wherever they are into one piece of host RAM."""
+    parts, end, trained = [], 0, False
+    for name, parameter in _moved(block):
+        trained |= parameter.requires_grad
+        for _, place in places(name, parameter):
+            tensor = place.tensor
+            parts.append(_Part(place, end, tensor.nbytes, tensor.dtype, tensor.shape))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    waiting = _Waiting(parts, host_bytes(end, pinned=device.type == "cuda"), trained)
+    for part in parts:
+        source = part.place.tensor.detach().reshape(-1).view(torch.uint8)
+        waiting.host[part.start : part.start + part.nbytes].copy_(source)
+        part.show(waiting.host)
     return waiting

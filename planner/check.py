@@ -1,0 +1,430 @@
+"""What another trainer's command needs, where it dies, and the smallest change of it that fits.
+
+Pure but for looking recordings up: a dialect and what was given in, an answer out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner import catalog, dialects, margin
+from planner.dialects.interface import (
+    EDIT,
+    Dialect,
+    Fields,
+    Given,
+    Move,
+    NotSaidError,
+    Reading,
+    Remark,
+    Settings,
+    is_edit,
+    nearest,
+    read,
+    write,
+)
+from planner.errors import NotRecordedError, VplanError
+from planner.estimate import Played, describe, of_run, outside_bytes, replayed
+from planner.facts import GpuProfile, ModelProfile
+from planner.job import Job, Machine, Strategy
+from planner.library import facts
+from planner.plan import Estimate, Plan
+from planner.rules import check, resolve
+from planner.run import Facts, Run
+from planner.screen import Screen
+from planner.shapes import check_blocks, job_for
+
+MOST_PARTS = 3
+"""Changes of more parts are another way of training, not a small change."""
+
+
+WORTH = 100 << 20
+"""Bytes that a change must save to be told of when it is not enough."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command on one machine, in our words."""
+
+    dialect: Dialect
+    given: Given
+    reading: Reading
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    model: ModelProfile
+    gpu: GpuProfile
+    notes: tuple[str, ...]
+    version: str = ""
+    """of the trainer's memory terms, where its code was edited"""
+
+    @property
+    def trainer(self) -> str:
+        """Whose memory terms apply."""
+        return f"{self.dialect.name}@{self.version}" if self.version else self.dialect.name
+
+    @property
+    def fields(self) -> Fields:
+        """Everything the dialect's table speaks of."""
+        machine = {"gpus": self.machine.gpus, "nodes": self.machine.nodes}
+        return {**self.job.__dict__, **self.strategy.__dict__, **machine, "version": self.version}
+
+    def changed(self, changes: Mapping[str, Any]) -> Case:
+        """The same command with some fields different."""
+        job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
+        inside = {name: value for name, value in changes.items() if name in Strategy.model_fields}
+        return replace(
+            self,
+            job=job,
+            strategy=self.strategy.replace(**inside),
+            version=str(changes.get("version", self.version)),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happens: the estimate, and the phase and moment that decide."""
+
+    estimate: Estimate
+    phase: str
+    moment: str
+    in_pieces: bool = False
+    """its margin holds without what torch's allocator, as it comes, leaves in pieces"""
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change of the command that is enough, of which nothing can be left out."""
+
+    change: tuple[str, ...]
+    """flags or lines; what belongs together is one entry"""
+    cost: str
+    lossy: bool
+    case: Case
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The whole answer."""
+
+    case: Case
+    outcome: Outcome
+    fixes: tuple[Fix, ...] = ()
+    ineffective: tuple[Remark, ...] = ()
+    helps: tuple[Fix, ...] = ()
+    """changes that help and are not enough by themselves"""
+    searched: bool = True
+    today: str = ""
+    """the same by today's script, for one that is gone"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of DESIGN section 9."""
+        case, found = self.case, self.outcome.estimate
+        return {
+            "trainer": case.dialect.name,
+            "job": case.job.to_json(),
+            "strategy": found.strategy.to_json(),
+            "estimate": found.to_json(),
+            "verdict": found.verdict,
+            "limit": found.limit,
+            "phase": self.outcome.phase,
+            "moment": self.outcome.moment,
+            "ineffective": [each._asdict() for each in self.ineffective],
+            "gone": [each._asdict() for each in case.given.gone],
+            "unknown": list(case.given.unknown),
+            "fixes": [
+                {
+                    "change": list(fix.change),
+                    "lossy": fix.lossy,
+                    "cost": fix.cost,
+                    "estimate": fix.outcome.estimate.to_json(),
+                }
+                for fix in self.fixes
+            ],
+            "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
+            "notes": list(case.notes),
+            **({"today": self.today} if self.today else {}),
+        }
+
+
+def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
+    """The case of what was given. `told` says what the command does not (model, frames, height, width); `machine`
+    holds the fields of Machine that were typed, its card among them."""
+    settings = dict(given.settings)
+    settings |= {name: value for name, value in told.items() if value is not None}
+    notes: list[str] = []
+    count, card = catalog.parse_gpus(str(machine["gpu"]))
+    said = {name: value for name, value in machine.items() if value is not None}
+    settings["gpus"] = said["gpus"] = _gpus(settings, said, count, notes)
+    settings["nodes"] = said["nodes"] = int(said.get("nodes") or settings.get("nodes") or 1)
+    given = replace(given, settings=settings)
+    reading = read(dialect, given)
+    profile = catalog.model(reading.job["model"])
+    fields = {name: value for name, value in reading.job.items() if value is not None}
+    fields |= {name: value for name, value in told.items() if value is not None and name != "model"}
+    job = job_for(profile, fields)
+    if "height" not in fields and not job.buckets:
+        notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
+    if max(shape.frames for shape in job.shapes) > profile.shape.max_frames:
+        notes.append(f"{job.frames} frames is longer than the model was trained on ({profile.shape.max_frames})")
+    said |= {"gpu": card.name, "unified": said.get("unified", card.unified)}
+    where = Machine.read(said)
+    if where.host_ram is None:
+        notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
+    strategy = resolve(job, Strategy.read(reading.strategy), where)
+    check_blocks(profile, strategy)
+    check(job, strategy, where)
+    if not strategy.expandable_segments:
+        notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
+    words = (*reading.notes, *notes)
+    return Case(dialect, given, reading, job, strategy, where, profile, card, words)
+
+
+def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[str]) -> int:
+    """GPUs of one node: as typed, as the launcher says, as CUDA_VISIBLE_DEVICES lists, else one."""
+    if said.get("gpus") or count > 1:
+        return int(said.get("gpus") or count)
+    if settings.get("gpus"):
+        return int(settings["gpus"])
+    if visible := settings.get("visible"):
+        notes.append(f"{visible} GPUs, as CUDA_VISIBLE_DEVICES lists")
+        return int(visible)
+    notes.append("1 GPU: the launcher and CUDA_VISIBLE_DEVICES do not say how many (--gpus)")
+    return 1
+
+
+# ---- what happens
+
+
+class Pricing:
+    """Estimates of one case and its changes; what they share is looked up once."""
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.gpu = case.model, case.gpu
+        self.screens: dict[str, Screen] = {}
+
+    def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        """What is known about a question."""
+        return facts(job, strategy, machine, self.model, self.gpu)
+
+    def may_be(self, verdict: str, case: Case) -> bool:
+        """Whether a replay could say that it fits, or is tight, by a cheap look; False for what cannot be priced."""
+        screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
+        try:
+            check(case.job, case.strategy, case.machine)
+            check_blocks(case.model, case.strategy)
+            look = screen.look(case.job, resolve(case.job, case.strategy, case.machine), case.machine)
+        except VplanError:  # a combination that contradicts itself, or that nothing was recorded of
+            return False
+        budget = self.gpu.allocatable_bytes - case.machine.reserve
+        held = case.machine.host_ram is None or look.host_ram_bytes <= case.machine.host_ram
+        low, high = margin.interval(look.device_bytes)
+        return held and (high if verdict == "fits" else low) <= budget
+
+    def outcome(self, case: Case) -> Outcome:
+        """What happens, and where it ends if it does not fit.
+
+        Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
+        back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
+        what lies in pieces, as long as the run is expected within the card with its pieces too.
+        """
+        run, played = self._replayed(case, case.strategy)
+        found = of_run(run, played, case.trainer)
+        if found.verdict == "tight" and found.peak.device_bytes <= found.budget_bytes and found.limit is None:
+            lean = of_run(*self._replayed(case, case.strategy.replace(expandable_segments=True)), case.trainer)
+            if lean.verdict == "fits":
+                found = lean.replace(strategy=found.strategy)
+                return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment, True)
+        if found.verdict == "no" and found.limit == "host" and found.host:
+            return Outcome(found, found.host.phase, "host RAM")
+        room = found.budget_bytes - outside_bytes(run)
+        over = (entry for entry in played if entry.replayed.reserved_peak_bytes > room)
+        ended = next(over, None) if found.verdict != "fits" else None
+        if ended is None:
+            return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
+        moment = describe(ended, found.strategy)
+        phase = _phase(ended.phase, moment)
+        first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
+        if first is not ended:  # it had room before there were gradients and states beside it
+            return Outcome(found, "train", "encoding the next batch beside gradients and optimizer states")
+        return Outcome(found, phase, moment)
+
+    def _replayed(self, case: Case, strategy: Strategy) -> tuple[Run, list[Played]]:
+        known = self.facts(case.job, strategy, case.machine)
+        return replayed(case.job, strategy, case.machine, known, case.trainer)
+
+
+def _phase(phase: str, moment: str) -> str:
+    """The phase as people count: the first step's own are training and its optimizer step."""
+    if phase != "first_step":
+        return phase
+    return "optimizer" if "optimizer" in moment else "train"
+
+
+# ---- the smallest change
+
+
+def check_case(case: Case, search: bool = True) -> Checked:
+    """The whole answer for a case."""
+    pricing = Pricing(case)
+    outcome = pricing.outcome(case)
+    fixes: tuple[Fix, ...] = ()
+    helps: tuple[Fix, ...] = ()
+    if outcome.estimate.verdict != "fits" and search:
+        fixes, helps = _fixes(case, outcome, pricing)
+    settled = fixes[0].case if fixes else case
+    return Checked(case, outcome, fixes, case.reading.ineffective, helps, search, _today(settled, outcome))
+
+
+def _today(case: Case, outcome: Outcome) -> str:
+    """The same job by today's script, of a trainer whose former script was given."""
+    if not case.dialect.successor:
+        return ""
+    today = dialects.dialect(case.dialect.successor)
+    assert today.files is not None
+    fields = nearest(today, {**case.fields, "expandable_segments": False})
+    plan = Plan(
+        job=Job.read({name: value for name, value in fields.items() if name in Job.model_fields}),
+        strategy=Strategy.read({name: value for name, value in fields.items() if name in Strategy.model_fields}),
+        machine=case.machine,
+        trainer=today.name,
+    )
+    text = list(today.files(plan, write(today, fields)).values())[-1]
+    return "\n".join(line for line in text.splitlines() if not line.startswith(("#!", "set -e")))
+
+
+def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
+    """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
+
+    Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
+    """
+    moves = [move for move in case.dialect.moves if _is_change(case, move)]
+    enough: dict[frozenset[int], Fix] = {}
+    tight: dict[frozenset[int], Fix] = {}
+    helps: list[Fix] = []
+    for size in range(1, MOST_PARTS + 1):
+        for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
+            if any(done <= chosen for done in enough):  # a part of it does
+                continue
+            fix = _tried(case, base, [moves[at] for at in sorted(chosen)], pricing)
+            verdict = fix.outcome.estimate.verdict if fix else ""
+            if fix is None or verdict == "no":
+                helps += [fix] if fix and size == 1 and _saved(base, fix) >= WORTH else []
+            elif verdict == "fits":
+                enough[chosen] = fix
+            elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):
+                tight[chosen] = fix
+        if any(not fix.lossy for fix in enough.values()):
+            break
+    told = _without_idle(enough or tight)
+    order = {id(fix): at for at, fix in enumerate(told.values())}
+    found = sorted(told.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
+    return tuple(found), tuple(helps)
+
+
+def _without_idle(found: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
+    """Without those that say all that another one says, and more: the rest of it is idle."""
+    words = {chosen: frozenset(_flags(fix)) for chosen, fix in found.items()}
+    return {chosen: fix for chosen, fix in found.items() if not any(other < words[chosen] for other in words.values())}
+
+
+def _flags(fix: Fix) -> list[str]:
+    """A change as single flags with their values, and lines."""
+    return [flag for part in fix.change for flag in re.split(r"\s(?=--)", part)]
+
+
+def _saved(base: Outcome, fix: Fix) -> int:
+    """Bytes less allocated where it ends."""
+    before, after = (each.estimate.phases.get(base.phase) for each in (base, fix.outcome))  # type: ignore[call-overload]
+    return before.allocated_bytes - after.allocated_bytes if before and after else 0
+
+
+def _size(fix: Fix) -> int:
+    """How much there is to type: flags, and lines of code."""
+    return sum(flag.startswith("--") for flag in _flags(fix)) or len(fix.change)
+
+
+def _is_change(case: Case, move: Move) -> bool:
+    fields = case.fields
+    return move.when(fields) and any(move.values or fields.get(name) != value for name, value in move.changes.items())
+
+
+def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fix | None:
+    """The fix that these moves together are, or None."""
+    changes: dict[str, Any] = {}
+    for move in moves:
+        if changes.keys() & move.changes.keys() and any(
+            changes.get(name, value) != value for name, value in move.changes.items()
+        ):
+            return None
+        changes |= move.changes
+    counted = next((move for move in moves if move.values), None)
+    for value in counted.values if counted else (None,):
+        if counted:
+            changes |= dict.fromkeys(counted.changes, value)
+        other = case.changed(changes)
+        if not pricing.may_be("tight" if len(moves) == 1 and not counted else "fits", other):
+            continue
+        try:
+            outcome = pricing.outcome(other)
+        except NotRecordedError:
+            return None
+        if counted and outcome.estimate.verdict != "fits" and value != counted.values[-1]:
+            continue
+        lossy = bool(set(outcome.estimate.lossy) & changes.keys())
+        cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
+        words = tuple(word for move in moves for word in _words(case, other, move))
+        return Fix(words, cost, lossy, other, outcome)
+    return None
+
+
+def _words(case: Case, other: Case, move: Move) -> Iterator[str]:
+    """One entry: what the move's own bindings write anew, and what goes with it."""
+    if move.said is not None:
+        said = move.said(case.given.settings)
+    else:
+        said = list(changed_words(case.dialect, case.fields, other.fields, frozenset(move.changes)))
+    if words := [*said, *move.words]:
+        yield " ".join(words)
+
+
+def changed_words(dialect: Dialect, before: Fields, after: Fields, fields: frozenset[str]) -> Iterator[str]:
+    """What the bindings of these fields write differently: flags as they are typed, launcher's flags behind it."""
+    old: Settings = {}
+    new: Settings = {}
+    for binding in dialect.bindings:
+        if not fields & set(binding.fields):
+            continue
+        with contextlib.suppress(NotSaidError):  # what it is now has no word: it came about by itself
+            old |= binding.say(before)
+        new |= binding.say(after)
+    launcher = [
+        _typed(name, value) for name, value in new.items() if name.startswith("launch:") and old.get(name) != value
+    ]
+    if launcher:
+        yield " ".join(["accelerate launch", *launcher])
+    for name, value in new.items():
+        if not name.startswith("launch:") and old.get(name) != value:
+            yield _typed(name, value)
+    for name in old:
+        if name not in new:
+            yield f"without {name.rpartition(':')[2]}"
+
+
+def _typed(name: str, value: object) -> str:
+    """A setting as its user types it."""
+    if name == "env:expandable_segments":
+        return "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if is_edit(name):
+        return name.removeprefix(EDIT)
+    where, colon, key = name.rpartition(":")
+    if where in ("config", "dataset"):
+        return f"{key}: {value}"
+    words = [] if value is True else value if isinstance(value, list | tuple) else [value]
+    return " ".join([key if colon else name, *map(str, words)])

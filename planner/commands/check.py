@@ -1,0 +1,160 @@
+"""`vplan check`: another trainer's command or file, read and never run: where it dies, and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner import dialects
+from planner.check import Checked, Fix, check_case, settle
+from planner.commands import USAGE
+from planner.commands.answer import VERDICTS, bar, verdict_line
+from planner.commands.common import Verb, examples, json_option, output_option, show, table, verdict_exit_code
+from planner.commands.flags import field_options
+from planner.errors import VplanError
+from planner.job import Machine
+from planner.plan import Plan, write_plan
+from planner.script import Script, of_file, of_words
+from planner.units import format_gib, format_seconds, gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.plan import Estimate
+
+FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan check --gpu 80GB -- accelerate launch train.py --num_frames 81 ...",
+        "vplan check train.sh --gpu 4x4090",
+        "vplan check infer.py --gpu 24GB --json",
+    ),
+)
+@click.argument("words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED)
+@click.option("--from-file", "path", metavar="FILE", help="The file with the command, as FILE alone.")
+@click.option("--model", metavar="NAME", help="The model, where the command does not tell.")
+@click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
+@click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")
+@click.option("--width", type=int, metavar="N", help="Width of a sample in pixels, instead of the command's.")
+@click.option("--no-fixes", is_flag=True, help="Only say what happens: search for no change.")
+@click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
+@field_options(Machine, without=("links", "unified"), show_defaults=False)
+@output_option("the plan that the command is")
+@json_option
+def command(words: tuple[str, ...], path: str | None, output: str | None, as_json: bool, **said: Any) -> int:
+    """Say whether another trainer's command runs out of memory, in which phase, and what to change.
+
+    Give the command behind `--`, or a file: a shell script, a trainer's TOML, YAML or JSON, or a Python file. It is
+    read as text; nothing of it runs.
+    """
+    script = _script(words, path)
+    strict, search = said.pop("strict"), not said.pop("no_fixes")
+    told = {name: said.pop(name) for name in ("model", "frames", "height", "width")}
+    if not said.get("gpu"):
+        raise VplanError("no card is named", "add --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
+    dialect, given = dialects.recognise(script)
+    found = check_case(settle(dialect, given, told, said), search)
+    if output:
+        write_plan(Plan.of(found.outcome.estimate, trainer=found.case.trainer), output)
+    show(found.to_json(), as_json, lambda console: _print(console, found))
+    return verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
+
+
+def _script(words: tuple[str, ...], path: str | None) -> Script:
+    if path and words:
+        raise VplanError("--from-file and a command are both given", "leave one of them out", USAGE)
+    if path is None and len(words) == 1 and (words[0].lower().endswith(FILES) or Path(words[0]).is_file()):
+        path = words[0]
+    if path:
+        return of_file(Path(path))
+    if not words:
+        raise VplanError("nothing to check", "name a file, or write the command behind --", USAGE)
+    return of_words(words)
+
+
+# ---- for people
+
+
+def _print(console: Console, found: Checked) -> None:
+    case, estimate = found.case, found.outcome.estimate
+    count = f"{case.machine.gpus} x " if case.machine.gpus > 1 else ""
+    nodes = f"{case.machine.nodes} nodes of " if case.machine.nodes > 1 else ""
+    job = case.job
+    shape = (
+        f"{job.frames} frames of {job.height}x{job.width}"
+        if case.model.kind == "video"
+        else f"{job.height}x{job.width}"
+    )
+    console.print(
+        f"{case.dialect.title}: {case.model.title}, {job.method}, {shape}, batch {job.batch_size}", markup=False
+    )
+    console.print(f"on {nodes}{count}{case.gpu.title}: {case.gpu.allocatable_gib:.2f} GiB to use", markup=False)
+    for note in case.notes:
+        console.print(f"  {note}", style="dim", markup=False)
+    console.print()
+    console.print(verdict_line(estimate))
+    console.print(bar(console, estimate))
+    word = "ends in" if estimate.verdict == "no" else "decided in"
+    console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}", markup=False)
+    if found.outcome.in_pieces:
+        console.print(
+            "torch's allocator as it comes reserves more than this, and gives it back where memory is short",
+            markup=False,
+        )
+    console.print()
+    console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
+    console.print(
+        f"step {format_seconds(estimate.step_seconds)} (estimated), host RAM {format_gib(estimate.host_ram_bytes)}"
+    )
+    _print_remarks(console, "no longer exists", case.given.gone)
+    _print_remarks(console, "does nothing here", found.ineffective)
+    if case.given.unknown:
+        console.print(f"unknown to this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)
+    _print_fixes(console, found)
+    if found.today:
+        console.print()
+        console.print(f"the same today:\n{found.today}", markup=False)
+
+
+def _phase_row(entry: tuple[str, Any]) -> tuple[str, str, str]:
+    name, peak = entry
+    return name, f"{gib(peak.allocated_bytes):.2f}", f"{gib(peak.device_bytes):.2f}"
+
+
+def _print_remarks(console: Console, what: str, remarks: Any) -> None:
+    for remark in remarks:
+        console.print(f"{what}: {remark.flag} ({remark.why})", style="yellow", markup=False)
+
+
+def _print_fixes(console: Console, found: Checked) -> None:
+    estimate = found.outcome.estimate
+    if estimate.verdict == "fits" or not found.searched:
+        return
+    console.print()
+    if not found.fixes:
+        console.print("no change that this trainer has a flag for makes it fit", style="bold", markup=False)
+    for at, fix in enumerate(found.fixes):
+        console.print("smallest change:" if at == 0 else "or:", style="bold", markup=False)
+        for part in fix.change:
+            console.print(f"  {part}", markup=False)
+        console.print(f"    {_effect(estimate, fix)}", markup=False)
+    for fix in found.helps:
+        console.print(f"helps, and is not enough alone: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False)
+
+
+def _effect(before: Estimate, fix: Fix) -> str:
+    after = fix.outcome.estimate
+    words = [f"{VERDICTS[after.verdict][0]}, {gib(after.peak.device_bytes):.1f} GiB ({gib(after.low_bytes):.1f} to "]
+    words[0] += f"{gib(after.high_bytes):.1f})"
+    seconds = after.step_seconds - before.step_seconds
+    words.append(f"{seconds:+.2f} s a step" if abs(seconds) >= 0.01 else "no slower")
+    ram = after.host_ram_bytes - before.host_ram_bytes
+    if abs(ram) >= 1 << 29:
+        words.append(f"host RAM {gib(ram):+.1f} GiB")
+    words.append("lossy" if fix.lossy else "lossless")
+    return ", ".join(words) + (f": {fix.cost}" if fix.cost else "")

@@ -1,0 +1,317 @@
+"""diffusers' words, read at 58eb52c: the training scripts of its examples (FLUX, SD3, Qwen-Image, CogVideoX, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner import catalog
+from planner.dialects import flags
+from planner.dialects.interface import (
+    Choice,
+    Dialect,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    Move,
+    NotSaidError,
+    Settings,
+    Several,
+    Value,
+)
+from planner.dialects.parts import (
+    EXPANDABLE,
+    GPUS,
+    NODES,
+    command_line,
+    engine,
+    export_line,
+    given_flags,
+    launched,
+    one_of,
+    own_settings,
+    the_model,
+    usual,
+)
+from planner.plan import Plan
+from planner.rules import DEEPSPEED
+from planner.script import Script
+
+AT = "diffusers 58eb52c"
+SCRIPTS = {
+    ("flux.1-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux.py",
+    ("flux.1-dev", "full"): "examples/dreambooth/train_dreambooth_flux.py",
+    ("flux.1-kontext-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux_kontext.py",
+    ("flux.2-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2.py",
+    ("flux.2-klein-4b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
+    ("flux.2-klein-9b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
+    ("krea-2", "lora"): "examples/dreambooth/train_dreambooth_lora_krea2.py",
+    ("qwen-image", "lora"): "examples/dreambooth/train_dreambooth_lora_qwen_image.py",
+    ("sd3.5-medium", "lora"): "examples/dreambooth/train_dreambooth_lora_sd3.py",
+    ("sd3.5-large", "lora"): "examples/dreambooth/train_dreambooth_lora_sd3.py",
+    ("sd3.5-medium", "full"): "examples/dreambooth/train_dreambooth_sd3.py",
+    ("sd3.5-large", "full"): "examples/dreambooth/train_dreambooth_sd3.py",
+    ("z-image", "lora"): "examples/dreambooth/train_dreambooth_lora_z_image.py",
+    ("cogvideox-2b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
+    ("cogvideox-5b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
+    ("cogvideox-5b-i2v", "lora"): "examples/cogvideo/train_cogvideox_image_to_video_lora.py",
+}
+"""(model, method) -> its example."""
+
+
+def gather(script: Script) -> Given | None:
+    """A command of one of its examples."""
+    names = {path.rpartition("/")[2] for path in SCRIPTS.values()}
+    found = [program for program in script.programs if program.script.rpartition("/")[2] in names]
+    if not found:
+        return None
+    told, notes = launched(found[-1], script, {})
+    return given_flags("diffusers", found[-1], told, [*script.notes, *notes])
+
+
+def _is_video(settings: Settings) -> bool:
+    return "cogvideo" in str(settings["script"])
+
+
+def _default(settings: Settings, flag: str) -> object:
+    return flags.script("diffusers", str(settings["script"])).default(flag)
+
+
+def _job(settings: Settings) -> Fields:
+    """What the script trains, by its name and flags; each script has defaults of its own."""
+    method = "lora" if "lora" in str(settings["script"]) else "full"
+    fields: Fields = {"model": catalog.model(the_model(settings, "--pretrained_model_name_or_path")).name}
+    fields |= {
+        "method": method,
+        "batch_size": int(settings.get("--train_batch_size", _default(settings, "--train_batch_size"))),
+    }
+    fields["lora_rank"] = int(settings.get("--rank", _default(settings, "--rank"))) if method == "lora" else 16
+    if _is_video(settings):
+        for field, flag in (("frames", "--max_num_frames"), ("height", "--height"), ("width", "--width")):
+            fields[field] = int(settings.get(flag, _default(settings, flag)))
+    else:
+        side = int(settings.get("--resolution", _default(settings, "--resolution")))
+        fields |= {"frames": 1, "height": side, "width": side}
+    return fields
+
+
+def _say_job(fields: Fields) -> Settings:
+    script = SCRIPTS.get((fields["model"], fields["method"]))
+    if script is None:
+        known = [model for model, method in SCRIPTS if method == fields["method"]] or ["flux.1-dev"]
+        instead = "lora" if fields["method"] not in ("lora", "full") else fields["method"]
+        if instead != fields["method"]:
+            raise NotSaidError(Inexpressible("method", fields["method"], instead, "its examples train"))
+        why = f"its {fields['method']} examples are for {', '.join(known)}"
+        raise NotSaidError(Inexpressible("model", fields["model"], known[0], why))
+    name = next(alias for alias in catalog.model(fields["model"]).aliases if "/" in alias)
+    settings: Settings = {"script": script, "--pretrained_model_name_or_path": name}
+    settings["--train_batch_size"] = fields["batch_size"]
+    if fields["method"] == "lora":
+        settings["--rank"] = fields["lora_rank"]
+    if _is_video(settings):
+        return settings | {
+            "--max_num_frames": fields["frames"],
+            "--height": fields["height"],
+            "--width": fields["width"],
+        }
+    if fields["frames"] != 1:
+        raise NotSaidError(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
+    if fields["height"] != fields["width"]:
+        raise NotSaidError(Inexpressible("width", fields["width"], fields["height"], "--resolution is a square's side"))
+    return settings | {"--resolution": fields["height"]}
+
+
+def _plain(settings: Settings) -> Fields:
+    """A frozen base has the mixed precision's format, and so have its adapters, but fp32 ones under fp16; trained
+    weights are fp32. Mixed precision is autocast (`cast_training_params`, `accelerator.prepare`)."""
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    half = precision if precision in ("bf16", "fp16") else "fp32"
+    full = "lora" not in str(settings["script"])
+    return {
+        "weights_dtype": "fp32" if full else half,
+        "adapter_dtype": "bf16" if half == "bf16" and not full else "fp32",
+        "autocast": half if half != "fp32" else "none",
+    }
+
+
+def _say_plain(fields: Fields) -> Settings:
+    return {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {}
+
+
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "prodigy": "prodigy"}
+
+
+def _optimizer(settings: Settings) -> Fields:
+    name = one_of(OPTIMIZERS, "--optimizer")(settings.get("--optimizer", "adamw"))
+    return {"optimizer": "adamw-8bit" if settings.get("--use_8bit_adam") and name == "adamw" else name}
+
+
+def _say_optimizer(fields: Fields) -> Settings:
+    said: dict[str, Settings] = {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}}
+    said["prodigy"] = {"--optimizer": "prodigy"}
+    if fields["optimizer"] not in said:
+        why = "its examples have AdamW, its 8-bit form and Prodigy"
+        raise NotSaidError(Inexpressible("optimizer", fields["optimizer"], "adamw", why))
+    return said[fields["optimizer"]]
+
+
+def _residence(settings: Settings) -> Fields:
+    """Prompts are encoded once where they are all alike, then their encoders are gone; CogVideoX's stay. Latents are
+    cached by --cache_latents; --offload takes the VAE off the GPU between its turns."""
+    video = _is_video(settings)
+    vae = "cached" if settings.get("--cache_latents") else "swapped" if settings.get("--offload") else "resident"
+    return {"text_encoder": "resident" if video else "cached", "vae": vae}
+
+
+def _say_residence(fields: Fields) -> Settings:
+    script = SCRIPTS.get((fields["model"], fields["method"]), "")
+    known = flags.script("diffusers", script).flags if script else {}
+    text = "resident" if "cogvideo" in script else "cached"
+    if fields["text_encoder"] != text:
+        why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
+        raise NotSaidError(Inexpressible("text_encoder", fields["text_encoder"], text, why))
+    flag = {"cached": "--cache_latents", "swapped": "--offload"}.get(fields["vae"])
+    if flag is None:
+        return {}
+    if flag not in known:
+        raise NotSaidError(Inexpressible("vae", fields["vae"], "resident", f"that example has no {flag}"))
+    return {flag: True}
+
+
+def _switch(field: str, flag: str) -> Several:
+    """A switch that only some examples have."""
+
+    def say(fields: Fields) -> Settings:
+        script = SCRIPTS.get((fields["model"], fields["method"]), "")
+        if fields[field] and (not script or flag not in flags.script("diffusers", script).flags):
+            raise NotSaidError(Inexpressible(field, True, False, f"that example has no {flag}"))
+        return {flag: True} if fields[field] else {}
+
+    return Several((field,), (flag,), lambda given: {field: bool(given.get(flag))}, say, {field: f"{flag} (CogVideoX)"})
+
+
+def _validation(settings: Settings) -> Fields:
+    return {"validation_mode": "on" if settings.get("--validation_prompt") else "off"}
+
+
+def _say_validation(fields: Fields) -> Settings:
+    if fields["validation_mode"] == "offload":
+        raise NotSaidError(Inexpressible("validation_mode", "offload", "on", "its pipeline is put on the GPU whole"))
+    return {"--validation_prompt": "a cat walks"} if fields["validation_mode"] == "on" else {}
+
+
+def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    if "--train_batch_size" not in settings:
+        yield f"{fields['batch_size']} samples a step and GPU, the default of --train_batch_size"
+    if fields["text_encoder"] == "cached":
+        yield f"prompts are encoded once and their encoders deleted, as with one instance prompt ({AT})"
+    if settings.get("--train_text_encoder"):
+        yield "--train_text_encoder is not priced: this is what it needs without"
+    for flag in ("--do_fp8_training", "--bnb_quantization_config_path", "--fsdp_text_encoder", "--use_ema"):
+        if settings.get(flag):
+            yield f"{flag} is not priced: this is what it needs without"
+
+
+def files(plan: Plan, settings: Settings) -> dict[str, str]:
+    """One shell script."""
+    launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
+    if plan.machine.nodes > 1:
+        launcher.append(f"--num_machines {plan.machine.nodes}")
+    extra: dict[str, object] = {"--output_dir": "out", "--learning_rate": "1e-4", "--max_train_steps": 1000}
+    if _is_video(settings):
+        extra |= {
+            "--instance_data_root": "data/my_set",
+            "--caption_column": "prompt.txt",
+            "--video_column": "videos.txt",
+        }
+    else:
+        extra |= {"--instance_data_dir": "data/my_set", "--instance_prompt": "a photo of sks dog"}
+    return {"train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher)}
+
+
+JOB = ("model", "method", "lora_rank", "batch_size", "frames", "height", "width")
+
+DIALECT = Dialect(
+    name="diffusers",
+    title="diffusers' examples",
+    source="https://github.com/huggingface/diffusers at 58eb52c",
+    scripts=tuple(dict.fromkeys(SCRIPTS.values())),
+    table=(
+        Several(
+            JOB,
+            (
+                *("script", "--pretrained_model_name_or_path", "--train_batch_size", "--rank", "--resolution"),
+                *("--max_num_frames", "--height", "--width"),
+            ),
+            _job,
+            _say_job,
+            {
+                "model": ", ".join(sorted({model for model, _ in SCRIPTS})),
+                "method": "lora, full (FLUX.1, SD3), by the script",
+                "lora_rank": "--rank",
+                "batch_size": "--train_batch_size",
+                "frames": "--max_num_frames",
+                "height": "--resolution, --height",
+                "width": "--resolution, --width",
+            },
+        ),
+        Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
+        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
+        Several(
+            ("optimizer",),
+            ("--optimizer", "--use_8bit_adam"),
+            _optimizer,
+            _say_optimizer,
+            {"optimizer": "adamw, adamw-8bit, prodigy"},
+        ),
+        Several(
+            ("text_encoder", "vae"),
+            ("--cache_latents", "--offload"),
+            _residence,
+            _say_residence,
+            {"text_encoder": "cached (CogVideoX: resident)", "vae": "resident, cached, swapped"},
+        ),
+        _switch("vae_tiling", "--enable_tiling"),
+        _switch("vae_slicing", "--enable_slicing"),
+        Several(
+            ("validation_mode",), ("--validation_prompt",), _validation, _say_validation, {"validation_mode": "off, on"}
+        ),
+        engine(
+            _plain,
+            _say_plain,
+            {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
+            context=lambda fields: {"script": SCRIPTS.get((fields["model"], fields["method"]), "")},
+        ),
+        Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
+        Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
+        EXPANDABLE,
+        GPUS,
+        NODES,
+        *usual("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *usual("validation", "compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype"),
+        *usual("vae_dtype", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
+        *usual("context_parallel"),
+    ),
+    gather=gather,
+    notes=_notes,
+    moves=(
+        Move({"expandable_segments": True}, "free"),
+        Move({"vae": "cached"}, "latents are encoded once", when=lambda fields: fields["vae"] != "cached"),
+        Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+        Move({"vae_tiling": True}, "tiles are blended where they meet"),
+        Move({"vae_slicing": True}, "one sample at a time"),
+        Move(
+            {"sharding": "zero-2", **DEEPSPEED},
+            "gradients and states are split over the GPUs, with an fp32 master",
+            when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
+        ),
+        Move(
+            {"sharding": "zero-3", **DEEPSPEED},
+            "weights too are split over the GPUs and gathered for every block",
+            when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
+        ),
+    ),
+    files=files,
+)

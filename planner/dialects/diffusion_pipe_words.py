@@ -1,0 +1,459 @@
+"""diffusion-pipe's words and ours, both ways, and its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from planner import catalog
+from planner.dialects import compose, flags
+from planner.dialects.adapters import note, on_all_linear
+from planner.dialects.interface import (
+    Binding,
+    Choice,
+    Dialect,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    Move,
+    NotSaidError,
+    Remark,
+    Settings,
+    Several,
+    Value,
+    When,
+)
+from planner.dialects.parts import EXPANDABLE, GPUS, NODES, known_model, launched, one_of, usual, word_for
+from planner.documents import flat
+from planner.errors import VplanError, quoted
+from planner.job import QUANTISED, Bucket
+from planner.plan import Plan
+from planner.script import Program, Script
+
+AT = "diffusion-pipe 8f83dbf"
+TYPES: dict[str, tuple[str, str]] = {
+    "wan2.1-t2v-1.3b": ("wan", "ckpt_path"),
+    "wan2.1-t2v-14b": ("wan", "ckpt_path"),
+    "wan2.1-i2v-14b-480p": ("wan", "ckpt_path"),
+    "wan2.1-i2v-14b-720p": ("wan", "ckpt_path"),
+    "wan2.2-t2v-a14b": ("wan", "ckpt_path"),
+    "wan2.2-i2v-a14b": ("wan", "ckpt_path"),
+    "wan2.2-ti2v-5b": ("wan", "ckpt_path"),
+    "hunyuan-video": ("hunyuan-video", "ckpt_path"),
+    "flux.1-dev": ("flux", "diffusers_path"),
+    "flux.1-kontext-dev": ("flux", "diffusers_path"),
+    "ltx-video-2b": ("ltx-video", "diffusers_path"),
+    "ltx-video-13b": ("ltx-video", "diffusers_path"),
+    "qwen-image": ("qwen_image", "diffusers_path"),
+    "qwen-image-edit": ("qwen_image", "diffusers_path"),
+    "sd3.5-medium": ("sd3", "diffusers_path"),
+    "sd3.5-large": ("sd3", "diffusers_path"),
+    "sdxl": ("sdxl", "checkpoint_path"),
+}
+"""Model -> ``[model] type`` and the key that names its weights (docs/supported_models.md)."""
+
+PATHS = ("ckpt_path", "diffusers_path", "checkpoint_path", "transformer_path", "single_file_path")
+_WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))
+EXPERTS = ("low", "high")
+
+
+def _model_of(given: Settings) -> Fields:
+    kind = given.get("config:model.type")
+    candidates = [name for name, (own, _) in TYPES.items() if own == kind]
+    if not candidates:
+        raise VplanError(f"model.type {quoted(kind)} is not priced here", f"we price {', '.join(TYPES)}")
+    paths = [given.get(f"config:model.{name}") for name in PATHS]
+    named = given.get("model") or known_model(*reversed(paths), *paths)
+    model = named if named in candidates else None
+    if model is None and len(candidates) > 1:
+        raise VplanError(
+            f"cannot tell which {kind} model this is from {quoted(paths[0] or paths[1])}", "add --model NAME"
+        )
+    fields: Fields = {"model": model or candidates[0], "experts": None}
+    if catalog.model(fields["model"]).experts > 1:
+        fields["experts"] = "high" if "high" in str(given.get("config:model.transformer_path", "")).lower() else "low"
+    return fields
+
+
+def _say_model(fields: Fields) -> Settings:
+    model = fields["model"]
+    if model not in TYPES:
+        why = f"of our models it trains {', '.join(TYPES)}"
+        raise NotSaidError(Inexpressible("model", model, next(iter(TYPES)), why))
+    kind, path = TYPES[model]
+    said: Settings = {"config:model.type": kind, f"config:model.{path}": f"models/{model}"}
+    if catalog.model(model).experts > 1:
+        if fields["experts"] not in EXPERTS:
+            why = "one run trains one expert (docs/supported_models.md, Wan2.2)"
+            raise NotSaidError(Inexpressible("experts", fields["experts"], "low", why))
+        said["config:model.transformer_path"] = f"models/{model}/{fields['experts']}_noise_model"
+    return said
+
+
+# ---- the dataset's file: size buckets, which say exactly what a sample is
+
+BUCKETS = "dataset:size_buckets"
+_BATCH = "config:micro_batch_size_per_gpu"
+
+
+def _shape_of(given: Settings) -> Fields:
+    """The size buckets, or the resolutions as squares with every frame bucket."""
+    model = catalog.model(_model_of(given)["model"])
+    usual = model.shape
+    listed = _rows(given, BUCKETS)
+    if not listed:
+        sizes = _rows(given, "dataset:resolutions") or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
+        frames = given.get("dataset:frame_buckets") or ([usual.default_frames] if "dataset" not in given else [1])
+        listed = [[*(size if isinstance(size, list) else (size, size)), each] for size in sizes for each in frames]
+    shapes = [Bucket(frames=each[2], height=each[1], width=each[0]) for each in listed]
+    worst = max(shapes, key=lambda one: (one.frames * one.height * one.width, one.frames))
+    batch = given.get(_BATCH, 1)
+    batch = max(int(each[1]) for each in _rows(given, _BATCH)) if _rows(given, _BATCH) else int(batch)
+    shape = {"frames": worst.frames, "height": worst.height, "width": worst.width, "batch_size": batch}
+    return {**shape, "buckets": tuple(shapes) if len(shapes) > 1 else ()}
+
+
+def _rows(given: Settings, key: str) -> list[Any]:
+    """The items of a list, which comes flat where they are lists themselves."""
+    if isinstance(given.get(key), list):
+        return list(given[key])
+    return [value for name, value in given.items() if re.fullmatch(re.escape(key) + r"\[\d+\]", name)]
+
+
+def _say_shape(fields: Fields) -> Settings:
+    buckets = fields["buckets"]
+    own = (fields["frames"], fields["height"], fields["width"])
+    if any(bucket.batch_size for bucket in buckets) or len(buckets) == 1 or len(set(buckets)) < len(buckets):
+        why = "size buckets share one batch size here"
+        raise NotSaidError(Inexpressible("buckets", buckets, (), why))
+    worst = max(buckets, key=lambda one: (one.frames * one.height * one.width, one.frames), default=None)
+    if worst and (worst.frames, worst.height, worst.width) != own:
+        wanted = {"frames": worst.frames, "height": worst.height, "width": worst.width}
+        why = "the largest size bucket counts"
+        raise NotSaidError(*(Inexpressible(name, fields[name], value, why) for name, value in wanted.items()))
+    rows = [[bucket.width, bucket.height, bucket.frames] for bucket in buckets] or [[own[2], own[1], own[0]]]
+    return {BUCKETS: rows, _BATCH: fields["batch_size"]}
+
+
+# ---- numbers, adapters, steps
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+OPTIMIZERS = {
+    "adamw_optimi": "adamw",
+    "adamw": "adamw",
+    "AdamW8bitKahan": "adamw-8bit",
+    "adamw8bit": "adamw-8bit",
+    "Prodigy": "prodigy",
+    "Lion": "lion",
+    "CAME": "came",
+    "Muon": "muon",
+    "offload": "adamw",
+}
+"""Behind the named ones any class of pytorch_optimizer (train.py)."""
+
+
+def _formats_of(given: Settings) -> Fields:
+    dtype = one_of(DTYPES, "model.dtype")(given.get("config:model.dtype", "bfloat16"))
+    held = str(given.get("config:model.transformer_dtype") or given.get("config:model.diffusion_model_dtype") or "")
+    weights = "fp8" if held.startswith("float8") else held if held == "nf4" else dtype
+    adapter = DTYPES.get(str(given.get("config:adapter.dtype")), dtype)
+    lora = "config:adapter.type" in given
+    return {
+        "weights_dtype": weights if lora else dtype,
+        "compute_dtype": dtype,
+        "autocast": dtype if dtype != "fp32" else "none",
+        "adapter_dtype": "fp32" if lora and weights in QUANTISED else adapter,  # recorded so, see planner.variants
+    }
+
+
+def _say_formats(fields: Fields) -> Settings:
+    compute, weights = fields["compute_dtype"], fields["weights_dtype"]
+    refused = []
+    if fields["autocast"] != (compute if compute != "fp32" else "none"):
+        instead = compute if compute != "fp32" else "none"
+        refused.append(
+            Inexpressible("autocast", fields["autocast"], instead, "layers run under autocast to model.dtype")
+        )
+    quantised = weights == "fp8" and fields["method"] == "lora"
+    if weights != compute and not quantised:
+        refused.append(
+            Inexpressible("weights_dtype", weights, compute, "weights are model.dtype, or float8 under LoRA")
+        )
+    if fields["method"] == "full" and fields["adapter_dtype"] != compute:  # there are none
+        refused.append(
+            Inexpressible("adapter_dtype", fields["adapter_dtype"], compute, "full training has no adapters")
+        )
+    if quantised and fields["adapter_dtype"] != "fp32":
+        why = "adapters over a quantised base are counted in fp32"
+        refused.append(Inexpressible("adapter_dtype", fields["adapter_dtype"], "fp32", why))
+    if refused:
+        raise NotSaidError(*refused)
+    word = word_for(DTYPES, "compute_dtype", "bf16")
+    said: Settings = {"config:model.dtype": word(compute)}
+    if quantised:
+        said["config:model.transformer_dtype"] = "float8"
+    if fields["method"] == "lora":
+        said["config:adapter.dtype"] = word(fields["adapter_dtype"])
+    return said
+
+
+def _method_of(given: Settings) -> Fields:
+    kind = given.get("config:adapter.type")
+    if kind not in (None, "lora"):
+        raise VplanError(f"adapter.type {quoted(kind)} is not priced here", "we price lora, and no adapter at all")
+    return {
+        "method": "lora" if kind else "full",
+        "lora_rank": int(given.get("config:adapter.rank", 16)),
+        "lora_dropout": float(given.get("config:adapter.dropout", 0.0)),
+    }
+
+
+def _say_method(fields: Fields) -> Settings:
+    if fields["method"] == "sample":
+        raise NotSaidError(Inexpressible("method", "sample", "lora", "it trains"))
+    if fields["method"] == "full":
+        return {}
+    said: Settings = {"config:adapter.type": "lora", "config:adapter.rank": fields["lora_rank"]}
+    return said | ({"config:adapter.dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
+
+
+def _targets_of(given: Settings) -> Fields:
+    if "config:adapter.type" not in given:
+        return {"lora_targets": None}
+    profile = catalog.model(_model_of(given)["model"])
+    return {"lora_targets": on_all_linear(profile, _formats_of(given)["weights_dtype"])}
+
+
+def _say_targets(fields: Fields) -> Settings:
+    profile = catalog.model(fields["model"])
+    own = on_all_linear(profile, fields["weights_dtype"]) if fields["method"] == "lora" else None
+    if fields["lora_targets"] != own:
+        why = f"adapters are on every linear layer of the blocks ({AT} models/base.py get_target_modules)"
+        raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], own, why))
+    return {}
+
+
+def _steps_of(given: Settings) -> Fields:
+    name = given.get("config:optimizer.type", "adamw_optimi")
+    release = given.get("config:optimizer.gradient_release")
+    return {
+        "optimizer": one_of(OPTIMIZERS, "optimizer.type")(name),
+        "optimizer_step": "backward" if release else "foreach",
+        "offload_optimizer": "cpu" if str(name).lower() == "offload" else "none",
+    }
+
+
+def _say_steps(fields: Fields) -> Settings:
+    optimizer, step, where = fields["optimizer"], fields["optimizer_step"], fields["offload_optimizer"]
+    refused = []
+    if step not in ("foreach", "backward"):
+        refused.append(
+            Inexpressible("optimizer_step", step, "foreach", "it has gradient_release, or steps after backward")
+        )
+    elif step == "backward" and (fields["gpus"] * fields["nodes"] > 1 or where != "none"):
+        why = f"gradient_release needs one GPU per stage ({AT} train.py)"
+        refused.append(Inexpressible("optimizer_step", step, "foreach", why))
+    if where == "nvme" or (where == "cpu" and optimizer != "adamw"):
+        refused.append(
+            Inexpressible("offload_optimizer", where, "none", "type = 'offload' keeps AdamW's states in host RAM")
+        )
+    if refused:
+        raise NotSaidError(*refused)
+    word = "offload" if where == "cpu" else word_for(OPTIMIZERS, "optimizer", "adamw")(optimizer)
+    said: Settings = {"config:optimizer.type": word}
+    return said | ({"config:optimizer.gradient_release": True} if step == "backward" else {})
+
+
+def _spread_of(given: Settings) -> Fields:
+    stages = int(given.get("config:pipeline_stages", 1))
+    if stages > 1:
+        fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not priced here"
+        raise VplanError(fault, "write pipeline_stages = 1")
+    world = given.get("gpus", 1) * given.get("nodes", 1)
+    return {"sharding": "ddp" if world > 1 else "none", "swap_blocks": int(given.get("config:blocks_to_swap", 0))}
+
+
+def _say_spread(fields: Fields) -> Settings:
+    expected = "ddp" if fields["gpus"] * fields["nodes"] > 1 else "none"
+    refused = []
+    if fields["sharding"] != expected:
+        why = f"it splits models by pipeline stages, not by ZeRO or FSDP ({AT} train.py)"
+        refused.append(Inexpressible("sharding", fields["sharding"], expected, why))
+    if fields["swap_blocks"] and fields["method"] != "lora":
+        refused.append(
+            Inexpressible("swap_blocks", fields["swap_blocks"], 0, f"only LoRA swaps blocks ({AT} train.py)")
+        )
+    if refused:
+        raise NotSaidError(*refused)
+    said: Settings = {"config:pipeline_stages": 1}
+    return said | ({"config:blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {})
+
+
+def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
+    return Several(tuple(words), settings, of, say, words)
+
+
+CARRIES: compose.Carries = {
+    BUCKETS: ("frames", "height", "width", "buckets"),
+    _BATCH: ("batch_size",),
+    "config:model.type": ("model",),
+    "config:model.dtype": ("compute_dtype", "autocast", "weights_dtype"),
+    "config:model.transformer_dtype": ("weights_dtype",),
+    "config:adapter.dtype": ("adapter_dtype",),
+    "config:adapter.type": ("method",),
+    "config:adapter.rank": ("lora_rank",),
+    "config:adapter.dropout": ("lora_dropout",),
+    "config:optimizer.type": ("optimizer", "offload_optimizer"),
+    "config:optimizer.gradient_release": ("optimizer_step",),
+    "config:pipeline_stages": ("sharding",),
+    "config:blocks_to_swap": ("swap_blocks",),
+}
+TABLE: tuple[Binding | When, ...] = (
+    *(GPUS, NODES, EXPANDABLE),
+    _several(_method_of, _say_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
+             method="lora, full", lora_rank="adapter.rank", lora_dropout="adapter.dropout"),
+    _several(_model_of, _say_model, _WHICH, model=", ".join(TYPES), experts="one of two"),
+    _several(_shape_of, _say_shape, (BUCKETS, _BATCH), frames="size_buckets", height="size_buckets",
+             width="size_buckets", batch_size="micro_batch_size_per_gpu", buckets="size_buckets"),
+    _several(_formats_of, _say_formats,
+             ("config:model.dtype", "config:model.transformer_dtype", "config:adapter.dtype"),
+             weights_dtype="model.dtype, float8 under LoRA", compute_dtype="model.dtype", autocast="model.dtype",
+             adapter_dtype="adapter.dtype"),
+    _several(_targets_of, _say_targets, (), lora_targets="all linear layers"),
+    Choice("gradient_checkpointing", {
+        "none": {"config:activation_checkpointing": False},
+        "full": {"config:activation_checkpointing": True},
+        "offload": {"config:activation_checkpointing": "unsloth"},
+    }, "every layer is checkpointed, or none"),
+    Fixed("checkpointed_blocks", None),
+    _several(_steps_of, _say_steps, ("config:optimizer.type", "config:optimizer.gradient_release"),
+             optimizer="optimizer.type", optimizer_step="foreach; backward by gradient_release on one GPU",
+             offload_optimizer="none, cpu with adamw"),
+    Value("gradient_accumulation", "config:gradient_accumulation_steps", 1, int),
+    _several(_spread_of, _say_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
+             sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
+    When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),
+    Fixed("text_encoder", "cached", "prompts are cached on disk before training"),
+    Fixed("vae", "cached", "latents are cached on disk before training"),
+    Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
+    Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
+    Fixed("attention", "sdpa"),
+    *usual("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_gradients",
+           "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
+           "group_offload", "group_offload_stream", "context_parallel"),
+)  # fmt: skip
+
+
+def gather(script: Script) -> Given | None:
+    """`deepspeed train.py --deepspeed --config FILE`, or that config itself; the dataset's file is read too."""
+    told: Settings = {}
+    notes = list(script.notes)
+    config = script.config
+    if config is None:
+        found = [one for one in script.programs if PurePosixPath(one.script).name == "train.py" and _is_own(one)]
+        if not found:
+            return None
+        told, more = launched(found[-1], script, {})
+        parsed = flags.script("diffusion-pipe", "train.py").parse(_without_deepspeed(found[-1].arguments))
+        notes += more
+        path = str(parsed.given["--config"])
+        config = script.document(path)
+        if config is None:
+            raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where it is")
+    said = flat(config, script.name)
+    if not {"model.type", "optimizer.type"} <= said.keys():
+        return None
+    read = flags.script("diffusion-pipe", "config.toml").parse_config(config)
+    settings: Settings = {"script": "train.py", **told}
+    settings |= {f"config:{key}": value for key, value in said.items()}
+    settings.setdefault("config:activation_checkpointing", False)
+    path = str(config.get("dataset", ""))
+    data = script.document(path) if path else None
+    if data is None:
+        notes.append(f"the dataset {path} is not here: priced at the model's usual shape")
+    else:
+        settings["dataset"] = True
+        settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
+    gone = tuple(Remark(name, why) for name, why in read.gone.items())
+    return Given("diffusion-pipe", settings, read.unknown, gone, tuple(notes))
+
+
+def _is_own(program: Program) -> bool:
+    words = {word.partition("=")[0] for word in program.arguments}
+    return "--config" in words and (program.launcher == "deepspeed" or "--deepspeed" in words)
+
+
+def _without_deepspeed(words: Sequence[str]) -> list[str]:
+    return [word for word in words if word != "--deepspeed"]  # deepspeed.add_config_arguments
+
+
+def notes(given: Settings, fields: Fields) -> Iterator[str]:
+    """What it does without being asked."""
+    yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
+    if fields["method"] == "lora" and (said := note(catalog.model(fields["model"]), fields["lora_targets"])):
+        yield said
+    if fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED:
+        yield "adapters over a quantised base are counted in fp32"
+    if str(given.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
+        yield "priced with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
+    if _rows(given, "dataset:resolutions") and not _rows(given, BUCKETS):
+        yield "resolutions are areas: priced as squares, and buckets of other sides have as many pixels"
+
+
+def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
+    """What does nothing."""
+    if given.get("config:reentrant_activation_checkpointing") and not given.get("config:activation_checkpointing"):
+        yield Remark("reentrant_activation_checkpointing", "it acts with activation_checkpointing only")
+    if given.get("config:disable_block_swap_for_eval") and not fields["swap_blocks"]:
+        yield Remark("disable_block_swap_for_eval", "no blocks are swapped")
+
+
+MOVES = (
+    Move({"gradient_checkpointing": "full"}),
+    Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
+    Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 38)),
+    Move({"optimizer_step": "backward"}, "no gradient accumulation"),
+    Move({"optimizer": "adamw-8bit"}),
+    Move({"weights_dtype": "fp8"}),
+    Move({"offload_optimizer": "cpu"}, "slower, and host RAM for the states"),
+)
+
+
+def _files(plan: Plan, settings: Settings) -> dict[str, str]:
+    """dataset.toml, config.toml and train.sh."""
+    said = compose.carried(DIALECT, settings, CARRIES)
+    data = {"size_buckets": settings[BUCKETS], "directory": [{"path": "data/my_set", "num_repeats": 1}]}
+    head = "The dataset. Behind each line: the Plan field that it carries. The folder is yours to fill in."
+    dataset = compose.toml(data, compose.comments(said, "dataset:"), head)
+    own = compose.tree(settings, "config:")
+    config: Settings = {"output_dir": "out", "dataset": "dataset.toml", "epochs": 100, "warmup_steps": 10}
+    config |= {"gradient_clipping": 1.0, "save_every_n_epochs": 5, "checkpoint_every_n_minutes": 120, **own}
+    config["optimizer"] |= {"lr": 2e-5, "betas": [0.9, 0.99], "weight_decay": 0.01}
+    head = "Behind each line: the Plan field that it carries. Paths are yours to fill in."
+    nodes = f" --num_nodes={plan.machine.nodes}" if plan.machine.nodes > 1 else ""
+    lines = ["#!/bin/bash", "set -e"]
+    if plan.strategy.expandable_segments:
+        lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    lines += [f"deepspeed --num_gpus={plan.machine.gpus}{nodes} train.py --deepspeed --config config.toml"]
+    return {
+        "dataset.toml": dataset,
+        "config.toml": compose.toml(config, compose.comments(said, "config:"), head),
+        "train.sh": "\n".join(lines) + "\n",
+    }
+
+
+DIALECT: Dialect = Dialect(
+    name="diffusion-pipe",
+    title="diffusion-pipe",
+    source="https://github.com/tdrussell/diffusion-pipe at 8f83dbf",
+    scripts=("train.py",),
+    table=TABLE,
+    gather=gather,
+    remarks=remarks,
+    notes=notes,
+    moves=MOVES,
+    files=_files,
+)

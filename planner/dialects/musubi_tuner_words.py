@@ -1,0 +1,426 @@
+"""musubi-tuner's words and ours, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner import catalog
+from planner.dialects import flags
+from planner.dialects.adapters import note, on_all_linear
+from planner.dialects.interface import (
+    Binding,
+    Choice,
+    Dialect,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    Move,
+    NotSaidError,
+    Remark,
+    Settings,
+    Several,
+    Value,
+    When,
+)
+from planner.dialects.musubi_files import files
+from planner.dialects.parts import EXPANDABLE, GPUS, NODES, given_flags, known_model, launched, one_of, usual, word_for
+from planner.documents import flat
+from planner.errors import VplanError, quoted
+from planner.job import Bucket
+from planner.plan import Plan
+from planner.script import Program, Script
+
+AT = "musubi-tuner 30c658c"
+FAMILIES: dict[str, tuple[str, Settings]] = {
+    "wan2.1-t2v-1.3b": ("wan", {"--task": "t2v-1.3B"}),
+    "wan2.1-t2v-14b": ("wan", {"--task": "t2v-14B"}),
+    "wan2.1-i2v-14b-480p": ("wan", {"--task": "i2v-14B"}),
+    "wan2.1-i2v-14b-720p": ("wan", {"--task": "i2v-14B"}),
+    "wan2.2-t2v-a14b": ("wan", {"--task": "t2v-A14B"}),
+    "wan2.2-i2v-a14b": ("wan", {"--task": "i2v-A14B"}),
+    "hunyuan-video": ("hv", {}),
+    "hunyuan-video-1.5": ("hv_1_5", {"--task": "t2v"}),
+    "qwen-image": ("qwen_image", {}),
+    "qwen-image-edit": ("qwen_image", {"--model_version": "edit"}),
+    "z-image": ("zimage", {}),
+    "flux.1-kontext-dev": ("flux_kontext", {}),
+    "flux.2-dev": ("flux_2", {"--model_version": "dev"}),
+    "flux.2-klein-4b": ("flux_2", {"--model_version": "klein-base-4b"}),
+    "flux.2-klein-9b": ("flux_2", {"--model_version": "klein-base-9b"}),
+    "krea-2": ("krea2", {}),
+}
+"""Model -> the beginning of its script's name (src/musubi_tuner/*_train_network.py), and what names it there."""
+
+ENCODER_FP8 = {
+    "wan": "--fp8_t5",
+    "hv": "--fp8_llm",
+    "hv_1_5": "--fp8_vl",
+    "qwen_image": "--fp8_vl",
+    "zimage": "--fp8_llm",
+    "flux_kontext": "--fp8_t5",
+    "flux_2": "--fp8_text_encoder",
+}
+NETWORKS = {"hv": "lora", "zimage": "lora_zimage", "flux_kontext": "lora_flux"}
+SCALED = frozenset({"wan", "qwen_image", "zimage", "hv_1_5", "flux_2", "flux_kontext", "krea2"})
+_SCRIPT = "src/musubi_tuner/{}_train_network.py"
+_WHICH = ("script", "--task", "--model_version", "--dit", "--dit_high_noise", "--offload_inactive_dit")
+
+
+def _family(model: str) -> str:
+    return FAMILIES.get(model, ("wan", {}))[0]  # of a model it has not, another binding says so
+
+
+def _candidates(given: Settings) -> list[str]:
+    """The models that a command may mean by its script and task."""
+    script = str(given.get("script", ""))
+    found = []
+    for name, (family, words) in FAMILIES.items():
+        plain = words or {"--model_version": None}
+        if script.endswith(_SCRIPT.format(family)) and all(given.get(key) == value for key, value in plain.items()):
+            found.append(name)
+    return found
+
+
+def _model_of(given: Settings) -> Fields:
+    candidates = _candidates(given)
+    named = given.get("model") or known_model(given.get("--dit"))
+    if not candidates:
+        said = given.get("--task") or given.get("--model_version") or given.get("script")
+        fix = "we price " + ", ".join(FAMILIES)
+        raise VplanError(f"which model {quoted(said)} trains is not known here", fix)
+    model = named if named in candidates else candidates[0]
+    fields: Fields = {"model": model, "experts": None, "inactive_expert": "absent"}
+    if catalog.model(model).experts > 1:
+        fields["experts"] = "high" if "high" in str(given.get("--dit", "")).lower() else "low"
+        if given.get("--dit_high_noise"):
+            fields["experts"] = "both"
+            fields["inactive_expert"] = "cpu" if given.get("--offload_inactive_dit") else "gpu"
+    return fields
+
+
+def _say_model(fields: Fields) -> Settings:
+    model, experts, inactive = fields["model"], fields["experts"], fields["inactive_expert"]
+    if model not in FAMILIES:
+        why = f"of our models it trains {', '.join(FAMILIES)}"
+        raise NotSaidError(Inexpressible("model", model, next(iter(FAMILIES)), why))
+    family, words = FAMILIES[model]
+    said: Settings = {"script": _SCRIPT.format(family), **words, "--dit": f"models/{model}.safetensors"}
+    if catalog.model(model).experts == 1 or experts != "both":
+        if inactive != "absent":
+            why = (
+                "there is no other expert"
+                if catalog.model(model).experts == 1
+                else "one expert is loaded, which trains"
+            )
+            raise NotSaidError(Inexpressible("inactive_expert", inactive, "absent", why))
+        if catalog.model(model).experts == 1:
+            return said
+        return said | {"--dit": f"models/{model}-{experts or 'low'}.safetensors"}
+    if inactive == "cpu" and fields["swap_blocks"]:
+        why = f"--offload_inactive_dit does not go with --blocks_to_swap ({AT} wan_train_network.py)"
+        raise NotSaidError(Inexpressible("inactive_expert", inactive, "gpu", why))
+    said |= {"--dit": f"models/{model}-low.safetensors", "--dit_high_noise": f"models/{model}-high.safetensors"}
+    return said | ({"--offload_inactive_dit": True} if inactive == "cpu" else {})
+
+
+# ---- the dataset's file
+
+_SIZE, _BATCH = "dataset:general.resolution", "dataset:general.batch_size"
+_FRAMES, _EXTRACTION = "dataset:datasets[0].target_frames", "dataset:datasets[0].frame_extraction"
+SHAPE = ("frames", "height", "width", "batch_size", "buckets")
+LONGEST = 129
+"""``max_frames`` of datasets that take whole clips (dataset/config_utils.py)."""
+
+
+def _shape_of(given: Settings) -> Fields:
+    model = catalog.model(_model_of(given)["model"])
+    usual = model.shape
+    size = _own(given, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]]
+    width, height = size if isinstance(size, list) else (size, size)
+    lengths = _own(given, "target_frames") or [usual.default_frames]
+    if _own(given, "frame_extraction") == "full":
+        lengths = [int(_own(given, "max_frames") or LONGEST)]
+    lengths = sorted({int(length) for length in lengths}) if model.kind == "video" else [1]
+    buckets = () if len(lengths) == 1 else tuple(Bucket(frames=each, height=height, width=width) for each in lengths)
+    batch = int(_own(given, "batch_size") or 1)
+    return {"frames": lengths[-1], "height": height, "width": width, "batch_size": batch, "buckets": buckets}
+
+
+def _own(given: Settings, key: str) -> Any:
+    """A key of the first dataset, or of all of them."""
+    return given.get(f"dataset:datasets[0].{key}", given.get(f"dataset:general.{key}"))
+
+
+def _say_shape(fields: Fields) -> Settings:
+    sizes = {(bucket.height, bucket.width) for bucket in fields["buckets"]}
+    lengths = sorted(bucket.frames for bucket in fields["buckets"]) or [fields["frames"]]
+    odd = len(sizes) > 1 or any(bucket.batch_size for bucket in fields["buckets"]) or len(set(lengths)) < len(lengths)
+    image = catalog.model(fields["model"]).kind == "image"
+    if odd or (sizes and (sizes != {(fields["height"], fields["width"])} or image or len(lengths) == 1)):
+        why = "a dataset has one size and one batch size, with several lengths"
+        raise NotSaidError(Inexpressible("buckets", fields["buckets"], (), why))
+    if fields["frames"] != lengths[-1]:
+        raise NotSaidError(Inexpressible("frames", fields["frames"], lengths[-1], "the longest bucket counts"))
+    said: Settings = {_SIZE: [fields["width"], fields["height"]], _BATCH: fields["batch_size"]}
+    return said if image else said | {_FRAMES: lengths}
+
+
+# ---- numbers, adapters, steps
+
+OPTIMIZERS = {
+    "AdamW": "adamw",
+    "AdamW8bit": "adamw-8bit",
+    "bitsandbytes.optim.PagedAdamW8bit": "adamw-8bit-paged",
+    "Adafactor": "adafactor",
+    "lion_pytorch.Lion": "lion",
+    "prodigyopt.Prodigy": "prodigy",
+    "came_pytorch.CAME": "came",
+    "Muon": "muon",
+}
+"""Behind the first four any class with its module's path, and of torch.optim without it (`get_optimizer`)."""
+
+
+def _optimizer_of(given: Settings) -> Fields:
+    return {"optimizer": one_of(OPTIMIZERS, "--optimizer_type")(given.get("--optimizer_type", "AdamW"))}
+
+
+def _say_optimizer(fields: Fields) -> Settings:
+    return {"--optimizer_type": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
+
+
+def _formats_of(given: Settings) -> Fields:
+    mixed = given.get("--mixed_precision", given.get("launch:--mixed_precision", "no"))
+    return {
+        "weights_dtype": "fp8" if given.get("--fp8_base") else "bf16",
+        "autocast": mixed if mixed in ("bf16", "fp16") else "none",
+    }
+
+
+def _say_formats(fields: Fields) -> Settings:
+    weights = fields["weights_dtype"]
+    if weights not in ("bf16", "fp8"):
+        raise NotSaidError(Inexpressible("weights_dtype", weights, "bf16", "weights are bf16 or --fp8_base"))
+    said: Settings = {"--mixed_precision": "no" if fields["autocast"] == "none" else fields["autocast"]}
+    if weights == "fp8":
+        said["--fp8_base"] = True
+        said |= {"--fp8_scaled": True} if _family(fields["model"]) in SCALED else {}
+    return said
+
+
+def _targets_of(given: Settings) -> Fields:
+    """Adapters on every linear layer of the blocks but modulation (networks/lora_*.py), without Wan's feed-forward
+    where a pattern leaves it out."""
+    profile = catalog.model(_model_of(given)["model"])
+    narrow = any("exclude_patterns" in str(each) and "ffn" in str(each) for each in given.get("--network_args") or ())
+    wide = on_all_linear(profile, _formats_of(given)["weights_dtype"])
+    return {"lora_targets": None if narrow else wide}
+
+
+def _say_targets(fields: Fields) -> Settings:
+    profile = catalog.model(fields["model"])
+    asked = frozenset(fields["lora_targets"] or profile.lora.targets)
+    all_of_them = on_all_linear(profile, fields["weights_dtype"])
+    said: Settings = {"--network_module": f"networks.{_network(profile.name)}"}
+    if all_of_them and asked == frozenset(all_of_them):
+        return said
+    wan = _family(profile.name) == "wan"
+    if asked == frozenset(profile.lora.targets) and (wan or not all_of_them):
+        return said | ({"--network_args": ["exclude_patterns=[r'.*ffn.*']"]} if wan else {})
+    why = f"adapters are on every linear layer of the blocks ({AT} networks/{_network(profile.name)}.py)"
+    raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], all_of_them, why))
+
+
+def _network(model: str) -> str:
+    return NETWORKS.get(_family(model), f"lora_{_family(model)}")
+
+
+def _encoder_of(given: Settings) -> Fields:
+    flag = ENCODER_FP8.get(_family(_model_of(given)["model"]), "")
+    return {"text_encoder_dtype": "fp8" if given.get(flag) else "bf16"}
+
+
+def _say_encoder(fields: Fields) -> Settings:
+    wanted, flag = fields["text_encoder_dtype"], ENCODER_FP8.get(_family(fields["model"]))
+    if wanted == "fp8" and flag:
+        return {flag: True}
+    if wanted != "bf16":
+        raise NotSaidError(Inexpressible("text_encoder_dtype", wanted, "bf16", "bf16, or fp8 by a flag"))
+    return {}
+
+
+def _sharding_of(given: Settings) -> Fields:
+    several = given.get("gpus", 1) * given.get("nodes", 1) > 1
+    return {"sharding": "ddp" if several else "none"}
+
+
+def _say_sharding(fields: Fields) -> Settings:
+    expected = "ddp" if fields["gpus"] * fields["nodes"] > 1 else "none"
+    if fields["sharding"] != expected:
+        why = f"it has DDP only: DeepSpeed is not supported ({AT} training/accelerator_setup.py), nor FSDP"
+        raise NotSaidError(Inexpressible("sharding", fields["sharding"], expected, why))
+    return {}
+
+
+VAE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
+
+
+def _vae_of(given: Settings) -> Fields:
+    usual = "bfloat16" if str(given.get("script", "")).endswith(_SCRIPT.format("wan")) else "float16"
+    return {"vae_dtype": one_of(VAE_DTYPES, "--vae_dtype")(given.get("--vae_dtype", usual))}
+
+
+def _say_vae(fields: Fields) -> Settings:
+    word = word_for(VAE_DTYPES, "vae_dtype", "bf16")(fields["vae_dtype"])
+    usual = "bfloat16" if _family(fields["model"]) == "wan" else "float16"
+    return {} if word == usual else {"--vae_dtype": word}
+
+
+def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
+    return Several(tuple(words), settings, of, say, words)
+
+
+_ENCODER_FLAGS = tuple(dict.fromkeys(ENCODER_FP8.values()))
+CARRIES = {
+    _SIZE: ("width", "height"),
+    _BATCH: ("batch_size",),
+    _FRAMES: ("frames", "buckets"),
+    "--dit": ("model", "experts"),
+    "--task": ("model",),
+    "--fp8_base": ("weights_dtype",),
+    "--fp8_scaled": ("weights_dtype",),
+    "--mixed_precision": ("autocast",),
+}
+"""Setting -> fields, where its binding has several."""
+
+TABLE: tuple[Binding | When, ...] = (
+    *(GPUS, NODES, EXPANDABLE),
+    _several(_model_of, _say_model, _WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
+             inactive_expert="absent; with both experts gpu, or cpu by --offload_inactive_dit"),
+    Fixed("method", "lora", "its network scripts train LoRA"),
+    _several(_shape_of, _say_shape, (_SIZE, _BATCH, _FRAMES, _EXTRACTION), frames="target_frames", height="resolution",
+             width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
+    Value("lora_rank", "--network_dim", 4, int, source="networks/lora.py"),
+    Value("lora_dropout", "--network_dropout", 0.0, float),
+    _several(_targets_of, _say_targets, ("--network_module", "--network_args"), lora_targets="all linear layers"),
+    _several(_formats_of, _say_formats, ("--fp8_base", "--fp8_scaled", "--mixed_precision"),
+             weights_dtype="bf16, fp8 by --fp8_base", autocast="--mixed_precision"),
+    Fixed("compute_dtype", "bf16", "the transformer computes in bf16"),
+    Fixed("adapter_dtype", "fp32", "adapters are fp32 (musubi-tuner #715)"),
+    Choice("gradient_checkpointing", {
+        "none": {},
+        "full": {"--gradient_checkpointing": True},
+        "offload": {"--gradient_checkpointing": True, "--gradient_checkpointing_cpu_offload": True},
+    }, "every block is checkpointed, or none"),
+    Fixed("checkpointed_blocks", None),
+    _several(_optimizer_of, _say_optimizer, ("--optimizer_type",), optimizer="--optimizer_type"),
+    Choice("optimizer_step", {
+        "foreach": {},
+        "fused": {"--optimizer_args": ["fused=True"]},
+        "loop": {"--optimizer_args": ["foreach=False"]},
+    }, "LoRA steps after backward"),
+    Value("gradient_accumulation", "--gradient_accumulation_steps", 1, int),
+    _several(_sharding_of, _say_sharding, (), sharding="none on one GPU, ddp on several"),
+    When("sharding", frozenset({"ddp"}), Choice("grad_buckets", {
+        "copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}})),
+    Value("swap_blocks", "--blocks_to_swap", 0, int),
+    Fixed("text_encoder", "cached", "prompts are cached by a script of their own before"),
+    Fixed("vae", "cached", "latents are cached by a script of their own before"),
+    _several(_encoder_of, _say_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
+    _several(_vae_of, _say_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
+    Choice("validation_mode", {"off": {}, "on": {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}},
+           "it samples with the model where it is"),
+    Choice("attention", {"sdpa": {"--sdpa": True}, "flash": {"--flash_attn": True}}, "--sdpa or --flash_attn"),
+    Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
+    *usual("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_optimizer",
+           "offload_gradients", "offload_params", "vae_tiling", "vae_slicing", "group_offload", "group_offload_stream",
+           "context_parallel"),
+)  # fmt: skip
+
+
+def gather(script: Script) -> Given | None:
+    """A command of one of its network scripts; a dataset's and a config file that it names are read too."""
+    found = [one for one in script.programs if _is_own(one)]
+    if not found:
+        return None
+    told, notes = launched(found[-1], script, {})
+    given = given_flags("musubi-tuner", found[-1], told, [*script.notes, *notes])
+    settings, notes = dict(given.settings), list(given.notes)
+    unknown, gone = list(given.unknown), list(given.gone)
+    if path := settings.get("--config_file"):
+        inside = script.document(str(path))
+        if inside is None:
+            notes.append(f"{path} is not here: read without it")
+        else:
+            parsed = flags.script("musubi-tuner", str(settings["script"])).parse_config(inside)
+            settings = parsed.given | settings
+            unknown += parsed.unknown
+            gone += [Remark(name, why) for name, why in parsed.gone.items()]
+    if path := settings.get("--dataset_config"):
+        inside = script.document(str(path))
+        if inside is None:
+            notes.append(f"{path} is not here: priced at the model's usual shape, one sample at a time")
+        else:
+            settings |= {f"dataset:{key}": value for key, value in flat(inside, str(path)).items()}
+    for name in ("--sample_prompts", "--sample_every_n_epochs"):
+        if name in settings and settings.get("--sample_prompts"):  # any file, however often, is the same to us
+            settings |= {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}
+    return Given("musubi-tuner", settings, tuple(unknown), tuple(gone), tuple(notes))
+
+
+def _is_own(program: Program) -> bool:
+    found = flags.find("musubi-tuner", program.script)
+    return found is not None and found.path.endswith("_train_network.py") and found.path.count("/") == 2
+
+
+def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
+    """What does nothing."""
+    if given.get("--gradient_checkpointing_cpu_offload") and not given.get("--gradient_checkpointing"):
+        yield Remark("--gradient_checkpointing_cpu_offload", "it acts with --gradient_checkpointing only")
+    if given.get("--fp8_scaled") and not given.get("--fp8_base"):
+        yield Remark("--fp8_scaled", f"it needs --fp8_base, and is refused without ({AT})")
+    if given.get("--ddp_gradient_as_bucket_view") and fields["sharding"] != "ddp":
+        yield Remark("--ddp_gradient_as_bucket_view", "one GPU has no buckets")
+
+
+def notes(given: Settings, fields: Fields) -> Iterator[str]:
+    """What it does without being asked."""
+    narrow = "--network_args" in given and _family(fields["model"]) == "wan"
+    if not narrow and (said := note(catalog.model(fields["model"]), fields["lora_targets"])):
+        yield said
+    yield f"latents and prompts are cached before training ({AT})"
+    if not given.get("--network_dim"):
+        yield "LoRA rank 4, the default of --network_dim"
+    if given.get("--block_swap_h2d_only"):
+        yield "--block_swap_h2d_only holds a ring of two blocks more than is counted"
+    if _own(given, "frame_extraction") == "full":
+        yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
+
+
+MOVES = (
+    Move({"gradient_checkpointing": "full"}),
+    Move({"grad_buckets": "view"}),
+    Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 36, 39)),
+    Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
+    Move({"optimizer": "adamw-8bit"}),
+    Move({"weights_dtype": "fp8"}),
+)
+
+
+def _files(plan: Plan, settings: Settings) -> dict[str, str]:
+    return files(DIALECT, plan, settings, CARRIES)
+
+
+DIALECT: Dialect = Dialect(
+    name="musubi-tuner",
+    title="musubi-tuner",
+    source="https://github.com/kohya-ss/musubi-tuner at 30c658c",
+    scripts=tuple(_SCRIPT.format(family) for family in dict.fromkeys(family for family, _ in FAMILIES.values())),
+    table=TABLE,
+    gather=gather,
+    remarks=remarks,
+    notes=notes,
+    moves=MOVES,
+    files=_files,
+)

@@ -1,0 +1,107 @@
+"""`vplan tune` as people and programs meet it, on a machine that is simulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vplan
+from planner import doctor
+from planner.commands import cli
+from planner.plan import read_plan
+
+pytest.importorskip("optuna")
+
+ONE = ("cogvideox-2b", "--gpu", "9GiB", "--host-ram", "32GiB", "--batch-size", "2")
+SHORT = ("--frames", "9", "--height", "240", "--width", "352")
+SIMULATE = ("--runner", "simulate")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def tune(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
+    """(stdout, stderr) of a command in this process."""
+    assert cli.main(["tune", *words], standalone_mode=False) == code
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+def test_the_whole_experience(capsys: pytest.CaptureFixture[str], tmp_path: Path, home: Path) -> None:
+    path = tmp_path / "plan.toml"
+    page, talk = tune(capsys, *ONE, *SHORT, *SIMULATE, "-o", str(path))
+    for words in ("CogVideoX 2B", "proved: took", "of 9.00 (estimated", "4 probes: no other plan", "runners-up"):
+        assert words in page
+    assert "[1] " in talk and "oom in" in talk and "Traceback" not in talk and "\x1b" not in talk
+    plan = read_plan(path)
+    assert plan.estimate is not None and plan.estimate.basis == "measured" and plan.estimate.verdict == "fits"
+    (proof,) = plan.evidence
+    assert proof.measured.outcome == "ok" and plan.estimate.high_bytes == proof.measured.device_bytes
+    # Said again, nothing is measured again; as JSON it is the object of DESIGN section 9.
+    answer, _ = tune(capsys, *ONE, *SHORT, *SIMULATE, "--json")
+    found: dict[str, Any] = json.loads(answer)
+    assert {"plan", "probes", "alternatives"} <= found.keys()
+    assert found["plan"]["strategy"] == plan.strategy.to_json() and found["plan"]["evidence"][0]["id"] == proof.id
+    assert [row["measured"]["outcome"] for row in found["probes"]] == ["ok", "oom", "ok", "ok"]
+    assert all(other["basis"] in ("measured", "nearby") for other in found["alternatives"])
+    assert len((home / "simulated.jsonl").read_text().splitlines()) == 4
+    assert not (home / "ledger.jsonl").exists()  # what is simulated is no evidence
+
+
+def test_what_cannot_fit_is_not_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    words = ("--gpu", "3GiB", "--host-ram", "8GiB", "--gradient-checkpointing", "none")
+    answer, _ = tune(capsys, "cogvideox-2b", *words, *SHORT, *SIMULATE, "--json", "-o", str(path), code=3)
+    found = json.loads(answer)
+    assert found["probes"] == [] and found["plan"]["verdict"] == "no" and not path.exists()
+
+
+@pytest.mark.skipif(bool(doctor.gpus()[1]), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_what_works() -> None:
+    done = subprocess.run(vplan.command("tune", *ONE), capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "needs an NVIDIA GPU" in line and "--runner simulate" in line and "vplan suggest" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--storage", "sqlite:////no/such/folder/study.db"), "does not answer"),
+        (("--storage", "/proc/nowhere/study.journal"), "cannot use the storage"),
+        (("--prefer", "batch"), "would change what you fixed: batch_size"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer, _ = tune(capsys, *ONE, *SHORT, *SIMULATE, *words, "--json", code=1)
+    error = json.loads(answer)["error"]
+    assert said in error["message"] and error["fix"] and "\n" not in error["message"]
+
+
+def test_a_study_of_another_question_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = (*SIMULATE, *SHORT, "--storage", str(tmp_path / "study.journal"), "--study", "mine", "--max-probes", "1")
+    tune(capsys, "cogvideox-2b", "--gpu", "80GB", *words)
+    _, talk = tune(capsys, "cogvideox-2b", "--gpu", "48GB", *words, code=1)
+    assert "is of another question: other machine" in talk and "--study" in talk
+
+
+def test_without_optuna_the_fix_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    _, talk = tune(capsys, *ONE, *SHORT, *SIMULATE, code=1)
+    assert "needs optuna" in talk and "vplan[train]" in talk
+
+
+def test_the_help_has_an_example() -> None:
+    done = subprocess.run(
+        vplan.command("tune", "--help"), env=os.environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "vplan tune --runner simulate" in done.stdout and "--max-probes" in done.stdout

@@ -1,0 +1,162 @@
+"""The whole search, worker by worker, on a machine that is simulated: to the end, stopped and gone on with, shared."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.errors import VplanError
+from planner.ledger import Ledger
+from planner.measurement import ProbeRow
+from planner.plan import Plan
+from planner.suggest import Search
+from planner.tuning import Tuning
+from tests.unit.searching import SCREEN, asked, searched, worker
+
+optuna = pytest.importorskip("optuna")
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="forks")
+KILLS = 5
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tuning]:
+    """A search that nobody disturbed. What it laid out is known to the processes that the other tests fork."""
+    folder = tmp_path_factory.mktemp("whole")
+    tuning = worker(folder)
+    assert searched(tuning) == "no other plan is expected to be 5 % better"
+    return folder, tuning
+
+
+def plans(rows: list[ProbeRow]) -> list[str]:
+    return [row.id for row in rows]
+
+
+def test_from_the_suggested_plan_to_a_proof(whole: tuple[Path, Tuning]) -> None:
+    folder, tuning = whole
+    suggested = Search(asked(), SCREEN).best(asked().job, False)
+    assert suggested is not None and tuning.probes[0].strategy == suggested.plan.strategy
+    assert [row.measured.outcome for row in tuning.probes] == ["ok", "oom", "ok", "ok"]
+    best = tuning.tuner.best
+    assert best is not None and best.measured == tuning.study.told()[-1].row.measured  # type: ignore[union-attr]
+    assert plans(Ledger(folder / "ledger.jsonl").rows()) == plans(tuning.probes)
+    optunas = tuning.study._study.best_trial
+    assert optunas.value == best.measured.step_seconds
+    assert [trial.state.name for trial in tuning.study._study.trials] == ["COMPLETE"] * 4
+    assert tuning.study._study.trials[1].constraints["missing GiB"] > 0
+
+
+def test_gone_on_with_there_is_nothing_to_measure(whole: tuple[Path, Tuning]) -> None:
+    folder, tuning = whole
+    again = worker(folder)
+    searched(again)
+    assert plans(again.probes) == plans(tuning.probes)
+    assert len((folder / "probed.txt").read_text().split()) == 4
+    assert again.tuner.best == tuning.tuner.best
+
+
+def test_a_new_study_knows_what_the_ledger_knows(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
+    folder, tuning = whole
+    seeded = worker(tmp_path)
+    seeded.ledger = Ledger(folder / "ledger.jsonl")
+    searched(seeded)
+    assert seeded.probes == [] and not (tmp_path / "probed.txt").exists()
+    assert seeded.tuner.best == tuning.tuner.best
+    elsewhere = worker(tmp_path, str(tmp_path / "other.journal"))
+    elsewhere.ledger = Ledger(folder / "ledger.jsonl")
+    assert elsewhere.setup is not None
+    elsewhere.setup = elsewhere.setup._replace(driver="another")
+    elsewhere.limits = replace(elsewhere.limits, probes=1)
+    searched(elsewhere)
+    assert len(elsewhere.probes) == 1  # measured on another driver they say nothing
+
+
+def test_no_more_probes_or_minutes_than_allowed(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
+    tuning = worker(tmp_path)
+    tuning.limits = replace(tuning.limits, probes=2)
+    assert searched(tuning) == "2 probes were allowed" and len(tuning.probes) == 2
+    tuning.limits = replace(tuning.limits, probes=9, seconds=-1.0)
+    assert "minutes were allowed" in searched(tuning) and len(tuning.probes) == 2
+
+
+def test_a_machine_on_which_nothing_runs_is_not_tried_for_ever(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
+    tuning = worker(tmp_path)
+    tuning.runner.runner.crash = 1.0  # type: ignore[attr-defined]
+    assert "failed for another reason" in searched(tuning)
+    assert [row.measured.outcome for row in tuning.probes] == ["crash"] * 3 and tuning.tuner.best is None
+
+
+class Stopped:
+    """A runner that is interrupted, or cannot run a plan."""
+
+    name = "simulate"
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def run(self, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), VplanError("a probe of this plan needs bitsandbytes")])
+def test_what_was_interrupted_is_free_for_the_next(
+    error: BaseException, whole: tuple[Path, Tuning], tmp_path: Path
+) -> None:
+    tuning = worker(tmp_path)
+    tuning.runner = Stopped(error)
+    with pytest.raises(type(error)):
+        searched(tuning)
+    assert tuning.study.told() == [] and tuning.ledger.rows() == []
+    again = worker(tmp_path)
+    again.limits = replace(again.limits, probes=1)
+    searched(again)
+    assert [row.id for row in again.probes] == [whole[1].probes[0].id]
+
+
+def work(folder: Path) -> None:
+    searched(worker(folder))
+
+
+@POSIX
+def test_kills_at_random_moments_lose_nothing(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
+    chance = random.Random(5)
+    rows: list[str] = []
+    for _ in range(KILLS):
+        process = multiprocessing.get_context("fork").Process(target=work, args=(tmp_path,))
+        process.start()
+        time.sleep(chance.uniform(0.05, 0.7))
+        process.kill()
+        process.join()
+        now = plans(Ledger(tmp_path / "ledger.jsonl").rows())
+        assert now[: len(rows)] == rows
+        rows = now
+    last = worker(tmp_path)
+    searched(last)
+    assert plans(last.ledger.rows())[: len(rows)] == rows
+    assert {told.row.id for told in last.study.told() if told.row} >= set(rows)
+    assert Counter(plans(last.ledger.rows())).most_common(1)[0][1] == 1  # none that finished was measured again
+    assert last.tuner.best == whole[1].tuner.best
+
+
+@POSIX
+def test_two_workers_share_a_search(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
+    workers = [multiprocessing.get_context("fork").Process(target=work, args=(tmp_path,)) for _ in range(2)]
+    for process in workers:
+        process.start()
+    for process in workers:
+        process.join(240)
+    assert [process.exitcode for process in workers] == [0, 0]
+    probed = (tmp_path / "probed.txt").read_text().split()
+    assert len(probed) == len(set(probed)) >= 3
+    done = worker(tmp_path)
+    searched(done)
+    assert sorted(plans(done.probes)) == sorted(probed)
+    best, alone = done.tuner.best, whole[1].tuner.best
+    assert best is not None and alone is not None
+    assert best.measured.step_seconds <= 1.05 * (alone.measured.step_seconds or 0)  # type: ignore[operator]
