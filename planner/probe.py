@@ -100,12 +100,11 @@ def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Out
     """What became of the processes of a request, what they told, and of it what the row keeps as `details`."""
     from planner import launch  # which knows what this module does
 
-    folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
+    folder = _folder(request)
     log = folder / LOG
     keep = False
     before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" else None
     try:
-        write_json(folder / REQUEST, request)
         words = launch.command(plan, folder, launch.Nodes(), "probe")
         ended = run_worker(words, log, time_limit, launch.environment(request["device"]))
         told = together([read_json(folder / result_file(rank)) for rank in range(plan.machine.gpus)])
@@ -125,6 +124,21 @@ def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Out
         return outcome, told, details
     finally:
         shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
+
+
+def _folder(request: Mapping[str, Any]) -> Path:
+    """A new folder with a request in it; a VplanError where there is no room for it."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
+        try:
+            write_json(folder / REQUEST, request)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        fault = f"cannot write into {tempfile.gettempdir()}: {error.strerror}"
+        raise VplanError(fault, "make room there, or set TMPDIR to a folder that has some") from None
+    return folder
 
 
 def used_bytes(gpus: int) -> int | None:

@@ -116,11 +116,11 @@ def command(
         measured = replace(runner, command=typed).run(plan, steps=steps, time_limit=time_limit)
         row = measured.to_json()
         rows.append(row)
+        click.echo(start + _line(row), err=True)
+        keep(ledger, measured)
         if output:
             append_row(output, row)
             known[name] = row
-        click.echo(start + _line(row), err=True)
-        keep(ledger, measured)
     answer = rows[0] if len(rows) == 1 else {"rows": rows}
     show(answer, as_json, lambda console: _render(console, rows, plans))
     return max(EXIT_CODES.get(row["measured"]["outcome"], FAILED) for row in rows)

@@ -179,6 +179,53 @@ def test_a_plan_is_probed_as_for_another_card(measuring: list[int], tmp_path: Pa
     assert (result.exit_code, measuring) == (1, [5])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("schema = 1", "schema = 2"), "has schema 2; this vplan reads schema 1"),
+        (("wan2.1-t2v-1.3b", "wan9-t2v-1.3b"), "wan9-t2v-1.3b"),
+        (("frames = 5", "frames = [5"), "is not TOML"),
+        (("frames = 5", "frames = true"), "frames True is wrong"),
+        (("[job]", "[joob]"), "job is missing"),
+    ],
+)
+def test_a_plan_that_is_none_is_one_line_and_nothing_runs(
+    measuring: list[int], tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    (path,) = files(tmp_path, 5)
+    text = Path(path).read_text()
+    assert change[0] in text
+    Path(path).write_text(text.replace(*change))
+    result = CliRunner().invoke(cli, ["probe", path, "-o", str(tmp_path / "rows.jsonl")])
+    assert (result.exit_code, measuring) == (1, [])
+    error, fix = result.stderr.splitlines()
+    assert error.startswith("error: ") and message in error and fix.startswith("fix: ")
+    assert not (tmp_path / "rows.jsonl").exists() and not default_path().exists()
+
+
+def test_a_gpu_that_vanishes_is_a_crash_with_its_log(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+    lost = "CUDA error: unspecified launch failure"
+    worker(f"tell(phase='step', phases={{'load': {PEAKS}}}, gpu='NVIDIA H100'); raise RuntimeError({lost!r})")
+    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--json"])
+    row = json.loads(result.stdout)
+    assert (result.exit_code, row["measured"]["outcome"], row["measured"]["phase"]) == (4, "crash", "train")
+    assert lost in row["details"]["message"] and Path(row["details"]["log"]).is_file()
+    assert len(Ledger(default_path()).rows()) == 1
+
+
+def test_no_room_for_a_probe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(probing, "write_json", full)
+    with pytest.raises(VplanError, match=r"cannot write into .*: No space left on device") as failure:
+        probe(plan())
+    assert "TMPDIR" in failure.value.fix
+
+
 def test_a_ledger_that_cannot_be_written_takes_no_answer_away(
     measuring: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
