@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, get_args
 
 from planner import catalog, margin
 from planner.errors import VplanError, did_you_mean, quoted
-from planner.evidence import RAN, RAN_OUT, Counter, Interval, Row
+from planner.evidence import Counter, Interval, Row
 from planner.job import Job, Machine, Strategy
+from planner.measurement import RAN, RAN_OUT
 from planner.plan import Estimate, PhaseName, PhasePeak, Verdict
 from planner.rules import check, resolve
 from planner.units import gib

@@ -10,15 +10,13 @@ recordings' own margin is kept beyond the range.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from planner import margin
-from planner.evidence import RAN, RAN_OUT
 from planner.job import Job, Machine, Strategy
-from planner.measurement import row_id
+from planner.measurement import RAN, RAN_OUT, row_id
 from planner.plan import Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
 from planner.units import MIB, gib
 
@@ -110,6 +108,8 @@ class Correction:
 
 def fit(seen: Sequence[Seen], where: str) -> Correction:
     """The correction that some runs of one model on one class of card, called `where`, ask for."""
+    import statistics  # slow to import, and without measurements nobody asks
+
     ran = [each for each in seen if each.ran]
     out = [each for each in seen if each.measured.outcome == "oom"]
     kept = 2 / (len(ran) + 1) if ran else 1.0
@@ -127,7 +127,7 @@ def fit(seen: Sequence[Seen], where: str) -> Correction:
         return Correction()
     paces = [each.measured.step_seconds / each.predicted_seconds for each in ran if _is_timed(each)]  # type: ignore[operator]
     spread = f"they spread from {100 * min(residuals):+.1f} to {100 * max(residuals):+.1f} %"
-    words = f"corrected by {len(ran)} measurements of the model on {where}: allocator {100 * (reserved - 1):+.1f} %, "
+    words = f"{TOLD[0]}{len(ran)} measurements of the model on {where}: allocator {100 * (reserved - 1):+.1f} %, "
     words += f"beside it {gib(outside):+.2f} GiB; {spread}"
     ooms = f"{len(out)} that ran out of memory on {where} widened the upper end" if short > above else ""
     return Correction(
@@ -210,10 +210,15 @@ class Learned:
 
 NOTHING = Learned()
 
+TOLD = ("corrected by ", "measured: ")
+"""How the assumptions begin that say what measurements did to an estimate."""
+
 
 def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
     """An estimate whose numbers are those of runs. Where a phase that none of them went through needs more, the peak is
     that phase's, which nobody measured."""
+    import statistics
+
     through = ran[0].phases.intersection(*(each.phases for each in ran)) & found.phases.keys()
     if not through:
         return found
@@ -231,7 +236,7 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
     seconds = [each.step_seconds for each in seen if each.step_seconds]
     ram = [each.host_bytes for each in seen if each.host_bytes]
     short = found.limit == "host" and not (ram and max(ram) <= (found.machine.host_ram or max(ram)))
-    words = f"measured: {len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
+    words = f"{TOLD[1]}{len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
     changes = {"step_seconds": statistics.median(seconds), "step_seconds_high": max(seconds)} if seconds else {}
     return with_peak(found, top).replace(
         low_bytes=min(device),
@@ -239,7 +244,7 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
         basis="measured",
         verdict="no" if short else "fits",
         limit="host" if short else None,
-        assumptions=(words, *(each for each in found.assumptions if not each.startswith("corrected by"))),
+        assumptions=(words, *(each for each in found.assumptions if not each.startswith(TOLD))),
         **changes,
     )
 
@@ -247,7 +252,7 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
 def _ran_out(found: Estimate, out: Sequence[Proof]) -> Estimate:
     """An estimate that says no, because the plan ran out of memory when it was tried."""
     basis = "measured" if any(each.own_card for each in out) else "nearby"
-    said = ("measured: this very plan ran out of memory", *found.assumptions)
+    said = (f"{TOLD[1]}this very plan ran out of memory", *found.assumptions)
     if all(each.measured.outcome == "host-oom" for each in out):
         return found.replace(basis=basis, verdict="no", limit="host", assumptions=said)
     needed = found.budget_bytes + 1

@@ -15,15 +15,12 @@ from pydantic import ConfigDict, Field
 
 from planner.errors import VplanError, quoted
 from planner.job import Job, Machine, Strategy
-from planner.measurement import ProbeRow, phases_of
+from planner.measurement import RAN, ProbeRow, phases_of
 from planner.plan import Measured
 from planner.record import Positive, Record, choices
 from planner.units import gib
 
 Counter = Literal["allocated", "reserved", "device", "unknown", "allocated_after_step"]
-RAN_OUT = frozenset({"oom", "host-oom"})
-RAN = frozenset({"measured", "fits", "ok", "nan"})
-"""Outcomes of runs that had memory enough. A crash or a timeout says nothing about memory."""
 
 
 class Default(NamedTuple):

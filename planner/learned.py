@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +20,11 @@ from planner import catalog, home
 from planner.basis import NOTHING, Learned, Proof, Seen, fit
 from planner.errors import VplanError
 from planner.estimate import estimate
-from planner.evidence import RAN_OUT
 from planner.facts import GpuProfile
-from planner.ledger import Ledger, default_path
+from planner.ledger import OURS, Ledger, default_path
 from planner.library import facts
-from planner.measurement import ProbeRow, phases_of
+from planner.measurement import RAN_OUT, ProbeRow, phases_of
 from planner.plan import Environment, PhasePeak
-from planner.process import write_json
 from planner.run import Facts
 
 NEWEST = 48
@@ -63,15 +60,15 @@ def here() -> Here:
     return Here(gpu, driver["version"], *versions)
 
 
-def rows() -> list[ProbeRow]:
-    """Rows of our own: those that came with vplan, then the user's, oldest first."""
+def rows(model: str) -> list[ProbeRow]:
+    """Rows of our own of a model: those that came with vplan, then the user's, oldest first."""
     paths = [*sorted(profiles.MEASUREMENTS.glob("*.jsonl")), default_path()]
-    return [row for path in paths if path.exists() for row in _read(path, path.stat().st_mtime_ns)]
+    return [row for path in paths if path.exists() for row in _read(path, path.stat().st_mtime_ns, model)]
 
 
 @functools.cache
-def _read(path: Path, written_ns: int) -> list[ProbeRow]:
-    return Ledger(path).rows(ours_only=True)
+def _read(path: Path, written_ns: int, model: str) -> list[ProbeRow]:
+    return Ledger(path).rows(OURS, model)
 
 
 def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence[ProbeRow] | None = None) -> Learned:
@@ -82,7 +79,7 @@ def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence
     if trainer != "vplan":
         return NOTHING
     name = catalog.model(model).name
-    found = [row for row in (rows() if known is None else known) if row.job.model == name and row.runner == "real"]
+    found = [row for row in (rows(name) if known is None else known) if row.job.model == name and row.runner == "real"]
     found = [row for row in found if "config" not in row.details]  # a model that was shrunk for a trial
     found = [row for row in found if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
     told = [(row, own) for row in found if (own := stands_for(row, gpu)) is not None][-NEWEST:]
@@ -167,6 +164,8 @@ class _Said:
     def keep(self) -> None:
         """Writes down what is new, where it can."""
         if len(self._found) > self._before and self._path.parent.is_dir():
+            from planner.process import write_json  # slow to import
+
             with contextlib.suppress(OSError):  # a folder that cannot be written: it is estimated again next time
                 write_json(self._path, {"of": self._print, "said": self._found})
 
@@ -184,6 +183,8 @@ def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
 
 def _fingerprint() -> str:
     """Changes with whatever an estimate without measurements is made of."""
+    import hashlib
+
     folders = (Path(vplan.HOME) / "planner", profiles.GPUS.parent, home.folder() / "models", home.folder() / "tapes")
     files = (
         path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".gz", ".json")

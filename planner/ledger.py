@@ -22,8 +22,8 @@ from planner.plan import Plan
 NAME = "ledger.jsonl"
 """In the folder of the user's own data."""
 
-ENVIRONMENT = b'"env"'
-"""In every line of ours."""
+OURS = "env"
+"""In every line of ours, and in no published one: on what it was measured."""
 
 LOCKED_AT = 1 << 40
 """Windows locks a range of bytes, and nobody else may read them: this one is behind every ledger's end."""
@@ -61,11 +61,12 @@ class Ledger:
             fix = f"make room there, or set {home.VARIABLE} to a folder that can be written"
             raise VplanError(fault, fix) from None
 
-    def rows(self, *, ours_only: bool = False) -> list[ProbeRow]:
+    def rows(self, *having: str) -> list[ProbeRow]:
         """All rows, oldest first; none without the file. What is no row is in `notes`.
 
-        `ours_only`: other people's published rows, which have no environment, are no rows and not worth a note.
+        `having`: only lines in which all of these stand as JSON texts, which costs less than reading the others.
         """
+        wanted = [json.dumps(text).encode() for text in having]
         self.notes = []
         try:
             lines = self.path.read_bytes().split(b"\n")
@@ -76,7 +77,7 @@ class Ledger:
             raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
         found = []
         for number, line in enumerate(lines, start=1):
-            if not line.strip() or (ours_only and ENVIRONMENT not in line):
+            if not line.strip() or not all(text in line for text in wanted):
                 continue
             try:
                 found.append(_row(line))

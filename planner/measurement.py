@@ -1,7 +1,6 @@
 """One measured run of our own: the row that a probe gives, a ledger keeps and estimates learn from."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,6 +12,10 @@ from planner.job import Job, Machine, Strategy
 from planner.plan import Environment, Measured, PhaseName, Plan
 from planner.record import Bytes, Record
 from planner.rules import resolve
+
+RAN_OUT = frozenset({"oom", "host-oom"})
+RAN = frozenset({"measured", "fits", "ok", "nan"})
+"""Outcomes of runs that had memory enough. A crash or a timeout says nothing about memory."""
 
 
 class ProbeRow(Record):
@@ -79,5 +82,7 @@ def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
     }
     if config:
         said["config"] = dict(config)
+    import hashlib  # slow to import, and nobody without measurements asks
+
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
     return f"{model}-{plan.job.method}-{digest}"

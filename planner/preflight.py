@@ -17,6 +17,7 @@ from planner.cards import cards_of, on_card, wait
 from planner.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, on_host, versions
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import estimate
+from planner.learned import with_learned
 from planner.library import facts
 from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
@@ -125,7 +126,7 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     """The plan's estimate made anew, and whether its own budget holds it. `must`: without a recording, a VplanError."""
     profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
     try:
-        known = facts(plan.job, plan.strategy, plan.machine, profile, card)
+        known = with_learned(facts(plan.job, plan.strategy, plan.machine, profile, card), plan.trainer)
         found = estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
     except NotRecordedError as error:
         if must:

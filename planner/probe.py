@@ -13,6 +13,7 @@ import re
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -22,11 +23,12 @@ from typing import Any, Literal, cast
 import psutil
 
 import vplan
-from planner import catalog
+from planner import catalog, doctor
 from planner.applied import settled
 from planner.errors import VplanError
 from planner.job import Machine, Strategy
 from planner.measurement import ProbeRow, row_id
+from planner.monitor import CONTEXT_BYTES
 from planner.plan import Environment, Measured, Outcome, Plan
 from planner.process import Ended, read_json, run_worker, write_json
 
@@ -34,6 +36,8 @@ STEPS = 3
 """Steady steps, after the first step and a warm-up."""
 TIME_LIMIT = 900.0
 """Seconds for a whole probe, its imports and the first step included."""
+SETTLE_SECONDS = 5.0
+"""In which a driver takes back the memory of a process that is gone."""
 REQUEST, LOG, SCRATCH = "request.json", "log.txt", "scratch"
 """Files in the folder that parent and workers share, and where they may write what nobody keeps."""
 COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
@@ -96,11 +100,11 @@ def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Out
     """What became of the processes of a request, what they told, and of it what the row keeps as `details`."""
     from planner import launch  # which knows what this module does
 
-    folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
+    folder = _folder(request)
     log = folder / LOG
     keep = False
+    before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" else None
     try:
-        write_json(folder / REQUEST, request)
         words = launch.command(plan, folder, launch.Nodes(), "probe")
         ended = run_worker(words, log, time_limit, launch.environment(request["device"]))
         told = together([read_json(folder / result_file(rank)) for rank in range(plan.machine.gpus)])
@@ -114,9 +118,45 @@ def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Out
             message = f"the allocator had to empty its cache {times} times in steady steps: it runs at the edge, slowly"
             told |= {"phase": "step", "message": message}
         keep = outcome in ("crash", "timeout")
-        return outcome, told, _details(told, ended, log if keep else None)
+        details = _details(told, ended, log if keep else None)
+        if before is not None and (left := _left_bytes(before, plan.machine.gpus)):
+            details["left_bytes"] = left
+        return outcome, told, details
     finally:
         shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
+
+
+def _folder(request: Mapping[str, Any]) -> Path:
+    """A new folder with a request in it; a VplanError where there is no room for it."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
+        try:
+            write_json(folder / REQUEST, request)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        fault = f"cannot write into {tempfile.gettempdir()}: {error.strerror}"
+        raise VplanError(fault, "make room there, or set TMPDIR to a folder that has some") from None
+    return folder
+
+
+def used_bytes(gpus: int) -> int | None:
+    """What is in use on as many of the cards that a process started here would see; None where NVML does not tell."""
+    used = [card["used_bytes"] for card in doctor.visible()[1][:gpus] if card["name"] is not None]
+    return sum(used) if used and None not in used else None
+
+
+def _left_bytes(before: int, gpus: int) -> int:
+    """What is on the cards beyond what was there before; 0 as soon as the driver has taken back what a process had."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        left = (used_bytes(gpus) or 0) - before
+        if left < CONTEXT_BYTES:
+            return 0
+        if time.monotonic() > end:
+            return left
+        time.sleep(0.1)
 
 
 def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMIT) -> dict[str, Any]:

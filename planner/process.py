@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ GRACE_SECONDS = 30.0
 
 
 TICK_SECONDS = 0.25
+LOOK_SECONDS = 1.0
+"""Between two looks at what a worker has started: ranks lead sessions of their own."""
 
 
 class Ended(NamedTuple):
@@ -47,12 +50,18 @@ def run_worker(command: list[str], log: Path, time_limit: float, environment: Ma
             start_new_session=True,
             env=None if environment is None else dict(environment),
         )
+    seen: set[psutil.Process] = set()
+    end = time.monotonic() + time_limit
     try:
-        return Ended(process.wait(time_limit))
-    except subprocess.TimeoutExpired:
-        return Ended(None)
+        while True:
+            try:
+                return Ended(process.wait(min(LOOK_SECONDS, max(0.0, end - time.monotonic()))))
+            except subprocess.TimeoutExpired:
+                seen.update(_started_by(process))
+                if time.monotonic() >= end:
+                    return Ended(None)
     finally:
-        end_tree(process)
+        end_tree(process, seen)
 
 
 def watch_worker(command: list[str], log: Path, environment: Mapping[str, str], tick: Callable[[], None]) -> Ended:
@@ -79,11 +88,19 @@ def watch_worker(command: list[str], log: Path, environment: Mapping[str, str], 
         end_tree(process)
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads its own session, and all it started, and wait until they are gone."""
-    started: list[psutil.Process] = []
+def _started_by(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Whatever a process has started that is still below it; nothing once it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(process.pid).children(recursive=True)
+        return list(psutil.Process(process.pid).children(recursive=True))
+    return []
+
+
+def end_tree(process: subprocess.Popen[bytes], seen: Iterable[psutil.Process] = ()) -> None:
+    """End a process that leads its own session, and all it started, and wait until they are gone.
+
+    Of a process that died before, only what is in its session can be found, and those that were `seen` below it.
+    """
+    started = [*seen, *_started_by(process)]
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left; only zombies left (macOS)
             os.killpg(process.pid, signal.SIGKILL)

@@ -105,7 +105,8 @@ def _writing(partial: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        if shutil.disk_usage(partial.parent).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
+        there = next(folder for folder in partial.absolute().parents if folder.is_dir())
+        if shutil.disk_usage(there).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
             reason = "the disk is full"
         shutil.rmtree(partial, ignore_errors=True)
         fix = "make room there and give the same command again: it goes on from the last checkpoint"

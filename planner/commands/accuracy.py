@@ -26,10 +26,10 @@ from planner.accuracy import (
 )
 from planner.commands.common import Verb, examples, json_option, show, table
 from planner.errors import VplanError
-from planner.evidence import RAN_OUT, own_row, read_rows
+from planner.evidence import own_row, read_rows
 from planner.job import Job, Machine, Strategy
-from planner.ledger import Ledger, default_path
-from planner.measurement import ProbeRow
+from planner.ledger import OURS, Ledger, default_path
+from planner.measurement import RAN_OUT, ProbeRow
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +83,7 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, as_js
 
 def _probes(path: str | Path) -> list[ProbeRow]:
     """Our own rows of a file that say something of a GPU."""
-    found = Ledger(path).rows(ours_only=True)
+    found = Ledger(path).rows(OURS)
     return [row for row in found if row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details]
 
 

@@ -116,11 +116,11 @@ def command(
         measured = replace(runner, command=typed).run(plan, steps=steps, time_limit=time_limit)
         row = measured.to_json()
         rows.append(row)
+        click.echo(start + _line(row), err=True)
+        keep(ledger, measured)
         if output:
             append_row(output, row)
             known[name] = row
-        click.echo(start + _line(row), err=True)
-        keep(ledger, measured)
     answer = rows[0] if len(rows) == 1 else {"rows": rows}
     show(answer, as_json, lambda console: _render(console, rows, plans))
     return max(EXIT_CODES.get(row["measured"]["outcome"], FAILED) for row in rows)
@@ -170,6 +170,8 @@ def _render(console: Console, rows: list[Row], plans: list[tuple[str, Plan]]) ->
     console.print(table(columns, [_cells(row, *plan) for row, plan in zip(rows, plans, strict=True)]))
     console.print("memory in GiB", style="dim")
     for row in rows:
+        if left := row["details"].get("left_bytes"):
+            console.print(f"{row['id']}: {gib(left):.2f} GiB were not given back: see `nvidia-smi`", style="dim")
         for missing in row["details"].get("missing", ()):
             console.print(f"{row['id']}: not measured: {missing}", style="dim")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import catalog
-from planner.basis import Learned
+from planner.basis import TOLD, Learned
 from planner.commands import USAGE, answer
 from planner.commands.common import DOES_NOT_FIT, Verb, examples, json_option, output_option, show, verdict_exit_code
 from planner.commands.request import Asked, Request, request_options
@@ -252,15 +252,16 @@ def _tightest(search: Search) -> Estimate:
 
 def _assumptions(request: Request, plan: Estimate) -> tuple[str, ...]:
     """The request's, corrected where the search chose another shape."""
+    told = tuple(note for note in plan.assumptions if note.startswith(TOLD))
     if plan.job == request.job:
-        return request.assumptions
+        return (*request.assumptions, *told)
     chosen = {"frames": " frames", "pixels": " pixels"}
     kept = [note for note in request.assumptions if not any(word in note for word in chosen.values())]
     if plan.job.frames > request.model.shape.max_frames:
         kept.append(
             f"{plan.job.frames} frames is longer than the model was trained on ({request.model.shape.max_frames})"
         )
-    return tuple(kept)
+    return (*kept, *told)
 
 
 def _on_smaller_cards(request: Request, plan: Estimate, trainer: str) -> tuple[Estimate, ...]:

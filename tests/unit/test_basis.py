@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,17 @@ from hypothesis import strategies as st
 from planner import catalog, margin
 from planner import learned as learning
 from planner.basis import NOTHING, Correction, Learned, Proof, Seen, fit, with_peak
-from planner.commands.estimate import estimate
+from planner.estimate import estimate
 from planner.job import Job, Machine, Strategy
 from planner.learned import Here, learned, stands_for, with_learned
 from planner.ledger import Ledger
 from planner.library import facts
 from planner.measurement import ProbeRow, row_id
 from planner.plan import Environment, Estimate, Measured, PhasePeak, Plan
+from planner.question import Question
+from planner.run import Facts
+from planner.screen import Screen
+from planner.suggest import Search
 from planner.units import GIB, MIB
 
 TRAINED = frozenset({"load", "first_step", "train", "optimizer", "save"})
@@ -118,8 +123,6 @@ def recorded() -> Estimate:
 
 
 def priced(known: Learned, strategy: Strategy = STRATEGY) -> Estimate:
-    from dataclasses import replace
-
     return estimate(JOB, strategy, MACHINE, replace(facts(JOB, strategy, MACHINE), learned=known))
 
 
@@ -267,3 +270,57 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
     newer = learned(JOB.model, card, known=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
     assert Here(None, None, None, None).agrees(row(12.0).env)
+
+
+# ---- a search
+
+
+def search(known: Learned = NOTHING) -> Search:
+    """For CogVideoX-2B at a small size on a card of 8 GB."""
+    model, card = catalog.model("cogvideox-2b"), catalog.gpu("8GB")
+    job = catalog.job_for(model, {"frames": 9, "height": 240, "width": 352})
+    machine = Machine(gpu="8GB", host_ram=32 * GIB)
+
+    def find(job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        return replace(facts(job, strategy, machine), learned=known)
+
+    return Search(Question(job, Strategy(), machine, model, card, learned=known), Screen(find))
+
+
+def tried(plan: Estimate, outcome: Any) -> Learned:
+    """That plan was run, and took what was estimated."""
+    measured = Measured(
+        outcome=outcome, allocated_bytes=plan.peak.allocated_bytes, reserved_bytes=plan.peak.reserved_bytes,
+        device_bytes=plan.peak.device_bytes, step_seconds=plan.step_seconds,
+    )  # fmt: skip
+    name = row_id(Plan(job=plan.job, strategy=plan.strategy, machine=plan.machine))
+    return Learned(proofs={name: (Proof(measured, frozenset(plan.phases)),)})
+
+
+def test_a_search_proposes_what_ran_and_never_what_ran_out() -> None:
+    first = search()
+    found = first.best(first.question.job, explain=False)
+    assert found is not None and found.plan.verdict == "fits"
+    after = search(tried(found.plan, "oom"))
+    other = after.best(after.question.job, explain=False)
+    assert other is not None and other.plan.verdict == "fits"
+    assert other.plan.strategy != found.plan.strategy
+    after = search(tried(found.plan, "ok"))
+    again = after.best(after.question.job, explain=False)
+    assert again is not None and again.plan.basis == "measured"
+    assert again.plan.strategy == found.plan.strategy
+
+
+def test_a_search_goes_by_the_margin_that_was_seen() -> None:
+    """Where runs took a quarter more than recordings say, a plan that would fit by recordings alone does not."""
+    known = Learned(fit([seen(1.25)] * 10, "a card"))
+    found, after = search(), search(known)
+    plain, careful = (each.best(each.question.job, explain=False) for each in (found, after))
+    assert plain is not None and careful is not None
+    assert careful.plan.verdict == "fits"
+    assert careful.plan.high_bytes <= careful.plan.budget_bytes
+    recorded = estimate(
+        careful.plan.job, careful.plan.strategy, careful.plan.machine,
+        facts(careful.plan.job, careful.plan.strategy, careful.plan.machine),
+    )  # fmt: skip
+    assert recorded.phases["train"].reserved_bytes * 1.2 < careful.plan.phases["train"].reserved_bytes

@@ -179,6 +179,53 @@ def test_a_plan_is_probed_as_for_another_card(measuring: list[int], tmp_path: Pa
     assert (result.exit_code, measuring) == (1, [5])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("schema = 1", "schema = 2"), "has schema 2; this vplan reads schema 1"),
+        (("wan2.1-t2v-1.3b", "wan9-t2v-1.3b"), "wan9-t2v-1.3b"),
+        (("frames = 5", "frames = [5"), "is not TOML"),
+        (("frames = 5", "frames = true"), "frames True is wrong"),
+        (("[job]", "[joob]"), "job is missing"),
+    ],
+)
+def test_a_plan_that_is_none_is_one_line_and_nothing_runs(
+    measuring: list[int], tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    (path,) = files(tmp_path, 5)
+    text = Path(path).read_text()
+    assert change[0] in text
+    Path(path).write_text(text.replace(*change))
+    result = CliRunner().invoke(cli, ["probe", path, "-o", str(tmp_path / "rows.jsonl")])
+    assert (result.exit_code, measuring) == (1, [])
+    error, fix = result.stderr.splitlines()
+    assert error.startswith("error: ") and message in error and fix.startswith("fix: ")
+    assert not (tmp_path / "rows.jsonl").exists() and not default_path().exists()
+
+
+def test_a_gpu_that_vanishes_is_a_crash_with_its_log(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+    lost = "CUDA error: unspecified launch failure"
+    worker(f"tell(phase='step', phases={{'load': {PEAKS}}}, gpu='NVIDIA H100'); raise RuntimeError({lost!r})")
+    result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--json"])
+    row = json.loads(result.stdout)
+    assert (result.exit_code, row["measured"]["outcome"], row["measured"]["phase"]) == (4, "crash", "train")
+    assert lost in row["details"]["message"] and Path(row["details"]["log"]).is_file()
+    assert len(Ledger(default_path()).rows()) == 1
+
+
+def test_no_room_for_a_probe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(probing, "write_json", full)
+    with pytest.raises(VplanError, match=r"cannot write into .*: No space left on device") as failure:
+        probe(plan())
+    assert "TMPDIR" in failure.value.fix
+
+
 def test_a_ledger_that_cannot_be_written_takes_no_answer_away(
     measuring: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +235,16 @@ def test_a_ledger_that_cannot_be_written_takes_no_answer_away(
     assert result.exit_code == 0
     assert json.loads(result.stdout)["measured"]["outcome"] == "ok"
     assert "warning: the measurement is not kept: cannot write" in result.stderr
+
+
+def test_memory_that_a_driver_does_not_take_back_is_told(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first two runs it comes back at once, or after a while; of the last never."""
+    used = iter([GIB, 9 * GIB, GIB, GIB, GIB, GIB, *[5 * GIB] * 1000])
+    monkeypatch.setattr(probing, "used_bytes", lambda _: next(used))
+    monkeypatch.setattr(probing, "SETTLE_SECONDS", 0.3)
+    worker("tell(outcome='ok', phases={})")
+    rows = [probe(plan()) for _ in range(3)]
+    assert [row.details.get("left_bytes") for row in rows] == [None, None, 4 * GIB]
 
 
 def test_a_row_is_what_accuracy_reads(worker: Any, tmp_path: Path) -> None:
@@ -236,6 +293,17 @@ def test_a_hung_worker_and_its_children_are_gone_at_the_limit(worker: Any, tmp_p
     assert time.monotonic() - began < 20
     assert (row.measured.outcome, row.measured.phase) == ("timeout", "first_step")
     assert [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if _runs(pid)] == []
+
+
+def test_what_a_worker_that_died_had_started_is_gone(worker: Any, tmp_path: Path) -> None:
+    """Ranks lead sessions of their own, and a launcher may be the first to be killed."""
+    worker(
+        "import subprocess\n"
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        f"Path({str(tmp_path / 'pid')!r}).write_text(str(rank.pid)); time.sleep(2.5); os.kill(os.getpid(), 9)"
+    )
+    assert probe(plan()).measured.outcome == "host-oom"
+    assert not _runs(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")

@@ -1,0 +1,76 @@
+"""A probe's phases in this process: published weights, every bucket, and a scratch folder that cannot be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from planner.errors import VplanError  # noqa: E402
+from planner.job import Bucket  # noqa: E402
+from tests.trainers import runs  # noqa: E402
+from trainers.measure import measure  # noqa: E402
+from trainers.probed import Probed, Wanted  # noqa: E402
+
+
+class Report:
+    """A report that stays in memory."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {"phases": {}, "missing": []}
+
+    def tell(self, **facts: Any) -> None:
+        self.told.update(facts)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("probed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPLAN_HOME", str(root / "home"))
+        yield runs.Place(root, "wan")
+
+
+def wanted(place: runs.Place, scratch: Path, **said: Any) -> Wanted:
+    buckets = (Bucket(frames=1, height=32, width=32), Bucket(frames=5, height=32, width=48, batch_size=2))
+    plan = place.plan({"gradient_accumulation": 2}, buckets=buckets)
+    asked = {"config": {}, "device": "cpu", "steps": 2, "weights": str(place.root / "model")}
+    return Wanted.of(plan, scratch=scratch, **{**asked, **said})
+
+
+def test_published_weights_and_every_bucket(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, shapes, step = [], [], Probed._step
+
+    def noted(self: Probed, grid: dict[str, int]) -> float:
+        models.append(self.trainee.model)
+        shapes.append((grid["B"], grid["F"]))
+        return step(self, grid)
+
+    monkeypatch.setattr(Probed, "_step", noted)
+    report = Report()
+    measure(wanted(place, tmp_path / "scratch"), report)
+    assert (report.told["outcome"], report.told["missing"][1:]) == ("ok", [])
+    assert shapes == [(2, 2), (1, 1), (2, 2), (2, 2), (2, 2)]  # first, one of each with the largest last, steady ones
+    assert len(report.told["losses"]) == 6 and len(report.told["step_seconds"]) == 2
+    published = runs.tensors(place.root / "model")
+    found = {name.replace(".base_layer", ""): value for name, value in models[0].state_dict().items()}
+    assert published and all(torch.equal(found[name], tensor) for name, tensor in published.items())
+    assert (tmp_path / "scratch" / "step-00000006" / "weights.safetensors").is_file()
+
+
+def test_a_scratch_folder_that_cannot_be_written_ends_nothing(place: runs.Place, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    report = Report()
+    measure(wanted(place, tmp_path / "file" / "scratch", weights=None), report)
+    assert report.told["outcome"] == "ok"
+    assert report.told["missing"][1].startswith("save: cannot write a checkpoint")
+
+
+def test_weights_that_are_not_there_are_refused(place: runs.Place, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=r"config\.json"):
+        measure(wanted(place, tmp_path, weights=str(tmp_path)), Report())
