@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,10 +97,3 @@ def test_without_optuna_the_fix_is_named(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setitem(sys.modules, "optuna", None)
     _, talk = tune(capsys, *ONE, *SHORT, *SIMULATE, code=1)
     assert "needs optuna" in talk and "vplan[train]" in talk
-
-
-def test_the_help_has_an_example() -> None:
-    done = subprocess.run(
-        vplan.command("tune", "--help"), env=os.environ, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "vplan tune --runner simulate" in done.stdout and "--max-probes" in done.stdout
