@@ -16,6 +16,9 @@ from planner.errors import VplanError, quoted
 CONNECT_SECONDS = 10
 """How long a database may take to answer."""
 
+LOCK_SECONDS = 10
+"""After which the lock of a worker that died while it wrote a line is broken; a line takes milliseconds."""
+
 CONNECT = {"postgresql": "connect_timeout", "mysql": "connect_timeout", "sqlite": "timeout"}
 """Kind of database -> what its drivers call that."""
 
@@ -56,7 +59,8 @@ def opened(optuna: Any, storage: str) -> Any:
     path = Path(storage).expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Links need a privilege on Windows; where they do not, they work on older network file systems too.
-    lock = (journal.JournalFileOpenLock if os.name == "nt" else journal.JournalFileSymlinkLock)(str(path))
+    kind = journal.JournalFileOpenLock if os.name == "nt" else journal.JournalFileSymlinkLock
+    lock = kind(str(path), grace_period=LOCK_SECONDS)
     _mend(path, lock)
     return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
 
