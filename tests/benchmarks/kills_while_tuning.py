@@ -53,7 +53,7 @@ def main(kills: int) -> None:
                 lost += after[: len(before)] != before
                 before = after
                 hit += process.exitcode != 0
-                print(f"{hit} kills, {len(after)} rows of search {searches}", flush=True)
+                print(f"{hit} kills, {len(after)} rows of search {searches}, {lost} ledgers changed", flush=True)
                 if process.exitcode == 0:
                     break
             last = worker(folder)
@@ -62,7 +62,8 @@ def main(kills: int) -> None:
             twice += len(ids) - len(set(ids))
             unknown += len(set(ids) - {told.row.id for told in last.study.told() if told.row})
             other += last.tuner.best != alone.tuner.best
-            print(f"{hit} kills, {searches} searches, {len(ids)} rows, {time.monotonic() - began:.0f} s", flush=True)
+            took = time.monotonic() - began
+            print(f"search {searches}: {twice} rows twice, {unknown} unknown, {other} other answers, {took:.0f} s")
     print(f"{hit} kills in {searches} searches: {lost} ledgers changed, {twice} rows measured twice,")
     print(f"{unknown} rows that a study did not know at its end, {other} other answers than undisturbed")
 
