@@ -110,8 +110,8 @@ class Belief:
             return np.log(1 - _below((each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL) + SURPRISE)
         if each.measured.outcome != "ok" or device is None:
             return np.zeros_like(RATIOS)
-        ratio = min(max(device / estimated, RATIOS[0]), RATIOS[-1])
-        return -(((ratio - RATIOS) / RESIDUAL) ** 2) / 2
+        ratio = min(max(device / estimated, float(RATIOS[0])), float(RATIOS[-1]))
+        return -np.square((ratio - RATIOS) / RESIDUAL) / 2
 
 
 def _speed(each: Seen) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 from planner.ledger import Ledger
 from tests.unit.searching import searched, worker
 
-LONGEST_SECONDS = 6.0
+LONGEST_SECONDS = 5.0
 
 
 def work(folder: Path) -> None:
