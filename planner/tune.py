@@ -244,4 +244,6 @@ class Tuner:
         found = self.search.tightest(self.question.job)
         if found is None:
             raise self.search.missing or VplanError("no strategy to look at", "type fewer switches")
+        if (found.job, found.strategy) in self.seen:  # whatever was estimated, it ran out
+            return found.replace(verdict="no", limit=found.limit or "gpu")
         return found

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.kills_while_tuning [KILLS]
 
-Starts a search of four probes on a simulated machine, kills its process at random, and goes on with the next; when a
+Starts a search of three probes on a simulated machine, kills its process at random, and goes on with the next; when a
 search comes to its end, a new one begins. After every kill each row that was in the ledger must be there unchanged, and
 at each end the study must know them all, none measured twice, and the same best plan. Needs vplan[train]; two minutes.
 """
