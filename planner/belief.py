@@ -92,7 +92,7 @@ class Belief:
             while high - low > budget_bytes >> 14:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self.chance(middle, budget_bytes) >= chance else (low, middle)
-            self._limits[key] = min(low, self.too_much - 1)
+            self._limits[key] = min(low, int(self.too_much * 0.999))
         return self._limits[key]
 
     def seconds(self, strategy: Strategy, estimated: float) -> float:
