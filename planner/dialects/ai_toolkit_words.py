@@ -215,7 +215,7 @@ def _rank_of(given: Settings) -> Fields:
     kind = given.get(f"{_NETWORK}type", "lora")
     if not any(name.startswith(_NETWORK) for name in given) or kind != "lora":
         raise VplanError(f"network.type {quoted(kind)} is not priced here", "we price network.type lora")
-    rank = given.get(f"{_NETWORK}linear", given.get(f"{_NETWORK}rank", 4))
+    rank = given.get(f"{_NETWORK}linear", given.get(f"{_NETWORK}rank")) or 4
     return {"lora_rank": int(rank), "lora_dropout": float(given.get(f"{_NETWORK}dropout") or 0.0)}
 
 
@@ -225,7 +225,7 @@ def _say_rank(fields: Fields) -> Settings:
 
 
 def _accumulation_of(given: Settings) -> Fields:
-    steps = given.get(f"{_TRAIN}gradient_accumulation", given.get(f"{_TRAIN}gradient_accumulation_steps", 1))
+    steps = given.get(f"{_TRAIN}gradient_accumulation", given.get(f"{_TRAIN}gradient_accumulation_steps")) or 1
     return {"gradient_accumulation": int(steps)}
 
 
