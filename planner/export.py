@@ -15,11 +15,15 @@ from planner.errors import NotRecordedError, VplanError, quoted
 from planner.estimate import estimate
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
-from planner.plan import Estimate, Plan
+from planner.plan import Estimate, Plan, plan_to_toml
 from planner.record import Record
 from planner.rules import check, resolve
 from planner.shapes import check_blocks, check_job
+from planner.slurm import slurm_script
 from planner.units import format_gib
+
+SLURM = "slurm"
+"""A target that is no trainer: a batch script that runs `vplan train`."""
 
 MOST_TRIES = 40
 """Estimates that looking for a nearest plan that fits may take."""
@@ -46,12 +50,14 @@ class Exported:
     def start(self) -> str:
         """The command that starts it."""
         name = list(self.files)[-1]
+        if self.trainer == SLURM:
+            return f"sbatch {name}"
         return f"bash {name}" if name.endswith(".sh") else name
 
 
 def targets() -> tuple[str, ...]:
     """Names that a plan can be exported to."""
-    return tuple(sorted(name for name, dialect in dialects.spoken().items() if dialect.files is not None))
+    return (*sorted(name for name, dialect in dialects.spoken().items() if dialect.files is not None), SLURM)
 
 
 def fields_of(plan: Plan) -> Fields:
@@ -94,6 +100,8 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
 def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     """The files that make a trainer do this plan. What it cannot express is a VplanError that offers the nearest plan
     that it can; with `take_nearest` that one is exported. One that does not fit as that trainer trains is exit 3."""
+    if name == SLURM:
+        return _slurm(plan)
     dialect = dialects.dialect(name)
     if dialect.files is None:
         raise VplanError(f"plans are not exported to {name}", f"write one of {', '.join(targets())}")
@@ -124,6 +132,15 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     left = getattr(own, "left_to_the_script", None)
     done = Plan.of(found, trainer=name) if found else plan
     return Exported(name, done, files, carried, left(plan) if left else {}, changed)
+
+
+def _slurm(plan: Plan) -> Exported:
+    """The plan's own file, and a batch script that trains it with vplan."""
+    found = priced(plan, "vplan")
+    words = ["vplan", "train", "plan.toml", "--data", "data/my_set", "--output", "run", "--weights", "models/weights"]
+    script = slurm_script(plan, words, log="slurm-%j.log", ram_bytes=found.host_ram_bytes if found else None)
+    done = Plan.of(found) if found else plan
+    return Exported(SLURM, done, {"plan.toml": plan_to_toml(done), "job.sh": script}, {})
 
 
 def _headed(path: str, text: str, carried: dict[str, tuple[str, ...]]) -> str:
