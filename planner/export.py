@@ -69,6 +69,32 @@ def fields_of(plan: Plan) -> Fields:
     return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes, "version": version}
 
 
+def idle(plan: Plan) -> frozenset[str]:
+    """Fields that say nothing in this plan, whatever they are: a trainer that does otherwise does the same."""
+    found: set[str] = set()
+    if plan.strategy.sharding != "ddp":
+        found.add("grad_buckets")
+    if plan.job.method != "lora":
+        found |= {"adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"}
+    if catalog.model(plan.job.model).experts == 1:
+        found |= {"experts", "inactive_expert"}
+    return frozenset(found)
+
+
+def said_by(dialect: Dialect, plan: Plan) -> Settings:
+    """What the trainer is told for this plan; a NotSaidError names what it cannot express and that matters."""
+    fields, nothing = fields_of(plan), idle(plan)
+    for _ in fields:
+        try:
+            return interface.write(dialect, fields)
+        except NotSaidError as error:
+            matters = [each for each in error.refused if each.field not in nothing]
+            if matters:
+                raise NotSaidError(*matters) from None
+            fields |= {each.field: each.instead for each in error.refused}
+    raise AssertionError(f"{dialect.name} has no way to say what it does instead")
+
+
 def plan_with(plan: Plan, wanted: Fields) -> Plan:
     """The plan with other fields; a VplanError where they contradict each other."""
     now = fields_of(plan)
@@ -109,7 +135,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     before = fields_of(plan)
     plan = plan_with(plan, before)
     try:
-        interface.write(dialect, before)
+        settings = said_by(dialect, plan)
     except NotSaidError as error:
         faults = "; ".join(each.message for each in error.refused)
         if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
@@ -117,15 +143,14 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
             raise VplanError(f"{dialect.title} cannot do this plan: {faults}", fix) from None
         near = nearest(dialect, plan)
         after = fields_of(near)
-        changed = {field: after[field] for field in after if after[field] != before[field]}
+        changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
         if not take_nearest:
             raise VplanError(f"{dialect.title} cannot do this plan: {faults}", _offer(near, changed, name)) from None
-        plan = near
+        plan, settings = near, said_by(dialect, near)
     found = priced(plan, name)
     if found is not None and found.verdict == "no":
         fault = f"it does not fit as {dialect.title} trains it: {format_gib(found.low_bytes)} at least"
         raise VplanError(fault, _that_fits(dialect, plan, name), 3)
-    settings = interface.write(dialect, fields_of(plan))
     own = dialects.module(name)
     carried = compose.carried(dialect, settings, getattr(own, "CARRIES", None))
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
@@ -177,8 +202,8 @@ def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
             return None
         wanted = fields_of(plan) | changes
         try:
-            interface.write(dialect, wanted)
             changed = plan_with(plan, wanted)
+            said_by(dialect, changed)
         except (NotSaidError, VplanError):  # it cannot be said, or contradicts what the plan has
             continue
         found = priced(changed, dialect.name)
@@ -266,8 +291,3 @@ def expressed_table(names: Sequence[str]) -> dict[str, dict[str, str]]:
             rows.setdefault(field_name, {})[name] = words
     order = [*Job.model_fields, *Strategy.model_fields]
     return {name: rows[name] for name in order if name in rows}
-
-
-def settings_of(plan: Plan, name: str) -> Settings:
-    """What a trainer is told for this plan; raises a NotSaidError."""
-    return interface.write(dialects.dialect(name), fields_of(plan))

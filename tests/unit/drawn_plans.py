@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner import catalog, dialects
 from planner.dialects import interface
 from planner.errors import VplanError
-from planner.export import fields_of, plan_with, settings_of
+from planner.export import fields_of, plan_with
 from planner.job import Job, Machine, Strategy
 from planner.plan import Plan
 from planner.record import choices
@@ -66,7 +66,7 @@ def nearest(name: str, plan: Plan) -> Plan | None:
     """The plan as near as the trainer can do it; None where what it does contradicts the rest of the plan, or it does
     another job."""
     try:
-        settings_of(plan, name)
+        interface.write(dialects.dialect(name), fields_of(plan))
     except interface.NotSaidError as error:
         if any(each.field == "model" for each in error.refused):
             return None

@@ -200,6 +200,16 @@ def test_config_text_reads_back_as_it_was(tree: dict[str, Any]) -> None:
     assert tomllib.loads(compose.toml(tree, comments, "head")) == tree
 
 
+def test_what_says_nothing_here_is_no_reason_to_refuse() -> None:
+    """One GPU has no buckets, so it is all the same that DiffSynth's would be copies."""
+    asked = plan(1, adapter_dtype="bf16", grad_buckets="view")
+    done = export(asked, "diffsynth")
+    assert not done.changed and "accelerate launch" in list(done.files.values())[-1]
+    several = plan(4, adapter_dtype="bf16", grad_buckets="view")
+    with pytest.raises(VplanError, match="grad_buckets"):
+        export(several, "diffsynth")
+
+
 def test_a_batch_script_runs_the_plan_itself(tmp_path: Path) -> None:
     done = export(plan(4, 2, sharding="zero-2"), "slurm")
     write_files(done, tmp_path, False)
