@@ -123,9 +123,15 @@ class Checked:
     today: str = ""
     """the same by today's script, for one that is gone"""
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """How the command was understood, and what its estimate takes for granted."""
+        return (*self.case.notes, *self.outcome.estimate.assumptions)
+
     def to_json(self) -> dict[str, Any]:
         """The object of DESIGN section 9."""
         case, found = self.case, self.outcome.estimate
+        found = found.replace(assumptions=self.assumptions)
         return {
             "trainer": case.dialect.name,
             "job": case.job.to_json(),
@@ -148,7 +154,6 @@ class Checked:
                 for fix in self.fixes
             ],
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
-            "notes": list(case.notes),
             **({"today": self.today} if self.today else {}),
         }
 

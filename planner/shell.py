@@ -156,8 +156,8 @@ def _tokens(text: str) -> Iterator[Word | str]:
     at, end = 0, len(text)
     while at < end:
         char = text[at]
-        if char == "\\" and at + 1 < end:
-            if text[at + 1] != "\n":
+        if char == "\\":
+            if text[at + 1 : at + 2] not in ("\n", ""):
                 word.append(Piece(text[at + 1], "'"))
             at += 2
         elif char in "'\"":

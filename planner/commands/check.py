@@ -106,7 +106,7 @@ def _print(console: Console, found: Checked) -> None:
         f"{case.dialect.title}: {case.model.title}, {job.method}, {shape}, batch {job.batch_size}", markup=False
     )
     console.print(f"on {nodes}{count}{case.gpu.title}: {case.gpu.allocatable_gib:.2f} GiB to use", markup=False)
-    for note in case.notes:
+    for note in found.assumptions:
         console.print(f"  {note}", style="dim", markup=False)
     console.print()
     console.print(verdict_line(estimate))
@@ -130,7 +130,7 @@ def _print(console: Console, found: Checked) -> None:
     _print_fixes(console, found)
     if found.today:
         console.print()
-        console.print(f"the same today:\n{found.today}", markup=False)
+        console.print(f"the same today:\n{found.today}", markup=False, soft_wrap=True)
 
 
 def _phase_row(entry: tuple[str, Any]) -> tuple[str, str, str]:
@@ -153,7 +153,7 @@ def _print_fixes(console: Console, found: Checked) -> None:
     for at, fix in enumerate(found.fixes):
         console.print("smallest change:" if at == 0 else "or:", style="bold", markup=False)
         for part in fix.change:
-            console.print(f"  {part}", markup=False)
+            console.print(f"  {part}", markup=False, soft_wrap=True)
         console.print(f"    {_effect(estimate, fix)}", markup=False)
     for fix in found.helps:
         console.print(f"helps, and is not enough alone: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False)
@@ -164,7 +164,10 @@ def _effect(before: Estimate, fix: Fix) -> str:
     words = [f"{VERDICTS[after.verdict][0]}, {gib(after.peak.device_bytes):.1f} GiB ({gib(after.low_bytes):.1f} to "]
     words[0] += f"{gib(after.high_bytes):.1f})"
     seconds = after.step_seconds - before.step_seconds
-    words.append(f"{seconds:+.2f} s a step" if abs(seconds) >= 0.01 else "no slower")
+    if abs(seconds) >= 0.01:
+        words.append(f"{seconds:+.2f} s a step")
+    elif "slower" not in fix.cost:
+        words.append("no slower")
     ram = after.host_ram_bytes - before.host_ram_bytes
     if abs(ram) >= 1 << 29:
         words.append(f"host RAM {gib(ram):+.1f} GiB")

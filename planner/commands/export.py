@@ -28,8 +28,8 @@ def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> N
 @click.command(
     cls=Verb,
     epilog=examples(
-        "vplan suggest wan2.1-t2v-14b --gpu 24GB --frames 81 -o plan.toml",
         "vplan export plan.toml --to musubi-tuner -o out",
+        "vplan export plan.toml --to diffusion-pipe -o out --nearest",
         "vplan export plan.toml --to accelerate -o out --json",
     ),
 )

@@ -39,6 +39,16 @@ FORMER = ("diffsynth-2025",)
 """Files of trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
 
 
+UNREAD = {
+    "simpletuner": "SimpleTuner",
+    "--parallel_backend": "finetrainers",
+    "OneTrainer": "OneTrainer",
+    "--config-path": "OneTrainer",
+    "axolotl": "axolotl",
+}
+"""Marks of trainers that people use and we do not read, so that the refusal can name them."""
+
+
 def terms(trainer: str) -> tuple[Term, ...]:
     """The memory terms of a trainer, as it is or, named ``trainer@version``, as it was.
 
@@ -79,8 +89,10 @@ def recognise(script: Script) -> tuple[Dialect, Given]:
         if given is not None:
             return reader, given
     what = ", ".join(dict.fromkeys(program.script for program in script.programs)) or script.name
-    known = ", ".join(reader.title for reader in readers)
-    raise VplanError(f"{what} is of no trainer that we read", f"we read {known}")
+    said = " ".join([what, *(word for program in script.programs for word in program.arguments)])
+    title = next((title for mark, title in UNREAD.items() if mark in said), "")
+    fault = f"{what} is {title}'s, which we do not read" if title else f"{what} is of no trainer that we read"
+    raise VplanError(fault, f"we read {', '.join(reader.title for reader in readers)}")
 
 
 def module(name: str) -> ModuleType:

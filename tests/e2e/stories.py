@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def notes(self) -> str:
-        return " | ".join(self.found["notes"])
+        return " | ".join(self.found["estimate"]["assumptions"])
 
     def why(self, part: str, flag: str) -> str:
         """What is said of a flag in `ineffective` or `gone`."""
