@@ -81,17 +81,18 @@ def idle(plan: Plan) -> frozenset[str]:
     return frozenset(found)
 
 
-def said_by(dialect: Dialect, plan: Plan) -> Settings:
-    """What the trainer is told for this plan; a NotSaidError names what it cannot express and that matters."""
+def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
+    """What the trainer is told for this plan, and the fields that says; a NotSaidError names what it cannot express
+    and that matters."""
     fields, nothing = fields_of(plan), idle(plan)
     for _ in fields:
         try:
-            return interface.write(dialect, fields)
+            return interface.write(dialect, fields), fields
         except NotSaidError as error:
             matters = [each for each in error.refused if each.field not in nothing]
             if matters:
                 raise NotSaidError(*matters) from None
-            fields |= {each.field: each.instead for each in error.refused}
+            fields = fields | {each.field: each.instead for each in error.refused}
     raise AssertionError(f"{dialect.name} has no way to say what it does instead")
 
 
@@ -135,7 +136,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     before = fields_of(plan)
     plan = plan_with(plan, before)
     try:
-        settings = said_by(dialect, plan)
+        settings, fields = said_by(dialect, plan)
     except NotSaidError as error:
         faults = "; ".join(each.message for each in error.refused)
         if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
@@ -146,13 +147,13 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
         if not take_nearest:
             raise VplanError(f"{dialect.title} cannot do this plan: {faults}", _offer(near, changed, name)) from None
-        plan, settings = near, said_by(dialect, near)
+        plan, (settings, fields) = near, said_by(dialect, near)
     found = priced(plan, name)
     if found is not None and found.verdict == "no":
         fault = f"it does not fit as {dialect.title} trains it: {format_gib(found.low_bytes)} at least"
         raise VplanError(fault, _that_fits(dialect, plan, name), 3)
     own = dialects.module(name)
-    carried = compose.carried(dialect, settings, getattr(own, "CARRIES", None))
+    carried = compose.carried(dialect, settings, getattr(own, "CARRIES", None), fields)
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
     left = getattr(own, "left_to_the_script", None)
     done = Plan.of(found, trainer=name) if found else plan

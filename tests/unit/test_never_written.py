@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner import dialects
-from planner.dialects import flags, interface
+from planner.dialects import compose, flags, interface
 from planner.export import Exported, fields_of, targets, write_files
 from planner.plan import Plan
 from planner.script import of_file
@@ -56,7 +56,10 @@ def test_never(name: str, data: st.DataObject) -> None:
         return
     dialect = dialects.dialect(name)
     assert dialect.files is not None
-    files = dialect.files(plan, interface.write(dialect, fields_of(plan)))
+    said = interface.write(dialect, fields_of(plan))
+    files = dialect.files(plan, said)
+    carried = compose.carried(dialect, said, getattr(dialects.module(name), "CARRIES", None), fields_of(plan))
+    assert set(carried) == set(said) and all(carried.values())  # each is said to carry something of the plan
     whole = "\n".join(line for text in files.values() for line in text.splitlines() if not line.startswith("#"))
     for word in NEVER.get(name, ()):
         assert word not in whole
