@@ -31,7 +31,7 @@ from planner.dialects.interface import (
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import Played, describe, of_run, outside_bytes, replayed
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import QUANTISED, Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
@@ -183,12 +183,34 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
     if where.host_ram is None:
         notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
     strategy = resolve(job, Strategy.read(reading.strategy), where)
-    check_blocks(profile, strategy)
-    check(job, strategy, where)
+    try:
+        check_blocks(profile, strategy)
+        check(job, strategy, where)
+    except VplanError as error:
+        raise VplanError(f"the command contradicts itself: {error.message}", f"in our words: {error.fix}") from None
+    strategy = _recorded(job, strategy, where, notes)
     if not strategy.expandable_segments:
         notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
     words = (*reading.notes, *notes)
     return Case(dialect, given, reading, job, strategy, where, profile, card, words)
+
+
+def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:
+    """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
+    in bf16."""
+    wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
+    for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
+        asked = strategy.replace(**changes)
+        try:
+            facts(job, asked, machine)
+        except NotRecordedError:
+            if strategy.weights_dtype not in QUANTISED:
+                raise
+            continue
+        if what:
+            notes.append(f"{strategy.weights_dtype} as this trainer has it is not recorded: priced with {what}")
+        return asked
+    raise AssertionError("bf16 is recorded of every model")
 
 
 def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[str]) -> int:

@@ -82,6 +82,9 @@ def dialect(name: str) -> Dialect:
 
 def recognise(script: Script) -> tuple[Dialect, Given]:
     """Whose script, config or Python file was given, and what it says; a VplanError names those we read."""
+    import profiles
+    from planner.dialects import flags
+
     readers = [dialect for dialect in spoken().values() if dialect.gather is not None]
     for reader in readers:
         assert reader.gather is not None
@@ -91,6 +94,12 @@ def recognise(script: Script) -> tuple[Dialect, Given]:
     what = ", ".join(dict.fromkeys(program.script for program in script.programs)) or script.name
     said = " ".join([what, *(word for program in script.programs for word in program.arguments)])
     title = next((title for mark, title in UNREAD.items() if mark in said), "")
+    for reader in readers:
+        for program in script.programs:
+            found = flags.find(reader.name, program.script) if reader.name in profiles.trainer_names() else None
+            if found is not None and program.script.endswith(found.path):
+                fault = f"{found.path} of {reader.title} is not read"
+                raise VplanError(fault, f"of it we read {', '.join(reader.scripts)}")
     fault = f"{what} is {title}'s, which we do not read" if title else f"{what} is of no trainer that we read"
     raise VplanError(fault, f"we read {', '.join(reader.title for reader in readers)}")
 

@@ -84,13 +84,13 @@ video = pipe(image=image, prompt="a cat walks", num_frames=81, height=480, width
 
 
 class Answer:
-    """What `vplan check --json` said, in GiB."""
+    """What `vplan check --json` said, in GiB; refused where the command contradicts itself."""
 
     def __init__(self, code: int, found: dict[str, Any]) -> None:
         self.code, self.found = code, found
-        self.verdict: str = found["verdict"]
-        self.phase: str = found["phase"]
-        self.fixes: list[tuple[str, ...]] = [tuple(fix["change"]) for fix in found["fixes"]]
+        self.verdict: str = found.get("verdict", "refused")
+        self.phase: str = found.get("phase", "")
+        self.fixes: list[tuple[str, ...]] = [tuple(fix["change"]) for fix in found.get("fixes", ())]
 
     def allocated(self, phase: str) -> float:
         return float(self.found["estimate"]["phases"][phase]["allocated_bytes"]) / GIB
