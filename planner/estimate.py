@@ -104,10 +104,10 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
     outside = outside_bytes(run)
     phases = {
-        phase: _highest(_phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
+        phase: _highest(phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
     }
-    top = _peak_stage(played)
+    top = peak_stage(played)
     peak = _highest(phases.values())
     work = step_work(run)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
@@ -121,7 +121,7 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
         machine=machine,
         peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
         phases=phases,
-        breakdown=_breakdown(played, top, peak, outside),
+        breakdown=breakdown_at(played, top, peak, outside),
         host_ram_bytes=ram.nbytes,
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=host.disk_bytes(run),
@@ -262,14 +262,14 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _phase_peak(replayed: Replayed, outside: int) -> PhasePeak:
+def phase_peak(replayed: Replayed, outside: int) -> PhasePeak:
     reserved = replayed.reserved_peak_bytes
     return PhasePeak(
         allocated_bytes=replayed.allocated_peak_bytes, reserved_bytes=reserved, device_bytes=reserved + outside
     )
 
 
-def _peak_stage(played: list[Played]) -> Played:
+def peak_stage(played: list[Played]) -> Played:
     """The stage whose tensors peak highest, the later among equals.
 
     Reserved is no guide: what was reserved once stays.
@@ -294,7 +294,7 @@ def describe(played: Played, strategy: Strategy) -> str:
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
 
 
-def _breakdown(played: list[Played], top: Played, peak: PhasePeak, outside: int) -> Breakdown:
+def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, outside: int) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
     live: dict[int, None] = {}
     for entry in played:
