@@ -17,8 +17,10 @@ from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator
 from planner.run import Facts, Run
 from planner.shapes import grid
 
-POINTS = 240
+POINTS = 360
 """Moments of a step that are told. The peaks are among them."""
+LEAST = 24
+"""The same of a short stage."""
 STEADY: tuple[PhaseName, ...] = ("train", "optimizer")
 """What a later step is made of; of a job that only samples, a noise level."""
 
@@ -96,9 +98,11 @@ def timeline(
     marks: list[Mark] = []
     names = tuple(dict.fromkeys(BREAKDOWN.values()))
     events = 0
+    total = sum(len(run.stages[index][1].ops) for index in wanted) or 1
     for index, (_, stage) in enumerate(run.stages[: wanted[-1] + 1]):
         if index in wanted:
-            history = allocator.timeline(stage.ops, run.sizes, points=points // len(wanted))
+            share = points * len(stage.ops) // total
+            history = allocator.timeline(stage.ops, run.sizes, points=max(share, LEAST))
             found += _told(run, stage, history, live, names, events)
             marks += _marks(stage, events)
             events += len(stage.ops)

@@ -24,6 +24,7 @@ VERBS = {
     "estimate": "What one way of training needs, phase by phase.",
     "probe": "What a plan really takes, measured on this machine's GPU.",
     "train": "Trains: a plan or a model, from clips to finished weights.",
+    "report": "A page to look at: what a plan needs, and how far the card goes.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
     "record": "Records a model of your own, or our tapes again.",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-import profiles
 from planner.accuracy import (
     AFTER_STEP,
     PEAKS,
@@ -23,9 +21,8 @@ from planner.accuracy import (
     only,
     worst_first,
 )
-from planner.commands.common import Verb, examples, json_option, show, table
-from planner.errors import VplanError
-from planner.evidence import RAN_OUT, read_rows
+from planner.commands.common import Verb, examples, json_option, report_option, show, table, write_report
+from planner.evidence import RAN_OUT, read_rows, shipped
 from planner.job import Job, Machine, Strategy
 
 if TYPE_CHECKING:
@@ -45,8 +42,11 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
     help="The allocator of published rows that do not say which ran.  [default: classic]",
 )
 @click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
+@report_option
 @json_option
-def command(files: Sequence[str], allocator: str | None, text: str | None, as_json: bool) -> None:
+def command(
+    files: Sequence[str], allocator: str | None, text: str | None, report: str | None, as_json: bool
+) -> None:
     """Compare the estimates with measurements.
 
     FILE holds one measured run a line (JSON), as published by others or as our probes write them; without FILE, the
@@ -54,7 +54,7 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, as_js
     where the estimate is too low. A run that ended out of memory is met by the verdicts "tight" and "no".
     """
     rows = []
-    for path in files or _shipped():
+    for path in files or shipped():
         read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
         rows += read
         for note in notes:
@@ -65,14 +65,9 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, as_js
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
     found = answer(compared)
+    if report:
+        write_report(report, compared=compared)
     show(found, as_json, lambda console: _render(console, compared, found["summary"]))
-
-
-def _shipped() -> list[Path]:
-    found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
-    if not found:
-        raise VplanError("no measurements came with this vplan", "reinstall vplan, or name a .jsonl file")
-    return found
 
 
 def _estimator() -> tuple[Predict, AfterStep]:

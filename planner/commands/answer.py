@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from planner.commands.request import Request
+    from planner.job import Strategy
     from planner.plan import Estimate
     from planner.question import Suggestion, Switch
     from planner.wishes import Relaxed
@@ -113,13 +114,17 @@ FIELD_WORDS: dict[str, dict[str | bool, str]] = {
 
 def ways(found: Estimate) -> str:
     """What a plan switches on, in words for one line."""
-    strategy = found.strategy
-    words = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
-    if "weights_dtype" in found.lossy:
-        words.append(f"{strategy.weights_dtype} weights")
+    return words(found.strategy, found.lossy)
+
+
+def words(strategy: Strategy, lossy: Sequence[str]) -> str:
+    """What a strategy with these lossy fields switches on, in words for one line."""
+    said = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
+    if "weights_dtype" in lossy:
+        said.append(f"{strategy.weights_dtype} weights")
     if strategy.swap_blocks:
-        words.append(f"{strategy.swap_blocks} blocks swapped")
-    return ", ".join(words) or "nothing switched on"
+        said.append(f"{strategy.swap_blocks} blocks swapped")
+    return ", ".join(said) or "nothing switched on"
 
 
 def print_suggestion(

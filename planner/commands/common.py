@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from planner.plan import Plan
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DONE = 0
@@ -57,6 +59,28 @@ def markdown_option(page: str) -> Callable[[Function], Function]:
 def output_option(what: str) -> Callable[[Function], Function]:
     """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
     return click.option("-o", "--output", metavar="FILE", help=f"Write {what} to FILE.")
+
+
+def report_option(function: Function) -> Function:
+    """Adds `--report FILE.html`; the command gets `report: str | None`, for `write_report`."""
+    return click.option("--report", metavar="FILE.html", help="Write a page to look at to FILE.html.")(function)
+
+
+def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any) -> None:
+    """Write a page and say so on stderr; the arguments are those of `reports.write`. This very command makes it again.
+
+    Imported when it is asked for: most answers need no templates.
+    """
+    import shlex
+
+    import reports
+
+    if "--" in sys.argv or not sys.argv[1:]:
+        typed = ""
+    else:
+        typed = shlex.join(["vplan", *sys.argv[1:]])
+    reports.write(path, plans, command=typed, **more)
+    click.echo(f"wrote {path}", err=True)
 
 
 def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 import click
 
 from planner.commands.answer import headline, print_estimate
-from planner.commands.common import Verb, examples, json_option, output_option, show, verdict_exit_code
+from planner.commands.common import (
+    Verb,
+    examples,
+    json_option,
+    output_option,
+    report_option,
+    show,
+    verdict_exit_code,
+    write_report,
+)
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError
 from planner.estimate import estimate
@@ -28,8 +37,9 @@ if TYPE_CHECKING:
 @request_options()
 @click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
 @output_option("the plan")
+@report_option
 @json_option
-def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> int:
+def command(asked: Asked, strict: bool, output: str | None, report: str | None, as_json: bool) -> int:
     """Say what one way of training needs: peak by phase, what it is made of, host RAM, seconds a step.
 
     Nothing is searched: what you do not set is vplan's default (`vplan suggest` chooses instead).
@@ -42,6 +52,9 @@ def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> in
     found = found.replace(assumptions=(*request.assumptions, *found.assumptions))
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)
+
+    if report:
+        write_report(report, [(output or request.machine.gpu, Plan.of(found, trainer=asked.trainer))])
 
     def render(console: Console) -> None:
         headline(console, request, found)
