@@ -15,7 +15,7 @@ from typing import NamedTuple
 from planner import margin, wishes
 from planner.estimate import outside_bytes
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import SPLIT, Job, Machine, Strategy
+from planner.job import Job, Machine, Strategy
 from planner.layout import kernels
 from planner.peaks import PeakForms, peak_forms
 from planner.phases import caching
@@ -23,19 +23,19 @@ from planner.plan import Verdict
 from planner.run import Run
 from planner.screen import Look, Screen
 from planner.shapes import grid
-from planner.space import effort, naive
-from planner.suggest import SAME_SPEED, Search, loss
+from planner.space import naive
+from planner.suggest import Search
+from planner.ways import ladder, looks
 from planner.wishes import Wish
 
 COLUMNS, ROWS = 12, 8
-TIGHTER = 0.97
-"""A strategy is on the ladder only where it needs less than this share of all before it, as runners-up do."""
-MOST_RUNGS = 8
 UNKNOWN_LOSS = (1.0, 1.10)
 """Reserved over allocated before a replay told: what is allocated is a lower bound, and 10 % above it is more than
 fragmentation takes where segments expand."""
-KNOWN_LOSS = 0.02
+KNOWN_LOSS = 0.01
 """The same to either side of the last replay of the strategy."""
+OTHERS_LOSS = 0.03
+"""The same to either side of what other strategies were seen to lose."""
 USUAL_LOSS = 1.05
 """The same where it is guessed: for the longest clip by a strategy of which nothing was replayed."""
 ONE = 2**40
@@ -90,50 +90,6 @@ class Longest:
     lossy_by: Strategy | None
     capped: bool
     """more would fit than was tried"""
-
-
-def looks(search: Search, job: Job) -> tuple[Look, ...]:
-    """A look at every candidate, as it is and with the most blocks swapped; ways of stepping only where they matter."""
-    found: dict[Strategy, Look] = {}
-    plain: set[Strategy] = set()
-    for strategy in search.candidates(job):
-        alike = strategy.replace(optimizer_step="foreach")
-        if alike in plain:
-            continue
-        look = search.look(job, strategy)
-        if not look.in_optimizer:
-            plain.add(alike)
-        most = search.most_in_ram(job, strategy)
-        found[strategy], found[most] = look, search.look(job, most)
-    return tuple(found.values())
-
-
-def ladder(search: Search, job: Job, seen: Iterable[Look]) -> tuple[Look, ...]:
-    """Of these looks, in a search's order of preference, those that each need less than all before."""
-    start = naive(job, search.question.strategy, search.question.machine, search.question.fixed)
-    able = [look for look in seen if search.has_ram(look)]
-    fastest = min((look.step_seconds for look in able), default=1.0)
-
-    def preference(look: Look) -> tuple[float, ...]:
-        speed = round(math.log(look.step_seconds / fastest) / SAME_SPEED)
-        engine = look.strategy.sharding in SPLIT
-        return loss(job, look.strategy), engine, speed, effort(start, look.strategy), look.device_bytes
-
-    rungs: list[Look] = []
-    for look in sorted(able, key=preference):
-        if not rungs or look.device_bytes < TIGHTER * min(rung.device_bytes for rung in rungs):
-            rungs.append(look)
-    return tuple(rungs[: MOST_RUNGS - 1] + rungs[MOST_RUNGS - 1 :][-1:])
-
-
-def pareto(seen: Sequence[Look]) -> frozenset[int]:
-    """Indices of the looks that no other beats in both seconds and memory."""
-    front, least = set(), math.inf
-    for index in sorted(range(len(seen)), key=lambda index: (seen[index].step_seconds, seen[index].device_bytes)):
-        if seen[index].device_bytes < least:
-            front.add(index)
-            least = seen[index].device_bytes
-    return frozenset(front)
 
 
 # ---- the map
@@ -199,7 +155,7 @@ class Forms:
         self.host: dict[Strategy, Known] = {}
         """Strategy -> host RAM"""
         self._forms: dict[tuple[object, ...], PeakForms] = {}
-        self._allocated: dict[tuple[object, ...], list[int]] = {}
+        self._allocated: dict[tuple[object, ...], dict[Job, int]] = {}
         self._jobs: dict[Shape, Job] = {}
 
     def at(self, shape: Shape) -> Job:
@@ -213,17 +169,14 @@ class Forms:
         facts = self.screen.facts(self.job, strategy, search.question.machine)
         # Cards differ in their attention's kernel. (cuBLAS's workspace too: 24 MiB, of the first card asked about.)
         alike = strategy, kernels(strategy, search.question.machine, facts)
-        key = (*alike, jobs[0], jobs[-1], len(jobs))
-        if key not in self._allocated:
-            found: dict[Job, int] = {}
-            for one in (True, False):
-                wanted = [job for job in jobs if (job.batch_size == 1) is one]
-                if wanted:
-                    grids = [grid(search.question.model, job) for job in wanted]
-                    peaks = self._of(search, strategy, wanted[0], (*alike, one)).at(grids)
-                    found.update(zip(wanted, map(int, peaks), strict=True))
-            self._allocated[key] = [found[job] for job in jobs]
-        return self._allocated[key]
+        known = self._allocated.setdefault(alike, {})
+        for one in (True, False):
+            new = [job for job in jobs if job not in known and (job.batch_size == 1) is one]
+            if new:
+                grids = [grid(search.question.model, job) for job in new]
+                peaks = self._of(search, strategy, new[0], (*alike, one)).at(grids)
+                known.update(zip(new, map(int, peaks), strict=True))
+        return [known[job] for job in jobs]
 
     def _of(self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]) -> PeakForms:
         """Of one sample, or of several: those are recordings of their own."""
@@ -244,6 +197,10 @@ class _Found(NamedTuple):
     tiled: bool = False
 
 
+def _cell_of(shape: Shape, rung: int | None, found: _Found) -> Cell:
+    return Cell(shape, found.verdict, rung, found.device_bytes, found.replayed, found.tiled)
+
+
 class Mapper:
     """Prices shapes of one job on one machine."""
 
@@ -259,6 +216,10 @@ class Mapper:
         shapes = [(length, height, width) for height, width in rows for length in columns]
         jobs = [self.forms.at(shape) for shape in shapes]
         allocated = [self.forms.allocated(self.search, rung.strategy, jobs) for rung in rungs]
+        for height, width in reversed(rows):  # what is encoded whole at a row's end is so at all that is smaller
+            way = rungs[0].strategy if rungs else None
+            if way is None or self.encoding((columns[-1], height, width), way) == way:
+                break
         # The largest first: who has the RAM there has it everywhere.
         cells: dict[Shape, Cell] = {}
         for index in reversed(range(len(shapes))):
@@ -273,16 +234,14 @@ class Mapper:
             for index, (rung, nbytes) in enumerate(zip(rungs, allocated, strict=True)):
                 if index not in found:
                     found[index] = self._priced(shape, rung, nbytes)
-                verdict, *rest = found[index]
-                if verdict == wanted:
-                    return Cell(shape, verdict, index, *rest)
-        least = min(found.values(), key=lambda each: each.device_bytes)
-        return Cell(shape, "no", None, *least[1:])
+                if found[index].verdict == wanted:
+                    return _cell_of(shape, index, found[index])
+        return _cell_of(shape, None, min(found.values(), key=lambda each: each.device_bytes))
 
     def _priced(self, shape: Shape, rung: Look, allocated: int) -> _Found:
         question, strategy = self.search.question, rung.strategy
         outside, compiled = rung.device_bytes - rung.allocated_bytes, strategy.compile != "none"
-        lost = self._lost.get(strategy, UNKNOWN_LOSS)
+        lost = self._lost.get(strategy) or self._usual()
         best, worst = (
             margin.verdict(int(allocated * each) + outside, question.budget_bytes, compiled) for each in lost
         )
@@ -303,6 +262,10 @@ class Mapper:
         self._lost[strategy] = max(1.0, seen - KNOWN_LOSS), seen + KNOWN_LOSS
         self.forms.lost[strategy] = max(seen, self.forms.lost.get(strategy, 1.0))
         return _Found(found.verdict, found.peak.device_bytes, True, tiled)
+
+    def _usual(self) -> tuple[float, float]:
+        seen = self.forms.lost.values()
+        return (max(1.0, min(seen) - OTHERS_LOSS), max(seen) + OTHERS_LOSS) if seen else UNKNOWN_LOSS
 
     def has_ram(self, shape: Shape, strategy: Strategy) -> bool:
         """Whether the host has the RAM for a way at a shape."""
@@ -351,8 +314,12 @@ class Mapper:
 
     def _reach(self, way: Strategy, shapes: Sequence[Shape]) -> int:
         """How many of the shapes, from the shortest, fit the card by what they allocate."""
-        allocated = self.forms.allocated(self.search, way, [self.forms.at(shape) for shape in shapes])
-        return _last(0, len(shapes), lambda count: self._fits(way, allocated[count - 1], 0))
+
+        def fits(count: int) -> bool:
+            nbytes = self.forms.allocated(self.search, way, [self.forms.at(shapes[count - 1])])
+            return self._fits(way, nbytes[0], 0)
+
+        return _last(0, len(shapes), fits)
 
     def _fits(self, way: Strategy, allocated: int, beside: int) -> bool:
         question, losses = self.search.question, self.forms.lost
@@ -399,16 +366,14 @@ def longest(
     search: Search, forms: Forms, rungs: Sequence[Look], cards: Sequence[tuple[GpuProfile, Machine]]
 ) -> tuple[Longest, ...]:
     """The longest clip at the job's size for each card, by what is allocated and what the ways usually lose to
-    fragmentation: nothing is replayed. Ways are those of the ladder, with as many blocks swapped as fit the RAM."""
-    swap, job = search.question.strategy.swap_blocks, forms.job
-    bare = list(dict.fromkeys(rung.strategy.replace(swap_blocks=swap) for rung in rungs))
-    ways: dict[int | None, list[Strategy]] = {}
+    fragmentation: nothing is replayed. Ways are those of the ladder there, which the RAM beside the card decides."""
+    job, own = forms.job, search.question.machine
+    ways = {own.host_ram: _ways(search, job, rungs)}
     found = []
     for card, machine in sorted(cards, key=lambda pair: -pair[0].allocatable_bytes):  # what it knows of, others share
         there = Search(replace(search.question, machine=machine, gpu=card), search.screen)
         if machine.host_ram not in ways:
-            swapped = (there.most_in_ram(job, strategy) for strategy in bare)
-            ways[machine.host_ram] = list(dict.fromkeys([*bare, *swapped]))
+            ways[machine.host_ram] = _ways(there, job, ladder(there, job, looks(there, job)))
         mapper = Mapper(there, forms)
         lossless, lossless_by = mapper.longest(ways[machine.host_ram], True)
         lossy, lossy_by = mapper.longest(ways[machine.host_ram], False)
@@ -428,3 +393,11 @@ def longest(
             )
         )
     return tuple(reversed(found))
+
+
+def _ways(search: Search, job: Job, rungs: Iterable[Look]) -> list[Strategy]:
+    """The ladder's, each without swapped blocks and with as many as the RAM holds."""
+    question = search.question
+    swap = naive(job, question.strategy, question.machine, question.fixed).swap_blocks
+    bare = dict.fromkeys(rung.strategy.replace(swap_blocks=swap) for rung in rungs)
+    return list(dict.fromkeys([*bare, *(search.most_in_ram(job, strategy) for strategy in bare)]))

@@ -263,6 +263,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def phase_peak(replayed: Replayed, outside: int) -> PhasePeak:
+    """The counters of one replayed stage; ``outside``: device bytes beside torch."""
     reserved = replayed.reserved_peak_bytes
     return PhasePeak(
         allocated_bytes=replayed.allocated_peak_bytes, reserved_bytes=reserved, device_bytes=reserved + outside

@@ -17,7 +17,6 @@ from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Run
 from planner.tape import Monomial, Tape
 
-
 PICKED = 12
 """Moments that all others are compared with: more take out few."""
 
@@ -90,7 +89,7 @@ def peak_forms(run: Run) -> PeakForms:
 
 def _undominated(moments: NDArray[np.int16]) -> NDArray[np.int16]:
     """Without most of the rows that others reach in every column. All of them would cost more than the product."""
-    kept = []
+    kept: list[NDArray[np.int16]] = []
     left = moments[np.argsort(-moments.sum(axis=1), kind="stable")]
     while len(left) and len(kept) < PICKED:
         kept.append(left[0])  # the largest sum that is left: none of the others reaches it

@@ -261,11 +261,11 @@ def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str,
     return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
 
 
-def caching(run: Run, waiting: bool = False) -> list[Run]:
+def caching(run: Run, may_wait: bool = False) -> list[Run]:
     """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
 
     One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
-    together, where a trainer holds them so (``run.encoders_together``). ``waiting``: only those of which some may wait
+    together, where a trainer holds them so (``run.encoders_together``). ``may_wait``: only those of which some may wait
     in host RAM, which the VAE does not.
     """
     components = encoders(run, "cached", 1)
@@ -275,7 +275,7 @@ def caching(run: Run, waiting: bool = False) -> list[Run]:
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     groups = [tuple(components)] if run.encoders_together else [(component,) for component in components]
     found = []
-    if waiting:
+    if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))

@@ -67,7 +67,9 @@ class Timeline:
     """on the device beside torch: CUDA's context and libraries"""
 
 
-def phases(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> tuple[PhaseParts, ...]:
+def phases(
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan"
+) -> tuple[PhaseParts, ...]:
     """Every phase of a resolved plan at its highest, in the order they run; with buckets, of the largest shape."""
     run = _run(job, strategy, machine, facts, trainer)
     played, outside = play(run), outside_bytes(run)
@@ -129,7 +131,7 @@ def _run(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: 
 
 
 def _up_to(played: Sequence[Played], top: Played) -> list[Played]:
-    return [entry for entry in played[: next(i for i, entry in enumerate(played) if entry is top) + 1]]
+    return list(played[: next(i for i, entry in enumerate(played) if entry is top) + 1])
 
 
 def _follow(ops: Sequence[int], live: dict[int, None]) -> None:

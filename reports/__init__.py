@@ -34,7 +34,7 @@ def write(
     """
     from datetime import UTC, datetime
 
-    from planner import accuracy
+    from planner import accuracy, through
     from planner.estimate import without_garbage_collection
     from planner.evidence import shipped_rows
     from reports import data, page, share
@@ -42,7 +42,8 @@ def write(
     page.check_name(path)
     known = [*(shipped_rows() if plans else ()), *rows]
     with without_garbage_collection():
-        told = tuple(data.Builder(name, plan, known, probes).data(share.shared) for name, plan in plans)
+        points = through.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
+        told = tuple(data.Builder(name, plan, known, probes, points).data(share.shared) for name, plan in plans)
     found = page.Page(
         title=_title(plans),
         plans=told,

@@ -1,8 +1,8 @@
 """Geometry of the charts: where on a chart a number of the data lies. Pure, and without any number of its own.
 
 Charts are inline SVG drawn by the macros of `templates/charts.html`. Why no chart library: the page must work from a
-mail attachment, without network and without JavaScript, print, follow the reader's theme (CSS variables) and stay small;
-plotly alone is 3 to 5 MB a file, and a static picture from matplotlib has neither themes nor text a screen reader knows.
+mail attachment, without network and without JavaScript, print, follow the reader's theme (CSS variables) and stay
+small; plotly is 3 to 5 MB a file, and a picture from matplotlib has neither themes nor text a screen reader knows.
 Widths are in per cent of the chart and heights in pixels, so that a page fits a phone without its text shrinking.
 """
 

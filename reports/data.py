@@ -11,7 +11,9 @@ from typing import Any
 
 import vplan
 from planner import accuracy, capacity, catalog, through, typed
+from planner import ways as ways_of
 from planner.accuracy import Compared, Prediction
+from planner.capacity import Capacity, Forms, Longest, Mapper, Shape
 from planner.commands.answer import words
 from planner.estimate import after_step_bytes, estimate
 from planner.evidence import Interval, Row
@@ -22,6 +24,7 @@ from planner.plan import Estimate, Evidence, Plan
 from planner.question import Question, Switch
 from planner.run import Facts
 from planner.screen import Look, Screen
+from planner.space import asked_for
 from planner.suggest import Search
 from planner.units import gib
 
@@ -79,16 +82,16 @@ class PlanData:
     note: str
     phases: tuple[through.PhaseParts, ...]
     timeline: through.Timeline
-    capacity: capacity.Capacity
+    capacity: Capacity
     ladder: tuple[str, ...]
     """in words, by rung of the capacity map"""
-    measured: Mapping[capacity.Shape, tuple[str, ...]]
+    measured: Mapping[Shape, tuple[str, ...]]
     """shapes of the map that somebody measured -> ids of the rows"""
     switches: tuple[Switch, ...]
     naive_bytes: int
     """the device peak before the first switch, by look"""
     ways: tuple[Way, ...]
-    longest: tuple[capacity.Longest, ...]
+    longest: tuple[Longest, ...]
     longest_words: Mapping[str, tuple[str, str]]
     compared: tuple[Compared, ...]
     rows_known: int
@@ -106,7 +109,15 @@ class Fact:
 class Builder:
     """Gathers one plan's page; its parts are worked out one by one, so that cores can share them."""
 
-    def __init__(self, name: str, plan: Plan, rows: Sequence[Row] = (), probes: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        rows: Sequence[Row] = (),
+        probes: Sequence[Mapping[str, Any]] = (),
+        points: int = through.POINTS,
+    ) -> None:
+        self.points = points
         self.name = name
         self.plan = plan
         self.rows = rows
@@ -116,7 +127,9 @@ class Builder:
         self.gpu = catalog.parse_gpus(plan.machine.gpu)[1]
         self.cards[plan.machine.gpu] = self.gpu
         self.screen = Screen(self._facts, plan.trainer)
-        self.search = Search(Question(plan.job, plan.strategy, plan.machine, self.model, self.gpu), self.screen)
+        # What a search sets is open again: the page is about all ways, not the plan's alone.
+        asked = asked_for(plan.job.method, plan.strategy, ())
+        self.search = Search(Question(plan.job, asked, plan.machine, self.model, self.gpu), self.screen)
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
         known = self.model if job.model == self.plan.job.model else None
@@ -133,20 +146,20 @@ class Builder:
     def looks(self) -> tuple[Look, ...]:
         """All candidates, and the plan's own way."""
         own = self.search.look(self.plan.job, self.plan.strategy)
-        return tuple({look.strategy: look for look in (*capacity.looks(self.search, self.plan.job), own)}.values())
+        return tuple({look.strategy: look for look in (*ways_of.looks(self.search, self.plan.job), own)}.values())
 
     def steps(self) -> tuple[tuple[through.PhaseParts, ...], through.Timeline]:
         """Phases, and the timeline of a step."""
         plan = self.plan
         known = self._facts(plan.job, plan.strategy, plan.machine)
         asked = (plan.job, plan.strategy, plan.machine, known, plan.trainer)
-        return through.phases(*asked), through.timeline(*asked)
+        return through.phases(*asked), through.timeline(*asked, points=self.points)
 
-    def map(self, rungs: Sequence[Look], forms: capacity.Forms) -> capacity.Capacity:
+    def map(self, rungs: Sequence[Look], forms: Forms) -> Capacity:
         """The capacity map."""
-        return capacity.Mapper(self.search, forms).map(rungs)
+        return Mapper(self.search, forms).map(rungs)
 
-    def longest(self, rungs: Sequence[Look], forms: capacity.Forms) -> tuple[capacity.Longest, ...]:
+    def longest(self, rungs: Sequence[Look], forms: Forms) -> tuple[Longest, ...]:
         """The longest clip of each class of card."""
         machines = []
         for group in catalog.gpu_classes():
@@ -170,7 +183,7 @@ class Builder:
     def data(self, share: Callable[[Builder, Sequence[Look]], tuple[Any, ...]] | None = None) -> PlanData:
         """All of it. ``share``: works the parts out on several cores (`reports.share`)."""
         plan, found, seen = self.plan, self.estimate(), self.looks()
-        rungs = capacity.ladder(self.search, plan.job, seen)
+        rungs = ways_of.ladder(self.search, plan.job, seen)
         (phases, timeline), table, longest, compared = (share or in_turn)(self, rungs)
         switches, naive_bytes = self._switches(found)
         return PlanData(
@@ -207,7 +220,7 @@ class Builder:
 
 def in_turn(builder: Builder, rungs: Sequence[Look]) -> tuple[Any, ...]:
     """The parts that take long, one after another: (phases, timeline), map, longest, compared."""
-    forms = capacity.Forms(builder.screen, builder.plan.job, capacity.axis(builder.model))
+    forms = Forms(builder.screen, builder.plan.job, capacity.axis(builder.model))
     return builder.steps(), builder.map(rungs, forms), builder.longest(rungs, forms), builder.compared()
 
 
@@ -220,6 +233,7 @@ def verdict(title: str, gpu: GpuProfile, found: Estimate) -> str:
     shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
     count = f"{found.machine.world} x " if found.machine.world > 1 else ""
     card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
+    card = card if found.machine.world > 1 or catalog.gpu_class(gpu.name) is None else f"a {card}"
     what = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
     batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
     need = f"it needs {gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
@@ -256,7 +270,7 @@ def _by(strategy: Strategy | None, job: Job) -> str:
 
 def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[Way, ...]:
     """All candidates, the fastest first."""
-    front = capacity.pareto(seen)
+    front = ways_of.pareto(seen)
     found = [
         Way(
             _words(look.strategy, plan.job),
@@ -273,10 +287,10 @@ def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[Way, ...]:
     return tuple(sorted(found, key=lambda way: (way.step_seconds, way.device_bytes)))
 
 
-def measured(table: capacity.Capacity, rows: Iterable[Row], job: Job) -> dict[capacity.Shape, tuple[str, ...]]:
+def measured(table: Capacity, rows: Iterable[Row], job: Job) -> dict[Shape, tuple[str, ...]]:
     """Shapes of the map at which somebody ran this model by this method, with the rows' ids and outcomes."""
     shapes = {cell.shape for row in table.cells for cell in row}
-    found: dict[capacity.Shape, tuple[str, ...]] = {}
+    found: dict[Shape, tuple[str, ...]] = {}
     for row in rows:
         length = row.job.frames if table.axis == "frames" else row.job.batch_size
         shape = (length, row.job.height, row.job.width)

@@ -44,9 +44,7 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 @click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
 @report_option
 @json_option
-def command(
-    files: Sequence[str], allocator: str | None, text: str | None, report: str | None, as_json: bool
-) -> None:
+def command(files: Sequence[str], allocator: str | None, text: str | None, report: str | None, as_json: bool) -> None:
     """Compare the estimates with measurements.
 
     FILE holds one measured run a line (JSON), as published by others or as our probes write them; without FILE, the

@@ -75,10 +75,7 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
 
     import reports
 
-    if "--" in sys.argv or not sys.argv[1:]:
-        typed = ""
-    else:
-        typed = shlex.join(["vplan", *sys.argv[1:]])
+    typed = shlex.join(["vplan", *sys.argv[1:]])
     reports.write(path, plans, command=typed, **more)
     click.echo(f"wrote {path}", err=True)
 

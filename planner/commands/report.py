@@ -27,7 +27,7 @@ MOST = 6
 )
 @click.argument("paths", metavar="PLAN.toml...", nargs=-1, required=True)
 @click.option("--rows", metavar="FILE", multiple=True, help="Show and compare the measured rows of FILE too.")
-@click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="Write the page to FILE.")
+@click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="The page.")
 def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str) -> None:
     """Write a page about a plan: what it needs and when, what each switch saved, how far the card goes.
 
