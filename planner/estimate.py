@@ -104,11 +104,11 @@ def _of_run(run: Run, played: list[Played]) -> Estimate:
     job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
     outside = outside_bytes(run)
     phases = {
-        phase: _highest(phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
+        phase: highest(phase_peak(entry.replayed, outside) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
     }
     top = peak_stage(played)
-    peak = _highest(phases.values())
+    peak = highest(phases.values())
     work = step_work(run)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
@@ -149,7 +149,7 @@ def outside_bytes(run: Run) -> int:
     return run.facts.gpu.context_bytes + run.outside_bytes + communicators * NCCL_BYTES
 
 
-def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
+def highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
     """The highest of each counter."""
     known = list(peaks)
     return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.estimate import BREAKDOWN, NAMED, Played, breakdown_at, describe, outside_bytes, phase_peak, play
+from planner.estimate import BREAKDOWN, NAMED, Played, breakdown_at, describe, highest, outside_bytes, phase_peak, play
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.plan import Breakdown, PhaseName
@@ -75,11 +75,10 @@ def phases(
     played, outside = play(run), outside_bytes(run)
     found = []
     for phase in dict.fromkeys(entry.phase for entry in played):
-        top = max(
-            (entry for entry in reversed(played) if entry.phase == phase),
-            key=lambda entry: entry.replayed.allocated_peak_bytes,
-        )
-        parts = breakdown_at(_up_to(played, top), top, phase_peak(top.replayed, outside), outside)
+        own = [entry for entry in played if entry.phase == phase]
+        top = max(reversed(own), key=lambda entry: entry.replayed.allocated_peak_bytes)
+        peak = highest(phase_peak(entry.replayed, outside) for entry in own)
+        parts = breakdown_at(_up_to(played, top), top, peak, outside)
         moment = describe(top, strategy) if top.stage.ops else NAMED.get(phase, phase)
         found.append(PhaseParts(phase, moment, parts))
     return tuple(found)
