@@ -96,7 +96,7 @@ class Verbs(click.Group):
     def _run(self, words: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
         """The exit code of a command line whose errors, if any, have been said."""
         try:
-            result = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+            result = super().main(words, prog_name, complete_var, standalone_mode=False, obj=tuple(words), **extra)
             return result if isinstance(result, int) else 0
         except VplanError as error:
             return _report(error, words)

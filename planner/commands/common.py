@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,17 +67,21 @@ def report_option(function: Function) -> Function:
     return click.option("--report", metavar="FILE.html", help="Write a page to look at to FILE.html.")(function)
 
 
+def typed_line(*more: str) -> str:
+    """What was typed, with more words behind it, for a shell."""
+    context = click.get_current_context(silent=True)
+    words = context.find_root().obj if context else None
+    return shlex.join(["vplan", *(words or ()), *more])
+
+
 def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any) -> None:
     """Write a page and say so on stderr; the arguments are those of `reports.write`. This very command makes it again.
 
     Imported when it is asked for: most answers need no templates.
     """
-    import shlex
-
     import reports
 
-    typed = shlex.join(["vplan", *sys.argv[1:]])
-    reports.write(path, plans, command=typed, **more)
+    reports.write(path, plans, command=typed_line(), **more)
     click.echo(f"wrote {path}", err=True)
 
 

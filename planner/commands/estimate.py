@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from planner.commands.answer import headline, print_estimate
+from planner.commands.answer import headline, print_estimate, print_next
 from planner.commands.common import (
     Verb,
     examples,
@@ -59,6 +59,7 @@ def command(asked: Asked, strict: bool, output: str | None, report: str | None, 
     def render(console: Console) -> None:
         headline(console, request, found)
         print_estimate(console, found)
+        print_next(console, found, output)
 
     show(found.to_json(), as_json, render)
     return verdict_exit_code(found.verdict, strict=strict)

@@ -86,7 +86,7 @@ def command(
         if report:
             write_report(report, [(output or found.request.machine.gpu, found.suggestion.to_plan(asked.trainer))])
         said = found.to_json(time.perf_counter() - started)
-        show(said, as_json, lambda console: _print_one(console, found))
+        show(said, as_json, lambda console: _print_one(console, found, output))
         return verdict_exit_code(found.suggestion.plan.verdict, strict=strict)
     if report:
         raise VplanError("--report is about one plan", "give --model and --gpu", USAGE)
@@ -286,5 +286,6 @@ def _on_smaller_cards(request: Request, plan: Estimate, trainer: str) -> tuple[E
     return tuple(found)
 
 
-def _print_one(console: Console, found: _Found) -> None:
+def _print_one(console: Console, found: _Found, output: str | None) -> None:
     answer.print_suggestion(console, found.request, found.suggestion, found.relax, found.smaller)
+    answer.print_next(console, found.suggestion.plan, output)
