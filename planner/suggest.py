@@ -37,9 +37,19 @@ WORTH_LOSS = 1.05
 """The tightest plan of all is a lossy one only when every lossless one needs this much more."""
 
 
+WORTH_SPEED = 2.0
+"""Among lossy plans one more lossy field must make the step this much faster: an optimizer in host RAM gives up nothing
+more than one of 8 bits saves, and can take eight times as long."""
+
+
 def loss(job: Job, strategy: Strategy) -> int:
     """How much a strategy gives up: its lossy fields, 4 bits of a weight counting twice."""
     return len(strategy.lossy_fields(job)) + (strategy.weights(job.method) in FOUR_BITS)
+
+
+def slowness(seconds: float, fastest: float, lost: int = 0) -> int:
+    """Seconds of a step beside the fastest, in steps that matter, with what is given up in the same currency."""
+    return round((math.log(seconds / fastest) + lost * math.log(WORTH_SPEED)) / SAME_SPEED)
 
 
 class _Hopeless:
@@ -156,13 +166,12 @@ class Search:
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
             # Before a look everything in here is a lower bound, so what comes first after one is the best.
-            marks = float(loss(job, strategy)) if lossy else 0.0
             # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
             # memory is.
             engine = float(strategy.sharding in SPLIT)
-            speed = round(math.log(seconds / fastest) / SAME_SPEED)
+            speed = slowness(seconds, fastest, loss(job, strategy) if lossy else 0)
             memory = look.device_bytes if look else 0
-            heapq.heappush(queue, ((marks, engine, speed, effort(start, strategy), memory), next(tie), strategy, look))
+            heapq.heappush(queue, ((engine, speed, effort(start, strategy), memory), next(tie), strategy, look))
 
         machine = self.question.machine
         floors = [(each, self.screen.floor_seconds(job, each, machine)) for each in self.candidates(job, lossy)]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from planner.job import SPLIT, Job, Strategy
 from planner.screen import Look
 from planner.space import effort, naive
-from planner.suggest import SAME_SPEED, Search, loss
+from planner.suggest import Search, loss, slowness
 
 TIGHTER = 0.97
 """A strategy is on the ladder only where it needs less than this share of all before it, as runners-up do."""
@@ -41,9 +41,9 @@ def ladder(search: Search, job: Job, seen: Iterable[Look]) -> tuple[Look, ...]:
     fastest = min((look.step_seconds for look in able), default=1.0)
 
     def preference(look: Look) -> tuple[float, ...]:
-        speed = round(math.log(look.step_seconds / fastest) / SAME_SPEED)
         engine = look.strategy.sharding in SPLIT
-        return loss(job, look.strategy), engine, speed, effort(start, look.strategy), look.device_bytes
+        speed = slowness(look.step_seconds, fastest, loss(job, look.strategy))
+        return engine, speed, effort(start, look.strategy), look.device_bytes
 
     rungs: list[Look] = []
     for look in sorted(able, key=preference):
