@@ -57,7 +57,7 @@ def test_clips_become_a_lora_file_with_one_rank_and_with_two(place: Path, tmp_pa
     for gpus in (1, 2):
         said = ["--data", str(place / "clips"), "--output", str(tmp_path / str(gpus)), "--device", "cpu"]
         more = ["--steps", "4", "--checkpoint-every", "2", "--learning-rate", "0.01", "--json"]
-        more += ["--validate-every", "2", "--validation-steps", "2", "--validation-prompt", "a red cat"]
+        more += ["--validation-steps", "1", "--validation-prompt", "a red cat"]
         done = subprocess.run(
             vplan.command("train", str(place / f"{gpus}.toml"), *said, *more),
             capture_output=True, text=True, check=False, timeout=PATIENCE,
@@ -65,7 +65,7 @@ def test_clips_become_a_lora_file_with_one_rank_and_with_two(place: Path, tmp_pa
         assert done.returncode == 0, done.stderr + done.stdout
         answer = json.loads(done.stdout)
         assert answer["steps"] == 4
-        assert [Path(sample).name for sample in answer["samples"]] == [f"step-0000000{n}-0.mp4" for n in (2, 4)]
+        assert [Path(sample).name for sample in answer["samples"]] == ["step-00000004-0.mp4"]
         for sample in answer["samples"]:
             assert clips.probe(Path(sample)) == (9, 16, 48, 64)
     assert runs.losses(tmp_path / "1") == pytest.approx(runs.losses(tmp_path / "2"), abs=1e-5)
