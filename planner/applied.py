@@ -114,7 +114,7 @@ def _neither(
     weights = strategy.weights(job.method)
     if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
         yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
-    yield from _compiled(job, strategy, weights)
+    yield from _compiled(strategy, weights)
     if "nvme" in (strategy.offload_optimizer, strategy.offload_params):  # its states could not be kept and taken up
         yield "offload to nvme, of which no checkpoint is kept yet,", "use cpu in its place"
     for field, applied in values.items():
@@ -123,7 +123,7 @@ def _neither(
             yield f"{field} {value}", f"write {field} = {' or '.join(map(str, applied))}"
 
 
-def _compiled(job: Job, strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
+def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
     """What torch.compile cannot take in. Compiled as a whole, a model would leave no place between its blocks where
     checkpoints, swap and FSDP2 do their work."""
     if strategy.compile == "full":
@@ -133,9 +133,6 @@ def _compiled(job: Job, strategy: Strategy, weights: str) -> Iterator[tuple[str,
     if strategy.compile == "blocks" and strategy.sharding.startswith("zero"):
         fix = "use --sharding ddp or fsdp, or --compile none"
         yield f"compile under {strategy.sharding}, whose engine wraps what is inside the blocks,", fix
-    if strategy.compile == "blocks" and strategy.swap_blocks and (weights in QUANTISED or job.method == "full"):
-        moved = "weights that are trained" if job.method == "full" else f"a base in {weights}"
-        yield f"compile with swap_blocks of {moved}", "use --compile none, or --swap-blocks 0"
 
 
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
