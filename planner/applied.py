@@ -121,6 +121,8 @@ def _neither(
     if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
         yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
     yield from _compiled(strategy, weights)
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_params):  # its states could not be kept and taken up
+        yield "offload to nvme, of which no checkpoint is kept yet,", "use cpu in its place"
     for field, applied in values.items():
         value = getattr(strategy, field)
         if value not in applied:
@@ -134,8 +136,9 @@ def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
         yield "compile full", "write compile = blocks, which leaves room between them for checkpoints and swap"
     if strategy.compile == "blocks" and weights == "fp8":  # a traced layer multiplies by what was cast back already
         yield "compile of weights in fp8, which are cast as each layer runs,", "write weights_dtype = int8 or bf16"
-    if strategy.compile == "blocks" and strategy.sharding == "zero-3":
-        yield "compile under zero-3, which gathers weights inside the blocks,", "use --sharding fsdp, or --compile none"
+    if strategy.compile == "blocks" and strategy.sharding.startswith("zero"):
+        fix = "use --sharding ddp or fsdp, or --compile none"
+        yield f"compile under {strategy.sharding}, whose engine wraps what is inside the blocks,", fix
 
 
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:

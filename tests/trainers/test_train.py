@@ -271,6 +271,8 @@ def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: 
     ("model", "strategy", "named"),
     [
         ("wan2.1-t2v-1.3b", {"compile": "full"}, "compile full"),
+        ("wan2.1-t2v-1.3b", {"compile": "blocks", "sharding": "zero-2"}, "compile under zero-2"),
+        ("wan2.1-t2v-1.3b", {"sharding": "zero-3", "offload_optimizer": "nvme"}, "offload to nvme"),
         ("wan2.1-t2v-1.3b", {"compile": "blocks", "weights_dtype": "fp8"}, "compile of weights in fp8"),
         ("wan2.1-t2v-1.3b", {"autocast": "fp16", "adapter_dtype": "bf16"}, "fp16 of trained weights that are not fp32"),
         ("wan2.1-t2v-1.3b", {"sharding": "zero-2", "compute_dtype": "fp16"}, "fp16 under zero-2"),
