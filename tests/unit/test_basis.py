@@ -266,6 +266,7 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
 
     card = catalog.gpu("24GB")
     assert learned(JOB.model, card, known=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NOTHING
+    assert learned(JOB.model, card, known=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NOTHING
     assert learned(JOB.model, card, "diffsynth", known=[row(12.0)]) is NOTHING
     newer = learned(JOB.model, card, known=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
