@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner import catalog
+from planner.context import PLANS
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
@@ -57,8 +58,11 @@ EVERY_VALUE = frozenset({
 """Strategy fields that may say anything."""
 
 
+COUNTED = ("gradient_accumulation", "context_parallel")
+"""Of which training takes any number."""
+
 TRAINED: dict[str, tuple[object, ...]] = {
-    **{field: applied for field, applied in VALUES.items() if field != "gradient_accumulation"},
+    **{field: applied for field, applied in VALUES.items() if field not in COUNTED},
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
     "offload_params": ("none", "cpu"),
     "ema": ("none", "gpu", "cpu"),
@@ -109,7 +113,7 @@ def _neither(
     """What nobody applies, and values of fields that are none of those listed."""
     if job.method == "sample":
         yield "method sample", "write method = lora or full"
-    if job.references not in (0, profile.shape.references):
+    if job.references not in (0, profile.shape.references, int(profile.shape.takes_references)):
         yield f"references {job.references}", f"write references = {profile.shape.references}"
     if job.experts == "both":
         yield "training both experts", "write experts = high or low"
@@ -162,6 +166,20 @@ def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
         yield f"weights_dtype {strategy.weights_dtype} computed in {strategy.compute_dtype} under ZeRO", fix
     if strategy.sharding == "zero-1" and strategy.offload_optimizer != "none":
         yield "offload_optimizer under zero-1", "use --zero-stage 2"
+    if strategy.context_parallel > 1:
+        yield from _split_tokens(profile, strategy)
+
+
+def _split_tokens(profile: ModelProfile, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """What ranks that share a sample cannot do: their shares of a gradient are added up when all of it is there."""
+    if profile.family not in PLANS:
+        yield f"context_parallel of {profile.title}, whose tokens diffusers cannot split,", "use --context-parallel 1"
+    if strategy.optimizer_step == "backward":
+        yield "context_parallel with the optimizer inside backward", "use --optimizer-step foreach"
+    if strategy.offload_gradients != "none":
+        yield "context_parallel with offload_gradients", "leave out --offload-gradients"
+    if strategy.compile != "none":
+        yield "context_parallel of compiled blocks", "use --compile none"
 
 
 def uses_fp16(job: Job, strategy: Strategy) -> bool:

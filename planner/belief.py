@@ -74,6 +74,8 @@ class Belief:
         weights = np.exp(logs - logs.max())
         self.weights: NDArray[np.float64] = weights / weights.sum()
         self.host_ratio = max((_host_ratio(each) for each in seen), default=1.0)
+        ran_out = [each.estimate.peak.device_bytes for each in seen if each.measured.outcome == "oom"]
+        self.too_much = min(ran_out, default=2**60)
         self._limits: dict[tuple[float, int], int] = {}
 
     def chance(self, device_bytes: int, budget_bytes: int) -> float:
@@ -82,14 +84,15 @@ class Belief:
         return float((self.weights * _below((room - RATIOS) / RESIDUAL)).sum())
 
     def limit(self, chance: float, budget_bytes: int) -> int:
-        """The most device bytes that may be estimated for a plan to fit with at least this chance."""
+        """The most device bytes that may be estimated for a plan to fit with at least this chance; always less than
+        what was estimated for one that ran out."""
         key = chance, budget_bytes
         if key not in self._limits:
             low, high = 0, 2 * budget_bytes
             while high - low > budget_bytes >> 14:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self.chance(middle, budget_bytes) >= chance else (low, middle)
-            self._limits[key] = low
+            self._limits[key] = min(low, int(self.too_much * 0.999))
         return self._limits[key]
 
     def seconds(self, strategy: Strategy, estimated: float) -> float:
@@ -107,14 +110,11 @@ class Belief:
         """The logarithm of how likely each ratio makes what was measured."""
         estimated, device = each.estimate.peak.device_bytes, each.measured.device_bytes
         if each.measured.outcome == "oom":
-            room: NDArray[np.float64] = (each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL
-            likely: NDArray[np.float64] = np.log(1 - _below(room) + SURPRISE)
-            return likely
+            return np.log(1 - _below((each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL) + SURPRISE)
         if each.measured.outcome != "ok" or device is None:
             return np.zeros_like(RATIOS)
-        ratio = min(max(device / estimated, RATIOS[0]), RATIOS[-1])
-        apart: NDArray[np.float64] = (ratio - RATIOS) / RESIDUAL
-        return -(apart**2) / 2
+        ratio = min(max(device / estimated, float(RATIOS[0])), float(RATIOS[-1]))
+        return -np.square((ratio - RATIOS) / RESIDUAL) / 2
 
 
 def _speed(each: Seen) -> float:

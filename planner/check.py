@@ -31,7 +31,7 @@ from planner.dialects.interface import (
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import Played, describe, of_run, outside_bytes, replayed
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import QUANTISED, Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
@@ -123,9 +123,15 @@ class Checked:
     today: str = ""
     """the same by today's script, for one that is gone"""
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """How the command was understood, and what its estimate takes for granted."""
+        return (*self.case.notes, *self.outcome.estimate.assumptions)
+
     def to_json(self) -> dict[str, Any]:
         """The object of DESIGN section 9."""
         case, found = self.case, self.outcome.estimate
+        found = found.replace(assumptions=self.assumptions)
         return {
             "trainer": case.dialect.name,
             "job": case.job.to_json(),
@@ -148,7 +154,6 @@ class Checked:
                 for fix in self.fixes
             ],
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
-            "notes": list(case.notes),
             **({"today": self.today} if self.today else {}),
         }
 
@@ -178,12 +183,34 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
     if where.host_ram is None:
         notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
     strategy = resolve(job, Strategy.read(reading.strategy), where)
-    check_blocks(profile, strategy)
-    check(job, strategy, where)
+    try:
+        check_blocks(profile, strategy)
+        check(job, strategy, where)
+    except VplanError as error:
+        raise VplanError(f"the command contradicts itself: {error.message}", f"in our words: {error.fix}") from None
+    strategy = _recorded(job, strategy, where, notes)
     if not strategy.expandable_segments:
         notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
     words = (*reading.notes, *notes)
     return Case(dialect, given, reading, job, strategy, where, profile, card, words)
+
+
+def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:
+    """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
+    in bf16."""
+    wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
+    for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
+        asked = strategy.replace(**changes)
+        try:
+            facts(job, asked, machine)
+        except NotRecordedError:
+            if strategy.weights_dtype not in QUANTISED:
+                raise
+            continue
+        if what:
+            notes.append(f"{strategy.weights_dtype} as this trainer has it is not recorded: priced with {what}")
+        return asked
+    raise AssertionError("bf16 is recorded of every model")
 
 
 def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[str]) -> int:

@@ -42,6 +42,9 @@ SPLITTING = ("AutoencoderKLCogVideoX", "AutoencoderKLMochi")
 SHORTEST = 5
 """Chunks a tape has at least: three from the start and two from the end. A shorter clip is priced like this one."""
 
+FEWEST = {"AutoencoderKLMagvit": 11}
+"""The same of tapes that address more chunks from their end than two: they do not unfold at fewer."""
+
 CFG_IN_ONE_BATCH = ("cogvideox", "ltx", "sd3", "unet", "mochi", "easyanimate")
 """Families whose pipelines run the prompt and the empty prompt as one batch of two (diffusers pipelines). The others
 call the model twice, or were distilled to need it once."""
@@ -76,7 +79,7 @@ def chunks_of(vae: Vae, frames: int) -> int:
     if vae.class_name not in CHUNKS or frames == 1:
         return 0
     first, each = CHUNKS[vae.class_name]
-    return max(SHORTEST, -(-(frames - first) // each) + 1)
+    return max(FEWEST.get(vae.class_name, SHORTEST), -(-(frames - first) // each) + 1)
 
 
 def frames_of(vae: Vae, chunks: int) -> int:

@@ -52,7 +52,7 @@ class Pulse:
     def look(self) -> float:
         """Seconds since it was last seen to change, or since we first looked."""
         now = self._read()
-        if now != self._last:
+        if now and now != self._last:  # a folder of before that is being removed is no sign of life
             self._last, self._since = now, time.monotonic()
             self.beats += 1
         return time.monotonic() - self._since

@@ -100,7 +100,8 @@ def preflight(plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text
     seen, more = on_data(plan, asked.data, asked.skip_bad) if asked.data else ({}, [])
     checks += more
     checks += list(on_disk(output, found, asked.keep, seen.get("cache_bytes", 0)))
-    checks += list(versions(plan, cards))
+    if plan.evidence or not asked.probe:
+        checks += list(versions(plan, cards))
     row = None
     if asked.probe and not any(one.level == "error" for one in checks):
         row, more = _probed(plan, asked.device, cards, say)

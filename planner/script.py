@@ -43,7 +43,7 @@ class Program:
     """One command that runs a Python script."""
 
     launcher: str
-    """accelerate, torchrun, deepspeed or python"""
+    """accelerate, torchrun, deepspeed or python; "" for what is none of them"""
     launch: dict[str, Any]
     """the launcher's own flags, `-` in names written `_`: "--num_processes" -> "4"; True without a value"""
     script: str
@@ -120,12 +120,7 @@ class Script:
 
 def of_words(words: Sequence[str]) -> Script:
     """A command as the shell has split it for us; `$NAME` in it is text."""
-    program = _program(tuple(words), {})
-    if program is None:
-        raise VplanError(
-            f"{quoted(' '.join(words))} runs no Python script",
-            "write the trainer's command behind --, as `vplan check --gpu 80GB -- accelerate launch train.py ...`",
-        )
+    program = _program(tuple(words), {}) or Program("", {}, words[0], tuple(words[1:]))
     return Script("the command", (program,))
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,33 @@ def opened(optuna: Any, storage: str) -> Any:
     journal = optuna.storages.journal
     path = Path(storage).expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Links need a privilege on Windows; where they do not, they work on older network file systems too.
-    lock = (journal.JournalFileOpenLock if os.name == "nt" else journal.JournalFileSymlinkLock)(str(path))
+    lock = journal.JournalFileOpenLock(str(path)) if sys.platform == "win32" else _Lock(path)
     _mend(path, lock)
     return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
+
+
+class _Lock:
+    """A journal's lock that the system takes back when its process dies, however it dies.
+
+    Optuna's own are files: one whose process was killed keeps everybody waiting for half a minute.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f"{path.name}.lock")
+        self._descriptor = -1
+
+    def acquire(self) -> bool:
+        """Waits until nobody else has it."""
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        """Gives it back."""
+        os.close(self._descriptor)
 
 
 def _mend(path: Path, lock: Any) -> None:

@@ -244,4 +244,8 @@ class Tuner:
         found = self.search.tightest(self.question.job)
         if found is None:
             raise self.search.missing or VplanError("no strategy to look at", "type fewer switches")
+        belief = self.search.belief
+        if belief and found.peak.device_bytes > belief.limit(CHANCES[-1], self.question.budget_bytes):
+            # whatever was estimated, what ran out rules it out
+            return found.replace(verdict="no", limit=found.limit or "gpu")
         return found

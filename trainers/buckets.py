@@ -61,6 +61,10 @@ class Clip(NamedTuple):
     fps: Fraction
     height: int
     width: int
+    reference: Path | None = None
+    """the image it was made from"""
+    control: Path | None = None
+    """the video that steers it, frame by frame"""
 
 
 class Sample(NamedTuple):

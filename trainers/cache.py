@@ -123,8 +123,10 @@ class Work:
         if not (self.clip_turns and self.text_turns):
             fault = f"samples of family {setting.profile.family} ({setting.profile.name}) cannot be encoded yet"
             raise VplanError(fault, "train a model of another family: `vplan models` lists them")
-        if setting.job.references:
-            raise VplanError("reference images cannot be read from a folder of clips yet", "write references = 0")
+        self.references = setting.job.references or setting.profile.shape.references
+        if self.references > (1 if self.family.reads_reference else 0):
+            fault = f"{self.references} reference images a sample cannot be read from a folder of clips yet"
+            raise VplanError(fault, f"write references = {int(self.family.reads_reference)}")
         self.dtype = compute_dtype(setting.strategy)
         self.tokens = grid(setting.profile, setting.job)["T"]
         turns = (*self.clip_turns, *self.text_turns)
@@ -169,12 +171,22 @@ class Work:
 
     def clip_keys(self, dataset: Dataset) -> list[str]:
         """What each sample's clip is kept under."""
-        self._share([sample.clip.path for sample in dataset.samples])
+        beside = [self.beside(sample) for sample in dataset.samples]
+        self._share(
+            [*(sample.clip.path for sample in dataset.samples), *(path for each in beside for path in each.values())]
+        )
         keys = []
-        for clip, bucket, indices in dataset.samples:
+        for (clip, bucket, indices), others in zip(dataset.samples, beside, strict=True):
             shape = [bucket.frames, bucket.height, bucket.width]
-            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices))
+            also = {name: self.digests.of(path) for name, path in others.items()}
+            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices, **also))
         return keys
+
+    def beside(self, sample: Sample) -> dict[str, Path]:
+        """The files that a sample is encoded with."""
+        taken = {"reference": self.references, "control": self.setting.profile.inputs.get("control_channels")}
+        found = {"reference": sample.clip.reference, "control": sample.clip.control}
+        return {name: path for name, path in found.items() if path is not None and taken[name]}
 
     def text_key(self, caption: str) -> str:
         """What a caption is kept under."""
@@ -233,6 +245,10 @@ class Work:
             indices = sample.indices[: turn.frames]
             frames = clips.frames(sample.clip.path, indices, sample.bucket.height, sample.bucket.width)
             encoder.size = (sample.clip.height, sample.clip.width)
+            for name, path in self.beside(sample).items():
+                taken = indices if name == "control" else (0,)
+                beside = clips.frames(path, taken, sample.bucket.height, sample.bucket.width)
+                setattr(encoder, name, torch.from_numpy(beside))
             sample = torch.from_numpy(frames)
         with torch.inference_mode():
             made: Mapping[str, Tensor] = turn.encode(encoder, sample)

@@ -2,6 +2,8 @@
 
 Captions stand in `metadata.jsonl` or `metadata.csv` (`file_name`, `text`; one row per file, paths relative to the
 folder: the convention of Hugging Face's image and video folders) or, without either, in a `.txt` beside each file.
+A model that changes an image is given the one before the change in a third column, `reference_file_name`; one that a
+video steers is given that in `control_file_name`.
 Everything that is wrong is found before anything is loaded, and named with its reason.
 """
 
@@ -28,6 +30,10 @@ from trainers.clips import UnusableError
 __all__ = ["Clip", "Dataset", "Fault", "Reading", "Sample", "Scan", "read", "scan"]
 
 METADATA = ("metadata.jsonl", "metadata.csv")
+REFERENCE, CONTROL = "reference_file_name", "control_file_name"
+"""Columns with the image that a sample was made from, and with the video that steers it (Hugging Face's folders read
+columns called so as files)."""
+
 MAX_CAPTION = 10_000
 """Characters. Encoders read a few hundred words; more is a file that is no caption."""
 NAMED = 5
@@ -67,12 +73,24 @@ def read(folder: Path, profile: ModelProfile, job: Job, reading: Reading | None 
     and larger pictures shrunk. With `sizes = "native"` nothing is shrunk, and what is larger than the plan is a fault.
     """
     reading = reading or Reading()
-    found = scan(folder)
+    found = _with_companions(scan(folder), profile, job)
     samples, unfit, notes = assign(found.clips, profile, job, reading)
     faults = sorted((*found.faults, *(Fault(*fault) for fault in unfit)))
     if faults and not (reading.skip_bad and samples):
         raise refused(faults, len(samples) + len(faults))
     return Dataset(samples, tuple(faults), notes)
+
+
+def _with_companions(found: Scan, profile: ModelProfile, job: Job) -> Scan:
+    """Clips that have the image that the model changes, or the video that steers it, where it takes one."""
+    changes = bool(job.references or profile.shape.references)
+    if not (changes or profile.inputs.get("control_channels")):
+        return found
+    column, why = (REFERENCE, "changes an image") if changes else (CONTROL, "is steered by a video")
+    has = {clip.name for clip in found.clips if (clip.reference if changes else clip.control)}
+    faults = [Fault(_shown(clip.name), f"no {column} in its row: {profile.title} {why}") for clip in found.clips]
+    faults = [fault for clip, fault in zip(found.clips, faults, strict=True) if clip.name not in has]
+    return Scan(tuple(clip for clip in found.clips if clip.name in has), tuple(sorted((*found.faults, *faults))))
 
 
 def refused(faults: list[Fault], total: int) -> VplanError:
@@ -100,13 +118,18 @@ def scan(folder: Path) -> Scan:
     if not names and not tables:
         known = ", ".join((*clips.VIDEOS, *clips.IMAGES))
         raise VplanError(f"there are no videos or images in {folder}", f"put some there ({known}), with captions")
-    captions, faults = _from_table(root, tables[0]) if tables else _from_texts(root, names)
+    beside: dict[str, dict[str, str]] = {}
+    captions, faults = _from_table(root, tables[0], beside) if tables else _from_texts(root, names)
     if tables:
-        told = {*captions, *(fault.name for fault in faults)}
+        told = {
+            *captions,
+            *(name for names in beside.values() for name in names.values()),
+            *(fault.name for fault in faults),
+        }
         without = [name for name in names if name not in told and _shown(name) not in told]
         faults += [Fault(_shown(name), f"caption missing: no row in {tables[0]}") for name in without]
     with ThreadPoolExecutor() as pool:
-        looks = list(pool.map(lambda item: _look(root, *item), sorted(captions.items())))
+        looks = list(pool.map(lambda item: _look(root, *item, beside.get(item[0], {})), sorted(captions.items())))
     faults += [look for look in looks if isinstance(look, Fault)]
     return Scan(tuple(look for look in looks if isinstance(look, Clip)), tuple(sorted(faults)))
 
@@ -128,13 +151,25 @@ def _is_media(name: str) -> bool:
     return name.lower().endswith((*clips.VIDEOS, *clips.IMAGES))
 
 
-def _look(root: Path, name: str, caption: str) -> Clip | Fault:
-    """One file by its header."""
+def _look(root: Path, name: str, caption: str, beside: dict[str, str]) -> Clip | Fault:
+    """One file by its header, and those that its row names beside it."""
     try:
         path = _inside(root, name)
-        return Clip(path, name, caption, *clips.probe(path))
+        clip = Clip(path, name, caption, *clips.probe(path))
     except UnusableError as error:
         return Fault(_shown(name), str(error))
+    for column, other in beside.items():
+        what = "reference" if column == REFERENCE else "control"
+        try:
+            if not other.lower().endswith(clips.IMAGES if column == REFERENCE else (*clips.VIDEOS, *clips.IMAGES)):
+                raise UnusableError(f"not called like {'an image' if column == REFERENCE else 'a video'}")
+            frames = clips.probe(_inside(root, other)).frames
+            if column == CONTROL and frames < clip.frames:
+                raise UnusableError(f"has {frames} frames, and the clip {clip.frames}")
+        except UnusableError as error:
+            return Fault(_shown(name), f"its {what} {_shown(other)}: {error}")
+        clip = clip._replace(**{what: root / other})
+    return clip
 
 
 def _inside(root: Path, name: str) -> Path:
@@ -188,8 +223,8 @@ def _text_of(file: Path) -> str:
         raise UnusableError(f"its caption cannot be read ({error.strerror})") from None
 
 
-def _from_table(root: Path, table: str) -> tuple[dict[str, str], list[Fault]]:
-    """Captions of the metadata's rows."""
+def _from_table(root: Path, table: str, beside: dict[str, dict[str, str]]) -> tuple[dict[str, str], list[Fault]]:
+    """Captions of the metadata's rows; what else they name is added to ``beside``, by clip and column."""
     captions: dict[str, str] = {}
     faults: list[Fault] = []
     twice: set[str] = set()
@@ -210,6 +245,8 @@ def _from_table(root: Path, table: str) -> tuple[dict[str, str], list[Fault]]:
             if text is not None and not isinstance(text, str):
                 raise UnusableError("its text is not text")
             captions[name] = _caption(text or "")
+            also = {column: row.get(column) for column in (REFERENCE, CONTROL)}
+            beside[name] = {column: PurePosixPath(str(other)).as_posix() for column, other in also.items() if other}
         except UnusableError as error:
             faults.append(Fault(_shown(name), f"{error} ({where})"))
     for name in twice:

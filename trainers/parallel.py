@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.zero import DEEPSPEED, Settings
-from trainers import step
+from trainers import context, step
 from trainers.engines import deepspeed_config, shard
 from trainers.families import family
 from trainers.optimizers import make_optimizer, take_up
@@ -40,12 +40,25 @@ class Alone(step.Engine):
     replicated = True
     """Whether every rank has the same state, so that one of them keeps it for all."""
 
+    averages = False
+    """Whether the gradients of a step are the mean over all ranks."""
+
     def __init__(self, trainee: step.Trainee, scaler: LossScaler | None = None) -> None:
         super().__init__(scaler)
         self.trainee = trainee
+        self.parts = 1
+        """ranks that share a sample"""
         self.plain = trainee.model
         """the model without what an engine puts around it"""
         self.parameters = dict(trainee.model.named_parameters())
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss if self.parts == 1 or not self.averages else loss * self.parts)
+
+    def step(self, trainee: step.Trainee) -> None:
+        if self.parts > 1 and not self.averages:
+            context.add_up(list(trainee.trainable.values()))
+        super().step(trainee)
 
     def whole(self, name: str) -> Tensor:
         """A weight as it is without sharding, where it lies; all ranks ask together."""
@@ -73,6 +86,8 @@ class Alone(step.Engine):
 class Ddp(Alone):
     """DistributedDataParallel: gradients are averaged in backward of the last micro-batch."""
 
+    averages = True
+
     def __init__(
         self, trainee: step.Trainee, strategy: Strategy, finds_unused: bool, scaler: LossScaler | None
     ) -> None:
@@ -98,6 +113,7 @@ class Fsdp(Alone):
     """FSDP2: parameters are DTensors; gradients are reduced in every micro-batch and added up as shares."""
 
     replicated = False
+    averages = True
 
     def whole(self, name: str) -> Tensor:
         parameter = self.parameters[name].detach()
@@ -179,6 +195,7 @@ def set_up(
     settings: Settings = DEEPSPEED,
 ) -> tuple[step.Trainee, Alone]:  # fmt: skip
     """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
+    context.split_tokens(model, strategy, next(model.parameters()).device)
     if strategy.sharding == "fsdp":
         device = next(model.parameters()).device.type
         shard(model, profile, job, strategy, init_device_mesh(device, (dist.get_world_size(),)))
@@ -197,6 +214,7 @@ def set_up(
     else:
         engine = Alone(trainee, scaler)
     trainee.engine = engine
+    engine.parts = strategy.context_parallel
     return trainee, engine
 
 

@@ -1,7 +1,7 @@
 """The samples of a run: which ones and when, their files, and what becomes of the run when one cannot be made.
 
-The first rank makes them, where it holds the whole model; the others wait for it. Nothing of a sample stays on the
-GPU, and no error in making one ends training.
+The first rank makes them, of the weights as they are, where it holds the whole model; the others wait for it. Nothing
+of a sample stays on the GPU, and no error in making one ends training.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
 
     Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.
     """
-    validate.sampler_of(families.family(setting.profile), setting.profile)
+    validate.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
     assert wanted.validation is not None
     work = Work(setting)
     own = [] if dataset is None else [dataset.samples[0].clip.caption]
@@ -91,17 +91,27 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
 def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
     """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
     profile, job = work.setting.profile, work.setting.job
-    if not validate.sampler_of(work.family, profile).image:
+    sampler = validate.sampler_of(work.family.for_job(job), profile)
+    if not (sampler.image or sampler.clip):
         return None, None
     if dataset is None:
         fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
         raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
     taken = dataset.samples[number % len(dataset.samples)]
     shape = validate.shape_of(job)
-    frame = clips.frames(taken.clip.path, taken.indices[:1], shape.height, shape.width)
+    beside = work.beside(taken)
+    source, indices = beside.get("control", beside.get("reference", taken.clip.path)), taken.indices[:1]
+    if "reference" in beside:
+        indices = (0,)
+    elif sampler.clip:
+        indices = taken.indices[: shape.frames]
+        if len(indices) < shape.frames:
+            fault = f"samples of {shape.frames} frames need a control video as long, and {taken.clip.name} is shorter"
+            raise VplanError(fault, f"write a validation shape of {len(indices)} frames at most")
+    frames = clips.frames(source, indices, shape.height, shape.width)
     key = work.clip_keys(Dataset((taken,), (), ()))[0]
-    path = work.store.folder / f"first-{shape.height}x{shape.width}-{key[:16]}.png"
-    write_image(frame[0], path)
+    path = work.store.folder / f"given-{shape.frames}x{shape.height}x{shape.width}-{key[:16]}.png"
+    write_image(numpy.concatenate(frames), path)
     return str(path), str(work.store.path(key))
 
 
@@ -117,8 +127,7 @@ class Samples:
             request, request.validation, profile, device, rank,
         )  # fmt: skip
         self.folder = Path(request.output) / SAMPLES
-        listed = read_json(Path(self.wanted.prompts))["samples"] if rank == 0 else []
-        self.wishes = [Wish(**one) for one in listed]
+        self.wishes = [Wish(**one) for one in read_json(Path(self.wanted.prompts))["samples"]]
 
     def due(self, done: int) -> bool:
         """Whether samples are made behind so many steps: every so many, and at the end."""
@@ -127,7 +136,7 @@ class Samples:
 
     def missing(self, done: int) -> bool:
         """Whether they are due and not there; a run that was killed while it made them makes them again."""
-        return self.due(done) and not (self.rank == 0 and self._path(done, len(self.wishes) - 1).is_file())
+        return self.due(done) and not self._path(done, len(self.wishes) - 1).is_file()
 
     def make(self, model: nn.Module, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
         """Makes them behind an optimizer step, when gradients are freed. All ranks call it together."""
@@ -167,12 +176,13 @@ class Samples:
         vae = self.profile.vae.class_name
         parts.check(root, "vae", vae)
         config = read_config(root / SCHEDULER, root) if (root / SCHEDULER).is_file() else None
-        embeds = validate.sampler_of(families.family(self.profile), self.profile).embeds
+        kind = families.family(self.profile).for_job(self.request.plan.job)
+        embeds = validate.sampler_of(kind, self.profile).embeds
         dtype = DTYPES[self.request.plan.strategy.vae_dtype]
         return validate.Asked(
             prompt=load_file(wish.text),
             empty=load_file(wish.empty),
-            image=Image.open(wish.image).convert("RGB") if wish.image else None,
+            frames=self._given(wish.image) if wish.image else None,
             embeds=load_file(wish.clip)[embeds] if wish.clip and embeds else None,
             vae=lambda: parts.load(root, "vae", vae, dtype),
             scheduler=config,
@@ -180,6 +190,13 @@ class Samples:
             guidance=self.wanted.guidance,
             seed=self.wanted.seed + number,
         )
+
+    def _given(self, path: str) -> list[Image.Image]:
+        """The frames of a picture that has them below each other."""
+        height = validate.shape_of(self.request.plan.job).height
+        with Image.open(path) as image:
+            whole = image.convert("RGB")
+        return [whole.crop((0, top, whole.width, top + height)) for top in range(0, whole.height, height)]
 
     def _wait(self, done: int) -> None:
         """Ranks wait for the first one, however long it takes: a collective would give up within minutes."""

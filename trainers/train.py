@@ -122,9 +122,10 @@ class Training:
         plan, request = self.request.plan, self.request
         entries = loader.read_entries(Path(request.entries))
         accumulation = self.strategy.gradient_accumulation
-        sampler = loader.Sampler(entries, self.job, plan.machine.world, accumulation, request.seed)
+        parts = self.strategy.context_parallel  # ranks that share a sample are given the same
+        sampler = loader.Sampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
         stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy))
-        return loader.Loader(sampler, stacker, self.rank, self.device, request.steps)
+        return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps)
 
     def _samples(self) -> Any:
         """What makes samples meanwhile, where the plan has some."""
@@ -163,7 +164,7 @@ class Training:
         swapped = swap.swapped_blocks(model, self.profile, strategy)
         weights.load(model, source, self.device, request.seed, trained, swapped)
         self.trainee, self.engine = parallel.set_up(model, self.profile, job, strategy, request.learning_rate)
-        if request.plan.machine.world > 1 and strategy.sharding == "ddp":
+        if request.plan.machine.world > 1 and self._is_replicated():
             parallel.check_alike(self.trainee.trainable, self.device)
         self.average = Average(self.trainee.trainable, strategy.ema) if strategy.ema != "none" else None
         if resume and manifest:

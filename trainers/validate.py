@@ -46,8 +46,8 @@ class Asked:
     """tensors that caching left of the caption"""
     empty: Mapping[str, Tensor] | None = None
     """the same of the empty caption"""
-    image: Image.Image | None = None
-    """what image-to-video begins with"""
+    frames: list[Image.Image] | None = None
+    """the image that a sample begins with, or the clip that steers it"""
     embeds: Tensor | None = None
     """tensor that caching left of that image, where the family has one"""
     vae: Callable[[], nn.Module] | None = None
@@ -76,7 +76,7 @@ def sample(
     pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case.
     """
     asked = asked or Asked()
-    kind, shape = family(profile), shape_of(job)
+    kind, shape = family(profile).for_job(job), shape_of(job)
     sampler = sampler_of(kind, profile)
     live = _Live(model, strategy, device)
     vae = asked.vae() if asked.vae else random_vae(profile, strategy)
@@ -339,9 +339,10 @@ def _arguments(kind: Family, sampler: Sampler, job: Job, asked: Asked, shape: Va
         said[sampler.scale] = asked.guidance
     if sampler.negative and not job.guided:
         said[sampler.scale] = sampler.unguided
-    if sampler.image:
-        image = asked.image or Image.new("RGB", (shape.width, shape.height))
-        said |= kind.sampled_image(image, shape.height, shape.width, shape.frames)
+    if sampler.image or sampler.clip:
+        blank = [Image.new("RGB", (shape.width, shape.height))] * (shape.frames if sampler.clip else 1)
+        given = asked.frames or blank
+        said |= kind.sampled_image(given if sampler.clip else given[0], shape.height, shape.width, shape.frames)
     if asked.steps is not None:
         said["num_inference_steps"] = asked.steps
     return {**said, "generator": torch.Generator().manual_seed(asked.seed)}

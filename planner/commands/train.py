@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from planner import catalog, checkpoints, doctor, launch, preflight, validation
+from planner import catalog, checkpoints, launch, preflight, validation
 from planner.checks import FAILED
 from planner.commands import USAGE
 from planner.commands.batch import write_script
+from planner.commands.choose import PLAN, choose
 from planner.commands.common import DONE, Verb, examples, json_option, show
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
 from planner.follow import Follower, prepare
 from planner.peers import Peers
-from planner.plan import Plan, read_plan, write_plan
+from planner.plan import Plan, write_plan
 from planner.stepdown import difference, next_plan
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from planner.plan import Estimate
 
-PLAN, ENTRIES, CACHE, FINAL, ASIDE = "plan.toml", "entries.jsonl", "cache", "final", "checkpoints.before"
+ENTRIES, CACHE, FINAL, ASIDE = "entries.jsonl", "cache", "final", "checkpoints.before"
 VALIDATION = "validation.json"
 SCHEDULES = get_args(launch.Schedule)
 RATES = {"lora": 1e-4, "full": 1e-5}
@@ -42,8 +43,8 @@ RATES = {"lora": 1e-4, "full": 1e-5}
         "vplan train plan.toml --data clips --output run --weights Wan2.1-T2V-1.3B",
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
-        "vplan train plan.toml --data clips --output run --validation-mode on --validation-prompt 'a cat runs'",
-        "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh && sbatch job.sh",
+        "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh",
+        "vplan train plan.toml --data clips --output run --validation-mode on",
     ),
 )
 @request_options(searched=True)
@@ -73,7 +74,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     metavar="auto|no|DIR",
     help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
 )
-@click.option("--validate-every", type=click.IntRange(1, 10**5), metavar="N", help="Steps.  [default: at the end only]")
+@click.option("--validate-every", type=click.IntRange(1, 10**5), metavar="N", help="Samples; else at the end only.")
 @click.option("--validation-prompt", multiple=True, metavar="TEXT", help="Of a sample; may be repeated.")
 @click.option("--validation-prompts", metavar="FILE", help="The same, one a line.  [default: a caption of the data]")
 @click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
@@ -112,69 +113,10 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
     with launch.locked(place, said["node_rank"]), contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
-        found = _plan(asked, place, first=said["node_rank"] == 0)
+        found = choose(asked, place, first=said["node_rank"] == 0)
         plan = preflight.ready(found)
         stack.close()
         return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json)
-
-
-def _plan(asked: Asked, output: Path, first: bool) -> Plan:
-    """The plan that was named, or the one a former call chose here, or the best one there is."""
-    kept = output / PLAN
-    if asked.plan is not None:
-        request = asked.settle()
-        plan = Plan(job=request.job, strategy=request.strategy, machine=request.machine, trainer=asked.trainer)
-        if not asked.typed:
-            plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
-        if first:
-            write_plan(plan, kept)
-        return plan
-    if asked.model is None:
-        raise VplanError(
-            "no plan and no model", "name one: vplan train plan.toml, or vplan train wan2.1-t2v-1.3b", USAGE
-        )
-    if kept.exists():
-        plan = read_plan(kept)
-        _check_same(asked, plan, kept)
-        click.echo(f"going on with {kept}", err=True)
-        return plan
-    _suggest(asked, kept)
-    click.echo(f"the plan is in {kept}", err=True)
-    return read_plan(kept)
-
-
-def _check_same(asked: Asked, plan: Plan, path: Path) -> None:
-    """What was typed must be what the kept plan says."""
-    fix = "leave it out, or name another --output"
-    if catalog.model(asked.model or "").name != catalog.model(plan.job.model).name:
-        raise VplanError(f"{path} trains {plan.job.model}", fix)
-    for record, said in ((plan.job, asked.job), (plan.strategy, asked.strategy), (plan.machine, asked.machine)):
-        for name, value in said.items():
-            if name not in ("model", "gpu") and name in asked.typed and getattr(record, name) != value:
-                raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
-
-
-def _suggest(asked: Asked, path: Path) -> None:
-    """Runs `vplan suggest` with what was typed, on the card that is here where none was named."""
-    from planner.commands import suggest
-
-    context = click.get_current_context()
-    known = {parameter.name for parameter in suggest.command.params}
-    said = {name: value for name, value in context.params.items() if name in known}
-    if asked.gpu is None:
-        said["gpu"] = _card_here()
-    code = context.invoke(suggest.command, **{**said, "output": str(path), "as_json": False})
-    if code:
-        path.unlink(missing_ok=True)
-        raise VplanError(f"no way to train {asked.model} fits", "see above for the nearest, and what to relax", code)
-
-
-def _card_here() -> str:
-    _, cards = doctor.gpus()
-    known = [card["known_as"] for card in cards if card.get("known_as")]
-    if not known:
-        raise VplanError("no --gpu, and no card that we know is here", "add one, as --gpu 24GB", USAGE)
-    return str(known[0])
 
 
 class _Train:
@@ -213,6 +155,8 @@ class _Train:
                 self._note(f"warning: {one.what}")
         if self.plan.machine.nodes == 1 or self.said["print_command"]:
             return self._train(entries, report.estimate, None, as_json)
+        if self.nodes.rank:
+            self._note("waiting for the first computer")
         with Peers(self.output, self.nodes.rank, self.plan.machine.nodes) as peers:
             return self._train(entries, report.estimate, peers, as_json)
 
@@ -339,8 +283,6 @@ class _Train:
         """What the first computer says to do, with this one's own paths to what they share."""
         if peers is None:  # --print-command
             return self._request(entries, None)
-        if attempt == 0:
-            self._note("waiting for the first computer")
         request = peers.request(attempt)
         if request is None:
             why = peers.end_message() or "it has ended before its ranks began"

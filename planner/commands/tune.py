@@ -51,8 +51,8 @@ NO_GPU = (
     epilog=examples(
         "vplan tune wan2.1-t2v-1.3b --gpu 24GB --frames 81 -o plan.toml",
         "vplan tune plan.toml --prefer batch --max-minutes 30",
-        "vplan tune wan2.1-t2v-14b --gpu h100-80gb --storage postgresql://tuner@db/vplan",
-        "vplan tune --runner simulate --model wan2.1-t2v-1.3b --gpu 24GB --frames 81",
+        "vplan tune wan2.1-t2v-14b --gpu h100 --storage postgresql://me@db/vplan",
+        "vplan tune wan2.1-t2v-1.3b --runner simulate --gpu 24GB --frames 81",
     ),
 )
 @request_options(searched=True)
@@ -75,7 +75,7 @@ NO_GPU = (
     "--max-minutes", type=click.FloatRange(0.1, 10_000), default=120.0, show_default=True, metavar="MINUTES",
     help="Start no probe after this.",
 )  # fmt: skip
-@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Steady steps of a probe.")
+@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, metavar="N", help="Steady steps.")
 @click.option(
     "--time-limit", type=click.IntRange(1, 86_400), metavar="SECONDS",
     help="End a probe that takes longer.  [default: 900, and three times what is estimated]",
@@ -98,8 +98,9 @@ def command(asked: Asked, prefer: str, allow: str | None, output: str | None, as
     """Find the best plan by measuring: probe the suggested plan, correct the estimate, try what could be 5 % better.
 
     What you type is never traded; the rest is searched. Every probe is a fresh process of real steps. The study goes on
-    where it was stopped; the same line on several nodes, with one --storage URL, shares the work. Exit code 3: nothing
-    fits; 4: probes failed for another reason.
+    where it was stopped; the same line on several nodes, with one --storage URL, shares the work (on a node with
+    several GPUs, give each worker its own: CUDA_VISIBLE_DEVICES). Exit code 3: nothing fits; 4: probes failed for
+    another reason.
     """
     real = said["runner_name"] == "real"
     gpu = _own_gpu() if real else None

@@ -39,6 +39,16 @@ FORMER = ("diffsynth-2025",)
 """Files of trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
 
 
+UNREAD = {
+    "simpletuner": "SimpleTuner",
+    "--parallel_backend": "finetrainers",
+    "OneTrainer": "OneTrainer",
+    "--config-path": "OneTrainer",
+    "axolotl": "axolotl",
+}
+"""Marks of trainers that people use and we do not read, so that the refusal can name them."""
+
+
 def terms(trainer: str) -> tuple[Term, ...]:
     """The memory terms of a trainer, as it is or, named ``trainer@version``, as it was.
 
@@ -72,6 +82,9 @@ def dialect(name: str) -> Dialect:
 
 def recognise(script: Script) -> tuple[Dialect, Given]:
     """Whose script, config or Python file was given, and what it says; a VplanError names those we read."""
+    import profiles
+    from planner.dialects import flags
+
     readers = [dialect for dialect in spoken().values() if dialect.gather is not None]
     for reader in readers:
         assert reader.gather is not None
@@ -79,8 +92,16 @@ def recognise(script: Script) -> tuple[Dialect, Given]:
         if given is not None:
             return reader, given
     what = ", ".join(dict.fromkeys(program.script for program in script.programs)) or script.name
-    known = ", ".join(reader.title for reader in readers)
-    raise VplanError(f"{what} is of no trainer that we read", f"we read {known}")
+    said = " ".join([what, *(word for program in script.programs for word in program.arguments)])
+    title = next((title for mark, title in UNREAD.items() if mark in said), "")
+    for reader in readers:
+        for program in script.programs:
+            found = flags.find(reader.name, program.script) if reader.name in profiles.trainer_names() else None
+            if found is not None and program.script.endswith(found.path):
+                fault = f"{found.path} of {reader.title} is not read"
+                raise VplanError(fault, f"of it we read {', '.join(reader.scripts)}")
+    fault = f"{what} is {title}'s, which we do not read" if title else f"{what} is of no trainer that we read"
+    raise VplanError(fault, f"we read {', '.join(reader.title for reader in readers)}")
 
 
 def module(name: str) -> ModuleType:

@@ -80,7 +80,8 @@ def _say_model(fields: Fields) -> Settings:
 def _shape_of(given: Settings) -> Fields:
     sides = given.get(f"{_DATA}resolution", 512)
     frames = int(given.get(f"{_DATA}num_frames", 1))
-    sizes = sorted(int(side) for side in (sides if isinstance(sides, list) else [sides]))
+    step = catalog.model(_model_of(given)["model"]).shape.size_multiple  # buckets are made of multiples
+    sizes = sorted(int(side) // step * step or step for side in (sides if isinstance(sides, list) else [sides]))
     shapes = tuple(Bucket(frames=frames, height=side, width=side) for side in sizes)
     batch = int(given.get(f"{_DATA}batch_size") or given.get(f"{_TRAIN}batch_size") or 1)
     shape = {"frames": frames, "height": sizes[-1], "width": sizes[-1], "batch_size": batch}
@@ -105,13 +106,18 @@ def _say_shape(fields: Fields) -> Settings:
 
 
 def _validation_of(given: Settings) -> Fields:
-    """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``)."""
-    if given.get(f"{_TRAIN}disable_sampling"):
+    """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``). Over a
+    quantised base none is recorded, so none is priced."""
+    if given.get(f"{_TRAIN}disable_sampling") or given.get(f"{_MODEL}quantize"):
         return {"validation_mode": "off", "validation": None}
     shape = _shape_of(given)
     guided = float(given.get(f"{_SAMPLE}guidance_scale", 7)) > 1
     sizes = {name: int(given.get(f"{_SAMPLE}{name}", 512)) for name in ("width", "height")}
-    found = ValidationShape.read({"frames": int(given.get(f"{_SAMPLE}num_frames", 1)), "cfg": guided, **sizes})
+    rules = catalog.model(_model_of(given)["model"]).shape
+    sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
+    frames = int(given.get(f"{_SAMPLE}num_frames", 1))
+    frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
+    found = ValidationShape.read({"frames": frames, "cfg": guided, **sizes})
     own = ValidationShape.read({name: shape[name] for name in ("frames", "height", "width")})
     return {"validation_mode": "on", "validation": None if found == own else found}
 
@@ -124,6 +130,9 @@ def _say_validation(fields: Fields) -> Settings:
             raise NotSaidError(Inexpressible("validation", shape, None, "no sample is made"))
         return {f"{_TRAIN}disable_sampling": True}
     refused = []
+    if fields["weights_dtype"] in QUANTISED:
+        why = "samples over a quantised base are not priced"
+        raise NotSaidError(Inexpressible("validation_mode", mode, "off", why))
     if mode == "offload":
         refused.append(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
     if shape == own:
@@ -215,7 +224,7 @@ def _rank_of(given: Settings) -> Fields:
     kind = given.get(f"{_NETWORK}type", "lora")
     if not any(name.startswith(_NETWORK) for name in given) or kind != "lora":
         raise VplanError(f"network.type {quoted(kind)} is not priced here", "we price network.type lora")
-    rank = given.get(f"{_NETWORK}linear", given.get(f"{_NETWORK}rank", 4))
+    rank = given.get(f"{_NETWORK}linear", given.get(f"{_NETWORK}rank")) or 4
     return {"lora_rank": int(rank), "lora_dropout": float(given.get(f"{_NETWORK}dropout") or 0.0)}
 
 
@@ -225,7 +234,7 @@ def _say_rank(fields: Fields) -> Settings:
 
 
 def _accumulation_of(given: Settings) -> Fields:
-    steps = given.get(f"{_TRAIN}gradient_accumulation", given.get(f"{_TRAIN}gradient_accumulation_steps", 1))
+    steps = given.get(f"{_TRAIN}gradient_accumulation", given.get(f"{_TRAIN}gradient_accumulation_steps")) or 1
     return {"gradient_accumulation": int(steps)}
 
 
@@ -346,6 +355,8 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     yield "resolutions are areas: priced as squares"
     if said := note(catalog.model(fields["model"]), fields["lora_targets"]):
         yield said
+    if given.get(f"{_MODEL}quantize") and not given.get(f"{_TRAIN}disable_sampling"):
+        yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
     if given.get(f"{_MODEL}layer_offloading"):
         yield "layer_offloading is not priced: this is what it needs without"
     if fields["text_encoder"] == "resident":

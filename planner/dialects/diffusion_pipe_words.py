@@ -108,6 +108,8 @@ def _shape_of(given: Settings) -> Fields:
         sizes = _rows(given, "dataset:resolutions") or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
         frames = given.get("dataset:frame_buckets") or ([usual.default_frames] if "dataset" not in given else [1])
         listed = [[*(size if isinstance(size, list) else (size, size)), each] for size in sizes for each in frames]
+    step = usual.size_multiple  # buckets are made of multiples
+    listed = [[*(int(side) // step * step or step for side in each[:2]), each[2]] for each in listed]
     shapes = [Bucket(frames=each[2], height=each[1], width=each[0]) for each in listed]
     worst = max(shapes, key=lambda one: (one.frames * one.height * one.width, one.frames))
     batch = given.get(_BATCH, 1)

@@ -176,8 +176,8 @@ class Fixed:
         return {self.field: self.value}
 
     def say(self, fields: Fields) -> Settings:
-        """Nothing, if the value is the one."""
-        if fields[self.field] != self.value:
+        """Nothing, if the value is the one, or any where there is no word for it."""
+        if self.value is not None and fields[self.field] != self.value:
             why = self.why or f"it is always {self.value}"
             raise NotSaidError(Inexpressible(self.field, fields[self.field], self.value, why))
         return {}

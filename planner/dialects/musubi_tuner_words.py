@@ -28,7 +28,7 @@ from planner.dialects.musubi_files import files
 from planner.dialects.parts import EXPANDABLE, GPUS, NODES, given_flags, known_model, launched, one_of, usual, word_for
 from planner.documents import flat
 from planner.errors import VplanError, quoted
-from planner.job import Bucket
+from planner.job import QUANTISED, Bucket
 from planner.plan import Plan
 from planner.script import Program, Script
 
@@ -277,6 +277,24 @@ def _say_vae(fields: Fields) -> Settings:
     return {} if word == usual else {"--vae_dtype": word}
 
 
+def _samples_of(given: Settings) -> Fields:
+    """Samples over a quantised base are not recorded, so none are priced there."""
+    sampling = given.get("--sample_prompts") and not given.get("--fp8_base")
+    return {"validation_mode": "on" if sampling else "off"}
+
+
+def _say_samples(fields: Fields) -> Settings:
+    mode = fields["validation_mode"]
+    if mode == "off":
+        return {}
+    if fields["weights_dtype"] in QUANTISED:
+        why = "samples over a quantised base are not priced"
+        raise NotSaidError(Inexpressible("validation_mode", mode, "off", why))
+    if mode == "offload":
+        raise NotSaidError(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
+    return {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}
+
+
 def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
     return Several(tuple(words), settings, of, say, words)
 
@@ -329,8 +347,8 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("vae", "cached", "latents are cached by a script of their own before"),
     _several(_encoder_of, _say_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
     _several(_vae_of, _say_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
-    Choice("validation_mode", {"off": {}, "on": {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}},
-           "it samples with the model where it is"),
+    _several(_samples_of, _say_samples, ("--sample_prompts", "--sample_every_n_epochs"),
+             validation_mode="off, on by --sample_prompts"),
     Choice("attention", {"sdpa": {"--sdpa": True}, "flash": {"--flash_attn": True}}, "--sdpa or --flash_attn"),
     Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
     *usual("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_optimizer",
@@ -392,6 +410,8 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     yield f"latents and prompts are cached before training ({AT})"
     if not given.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
+    if given.get("--sample_prompts") and fields["validation_mode"] == "off":
+        yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
     if given.get("--block_swap_h2d_only"):
         yield "--block_swap_h2d_only holds a ring of two blocks more than is counted"
     if _own(given, "frame_extraction") == "full":

@@ -24,7 +24,7 @@ from planner.dialects.interface import (
     Value,
 )
 from planner.documents import flat
-from planner.errors import VplanError, did_you_mean, quoted
+from planner.errors import VplanError, did_you_mean, nearest, quoted
 from planner.job import SPLIT, Job, Strategy
 from planner.plan import Plan
 from planner.rules import DEEPSPEED
@@ -44,6 +44,9 @@ def usual(*fields: str, why: str = "") -> list[Fixed]:
     """Fields that a trainer has no word for and that it leaves as ours does."""
     found = []
     for field in fields:
+        if field == "references":  # how many a model takes; the data has them
+            found.append(Fixed(field, None, why))
+            continue
         record = Job if field in Job.model_fields else Strategy
         found.append(Fixed(field, record.model_fields[field].get_default(), why))
     return found
@@ -52,10 +55,20 @@ def usual(*fields: str, why: str = "") -> list[Fixed]:
 # ---- models
 
 
+ALIKE = {
+    "flux.1-krea-dev": "flux.1-dev",
+    "flux1-krea-dev": "flux.1-dev",
+    "ltx-2-repackage": "ltx-2",
+    "qwen-image-edit-2511": "qwen-image-edit",
+    "vace-wan2.1-1.3b-preview": "wan2.1-vace-1.3b",
+}
+"""Other weights of the same shape, by the names that trainers give them -> our model."""
+
+
 @functools.cache
 def _known_models() -> dict[str, str]:
     """Last part of every name and alias, in lower case -> our name."""
-    names: dict[str, str] = {}
+    names = dict(ALIKE)
     for name in catalog.model_names():
         for alias in (name, *catalog.model(name).aliases):
             names.setdefault(alias.lower().rpartition("/")[2], name)
@@ -81,7 +94,10 @@ def the_model(settings: Settings, *names: str) -> str:
     if found is None:
         said = ", ".join(f"{name} {quoted(settings[name])}" for name in names if settings.get(name))
         fault = f"cannot tell the model from {said or ' or '.join(names)}"
-        raise VplanError(fault, "add --model NAME (`vplan models` lists them)")
+        stem = str(next((settings[name] for name in names if settings.get(name)), "")).partition(":")[0]
+        close = nearest(stem.rpartition("/")[2], catalog.model_names())
+        like = f", as {' or '.join(close)} if it has that shape" if close else " (`vplan models` lists them)"
+        raise VplanError(fault, f"add --model NAME{like}")
     return found
 
 
@@ -221,7 +237,8 @@ def engine(
         said = of(settings | beside | context(fields))
         wrong = [name for name in ENGINE if said[name] != fields[name]]
         if wrong:
-            why = f"accelerate with {sharding} does it so ({ACCELERATE})"
+            how = f"accelerate with {sharding}" if sharding in SPLIT else "without an engine this trainer"
+            why = f"{how} does it so ({ACCELERATE})"
             raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
         return settings
 

@@ -95,6 +95,13 @@ def test_what_else_a_plan_says_holds_at_two_ranks(
     compare(tmp_path, alone(place, same, method="full"))
 
 
+def test_two_ranks_that_share_every_sample_train_what_one_does(place: runs.Place, tmp_path: Path) -> None:
+    """Each with half of the tokens; the bytes a rank holds are in test_context_parallel.py."""
+    split = {"context_parallel": 2, "gradient_checkpointing": "full"}
+    check(training.train(request(place, tmp_path, "none", split, job={"method": "full", "batch_size": 2})))
+    compare(tmp_path, alone(place, {}, method="full"))
+
+
 @pytest.mark.parametrize(("sharding", "gpus", "world"), [("ddp", 2, 1), ("fsdp", 2, 1), ("none", 1, 2)])
 def test_a_start_that_is_not_the_plans_is_refused(
     place: runs.Place, tmp_path: Path, sharding: str, gpus: int, world: int

@@ -84,13 +84,13 @@ video = pipe(image=image, prompt="a cat walks", num_frames=81, height=480, width
 
 
 class Answer:
-    """What `vplan check --json` said, in GiB."""
+    """What `vplan check --json` said, in GiB; refused where the command contradicts itself."""
 
     def __init__(self, code: int, found: dict[str, Any]) -> None:
         self.code, self.found = code, found
-        self.verdict: str = found["verdict"]
-        self.phase: str = found["phase"]
-        self.fixes: list[tuple[str, ...]] = [tuple(fix["change"]) for fix in found["fixes"]]
+        self.verdict: str = found.get("verdict", "refused")
+        self.phase: str = found.get("phase", "")
+        self.fixes: list[tuple[str, ...]] = [tuple(fix["change"]) for fix in found.get("fixes", ())]
 
     def allocated(self, phase: str) -> float:
         return float(self.found["estimate"]["phases"][phase]["allocated_bytes"]) / GIB
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def notes(self) -> str:
-        return " | ".join(self.found["notes"])
+        return " | ".join(self.found["estimate"]["assumptions"])
 
     def why(self, part: str, flag: str) -> str:
         """What is said of a flag in `ineffective` or `gone`."""
@@ -126,7 +126,7 @@ def applied(command: str, change: tuple[str, ...] | list[str]) -> str:
             launcher, _, rest = part.partition(" scripts/")
             command = command.replace("accelerate launch", launcher, 1).rstrip() + f" {rest.partition('... ')[2]}\n"
         elif part.startswith("export "):
-            command = f"{part.removeprefix('export ')} {command}"
+            command = f"{part}\n{command}" if "\n" in command.strip() else f"{part.removeprefix('export ')} {command}"
         else:
             assert part.startswith("--"), part
             command = f"{command.rstrip()} {part}\n"

@@ -29,6 +29,14 @@ H100 = "h100-80gb"
 QUICK = ("--no-fixes",)
 
 
+RANK = ("no", "tight", "fits")
+
+
+def write(folder: Path, script: str) -> Path:
+    (folder / "train.sh").write_text(script)
+    return folder / "train.sh"
+
+
 def assert_changes_are_the_least(command: str, found: Answer, *options: str) -> None:
     """Every change printed fits when it is made, and none of its entries can be left out."""
     assert found.fixes
@@ -117,6 +125,15 @@ def test_easyanimate_under_zero_2_fits_on_four_cards_and_not_on_two(tmp_path: Pa
     assert (two.code, two.verdict, two.phase) == (3, "no", "optimizer")
 
 
+def test_easyanimate_of_half_the_length_is_no_worse_and_of_default_length_is_read(tmp_path: Path) -> None:
+    whole = check(H100, write(tmp_path, EASYANIMATE), *QUICK)
+    half = check(H100, write(tmp_path, EASYANIMATE.replace("n_frames=49", "n_frames=25")), *QUICK)
+    assert RANK.index(half.verdict) >= RANK.index(whole.verdict)
+    assert half.allocated("train") < whole.allocated("train")
+    usual = check(H100, write(tmp_path, EASYANIMATE.replace("--video_sample_n_frames=49 ", "")), *QUICK)
+    assert "17 frames, the default" in usual.notes
+
+
 # ---- LatentSync
 
 
@@ -191,9 +208,6 @@ def test_group_offload_is_read_from_python_and_bounded_by_the_decode(tmp_path: P
 
 
 # ---- other lengths, cards and counts
-
-
-RANK = ("no", "tight", "fits")
 
 
 def test_verdicts_get_no_worse_with_more_memory_or_shorter_clips() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +38,7 @@ def tune(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tupl
 def test_the_whole_experience(capsys: pytest.CaptureFixture[str], tmp_path: Path, home: Path) -> None:
     path = tmp_path / "plan.toml"
     page, talk = tune(capsys, *ONE, *SHORT, *SIMULATE, "-o", str(path))
-    for words in ("CogVideoX 2B", "proved: took", "of 9.00 (estimated", "4 probes: no other plan", "runners-up"):
+    for words in ("CogVideoX 2B", "proved: took", "of 9.00 (estimated", "3 probes: no other plan", "runners-up"):
         assert words in page
     assert "[1] " in talk and "oom in" in talk and "Traceback" not in talk and "\x1b" not in talk
     plan = read_plan(path)
@@ -51,9 +50,9 @@ def test_the_whole_experience(capsys: pytest.CaptureFixture[str], tmp_path: Path
     found: dict[str, Any] = json.loads(answer)
     assert {"plan", "probes", "alternatives"} <= found.keys()
     assert found["plan"]["strategy"] == plan.strategy.to_json() and found["plan"]["evidence"][0]["id"] == proof.id
-    assert [row["measured"]["outcome"] for row in found["probes"]] == ["ok", "oom", "ok", "ok"]
+    assert [row["measured"]["outcome"] for row in found["probes"]] == ["ok", "oom", "ok"]
     assert all(other["basis"] in ("measured", "nearby") for other in found["alternatives"])
-    assert len((home / "simulated.jsonl").read_text().splitlines()) == 4
+    assert len((home / "simulated.jsonl").read_text().splitlines()) == 3
     assert not (home / "ledger.jsonl").exists()  # what is simulated is no evidence
 
 
@@ -98,10 +97,3 @@ def test_without_optuna_the_fix_is_named(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setitem(sys.modules, "optuna", None)
     _, talk = tune(capsys, *ONE, *SHORT, *SIMULATE, code=1)
     assert "needs optuna" in talk and "vplan[train]" in talk
-
-
-def test_the_help_has_an_example() -> None:
-    done = subprocess.run(
-        vplan.command("tune", "--help"), env=os.environ, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "vplan tune --runner simulate" in done.stdout and "--max-probes" in done.stdout

@@ -32,7 +32,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "z-image", "flux2")
+MODE = ("wan", "wan-vace", "z-image", "flux2")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -81,7 +81,9 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
     strategy = FP32.replace(autocast=precision, weights_dtype="bf16" if precision == "bf16" else "fp32")
     folder = tiny.folder(tmp_path / "model", profile)
     one = setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy)
-    entries = run(tiny.write_clips(tmp_path / "clips", 2), one)
+    steered = plan.references or profile.inputs.get("control_channels")
+    write = tiny.write_pairs if steered else tiny.write_clips
+    entries = run(write(tmp_path / "clips", 2), one)
     family = families.family(profile)
     batch = family.collate([load_file(entry.path) | load_file(entry.text) for entry in entries])
     if family.ragged:
@@ -173,9 +175,7 @@ def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> Non
 
 
 REFUSED_FAMILIES = (
-    "wan2.1-vace-1.3b",
     "wan2.2-animate-14b",
-    "flux.1-kontext-dev",
     "qwen-image-edit",
     "ltx-2",
     "latentsync-1.6-stage1",
@@ -192,14 +192,74 @@ def test_what_cannot_be_encoded_is_refused_by_name(model: Path, tmp_path: Path, 
 @pytest.mark.parametrize("name", catalog.model_names())
 def test_every_bundled_model_is_encoded_or_refused(name: str) -> None:
     family = families.family(catalog.model(name))
-    assert bool(family.clip_turns() and family.text_turns()) != (name in REFUSED_FAMILIES or "vace" in name)
+    assert bool(family.clip_turns() and family.text_turns()) != (name in REFUSED_FAMILIES)
 
 
-def test_references_are_refused(model: Path, clips: Path, tmp_path: Path) -> None:
-    profile = tiny.profile("flux.2-klein-4b")
-    plan = job_for(profile, {"references": 1})
-    with pytest.raises(VplanError, match="reference images"):
-        cache.Work(setting(model, tmp_path / "cache", profile, job=plan))
+@pytest.mark.parametrize("name", ["flux.1-kontext-dev", "flux.2-klein-4b"])
+def test_the_image_a_sample_was_made_from_is_encoded_as_the_pipeline_does(name: str, tmp_path: Path) -> None:
+    import diffusers
+
+    profile = tiny.profile(name)
+    folder = tiny.folder(tmp_path / "model", profile)
+    plan = job_for(profile, {"height": 64, "width": 64, "references": 1})
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    clips = tiny.write_pairs(tmp_path / "clips")
+    entries = run(clips, setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
+    assert entries[0].path != entries[1].path
+    made = load_file(entries[0].path)
+    vae = getattr(diffusers, profile.vae.class_name).from_pretrained(folder / "vae")
+    image = torch.from_numpy(data.clips.frames(clips / "before-0.png", (0,), 64, 64)).permute(0, 3, 1, 2) / 127.5 - 1
+    if name.startswith("flux.1"):
+        whole = pipeline("FluxKontextPipeline", vae=vae)
+        told = whole.prepare_latents(image, 1, 16, 64, 64, torch.float32, torch.device("cpu"), torch.Generator())
+        expected = {"reference": told[1][0], "image_ids": told[2], "reference_ids": told[3]}
+    else:
+        whole = pipeline("Flux2KleinPipeline", vae=vae)
+        latents, places = whole.prepare_image_latents([image], 1, torch.Generator(), torch.device("cpu"), torch.float32)
+        expected = {"reference": latents[0], "reference_ids": places[0]}
+    for key, tensor in expected.items():
+        torch.testing.assert_close(made[key], tensor.to(made[key].dtype), msg=key)
+
+
+def test_the_video_that_steers_a_sample_is_encoded_as_the_pipeline_does(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLWan
+
+    profile = tiny.profile("wan2.1-vace-1.3b")
+    folder = tiny.folder(tmp_path / "model", profile)
+    one = setting(folder, tmp_path / "cache", profile, strategy=FP32.replace(autocast="none", weights_dtype="fp32"))
+    clips = tiny.write_pairs(tmp_path / "clips")
+    first, second = (load_file(entry.path)["control"] for entry in run(clips, one))
+    assert not torch.equal(first, second)
+    whole = pipeline("WanVACEPipeline", vae=AutoencoderKLWan.from_pretrained(folder / "vae"))
+    frames = torch.from_numpy(data.clips.frames(clips / "steers-0.mp4", range(9), 48, 64)).permute(3, 0, 1, 2)[None]
+    video = frames / 127.5 - 1
+    told = whole.prepare_video_latents(video, torch.ones_like(video), [[]], None, torch.device("cpu"))[0]
+    torch.testing.assert_close(first[:32], told)
+    assert (first[32:] == 1).all()
+    table = clips / "metadata.jsonl"
+    tiny.write_video(clips / "steers-1.mp4", 4)
+    table.write_text(table.read_text().replace('"control_file_name": "steers-0.mp4"', '"other": "x"'))
+    with pytest.raises(
+        VplanError, match=r"0\.mp4: no control_file_name.*1\.mp4: its control steers-1\.mp4: has 4 frames"
+    ):
+        data.read(clips, profile, one.job)
+
+
+def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:
+    klein, kontext = tiny.profile("flux.2-klein-4b"), tiny.profile("flux.1-kontext-dev")
+    with pytest.raises(VplanError, match="2 reference images a sample"):
+        cache.Work(setting(model, tmp_path / "cache", klein, job=job_for(klein, {"references": 2})))
+    with pytest.raises(VplanError, match="no reference_file_name in its row"):
+        data.read(clips, kontext, job_for(kontext, {"height": 64, "width": 64}))
+    pairs = tiny.write_pairs(tmp_path / "pairs", 3)
+    (pairs / "before-0.png").write_bytes(b"no image")
+    (pairs / "before-1.png").unlink()
+    table = pairs / "metadata.jsonl"
+    table.write_text(table.read_text().replace("before-2.png", "../before-2.png"))
+    reasons = [fault.reason for fault in data.scan(pairs).faults]
+    assert reasons[0] == "its reference before-0.png: not an image, or broken"
+    assert "its reference before-1.png: cannot be read" in reasons[1]
+    assert reasons[2] == "its reference ../before-2.png: the name leads out of the folder (..)"
 
 
 # ---- packed encoders

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from safetensors.torch import save_file  # noqa: E402
 from planner import catalog, validation  # noqa: E402
 from planner.applied import settled  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
-from planner.job import Job, Machine, Strategy  # noqa: E402
+from planner.job import Job, Machine, Strategy, ValidationShape  # noqa: E402
 from planner.launch import Preparation, Validation  # noqa: E402
 from planner.plan import Plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
-from trainers import samples, validate  # noqa: E402
+from trainers import data, samples, validate  # noqa: E402
 from trainers.families import family  # noqa: E402
 
 NO_STEPS = dict.fromkeys(("validate_every", "validation_prompts", "validation_steps", "validation_guidance"))
@@ -214,3 +215,31 @@ def test_image_to_video_begins_with_frames_of_the_data(tmp_path: Path) -> None:
     assert not validation.is_listed(three)
     with pytest.raises(VplanError, match="begin with a frame of a clip"):
         samples.prepare(three, one, None)
+
+
+def test_a_sample_that_a_video_steers_is_given_one_of_the_data(place: runs.Place, tmp_path: Path) -> None:
+    from PIL import Image
+
+    from tests.trainers.caching import dataset, run, setting
+
+    profile = tiny.profile("wan2.1-vace-1.3b")
+    folder = tiny.folder(tmp_path / "model", profile)
+    clips = tiny.write_pairs(tmp_path / "clips", 1)
+    one = setting(folder, tmp_path / "cache", profile)
+    run(clips, one)
+    plan = Plan(job=one.job, strategy=one.strategy.replace(validation_mode="on"), machine=Machine(gpu="24GB"))
+    at = str(tmp_path / "cache" / "validation.json")
+    said = {"data": str(clips), "weights": str(folder), "entries": "entries.jsonl", "device": "cpu", "validation": at}
+    wanted = Preparation(plan=plan, **said)
+    samples.prepare(wanted, one, dataset(clips, one))
+    (wish,) = json.loads(Path(at).read_text())["samples"]
+    with Image.open(wish["image"]) as image:
+        assert image.size == (64, 9 * 48)
+    asked = Validation(prompts=at)
+    request = place.request(tmp_path / "out", plan.replace(job=one.job), validation=asked)
+    given = samples.Samples(request, profile, torch.device("cpu"), 0)._given(wish["image"])
+    expected = data.clips.frames(clips / "steers-0.mp4", range(9), 48, 64)
+    numpy.testing.assert_array_equal(numpy.stack([numpy.asarray(frame) for frame in given]), expected)
+    longer = one.job.replace(validation=ValidationShape(frames=13, height=48, width=64))
+    with pytest.raises(VplanError, match="13 frames need a control video as long"):
+        samples.prepare(wanted.replace(plan=plan.replace(job=longer)), replace(one, job=longer), dataset(clips, one))

@@ -275,6 +275,7 @@ def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: 
         ("wan2.1-t2v-1.3b", {"autocast": "fp16", "adapter_dtype": "bf16"}, "fp16 of trained weights that are not fp32"),
         ("wan2.1-t2v-1.3b", {"sharding": "zero-2", "compute_dtype": "fp16"}, "fp16 under zero-2"),
         ("wan2.1-t2v-1.3b", {"sharding": "zero-2", "weights_dtype": "nf4"}, "nf4 under zero-2"),
+        ("hunyuan-video", {"context_parallel": 2, "autocast": "none"}, "tokens diffusers cannot split"),
         ("wan2.2-t2v-a14b", {}, "one of two experts that is not named"),
     ],
 )
@@ -282,7 +283,7 @@ def test_what_training_does_not_apply_is_refused_by_name(model: str, strategy: d
     plan = Plan(
         job=Job(model=model, frames=5, height=480, width=832),
         strategy=Strategy.read(strategy),
-        machine=Machine(gpu="80GB"),
+        machine=Machine(gpu="80GB", gpus=Strategy.read(strategy).context_parallel),
     )
     with pytest.raises(VplanError, match=named):
         settled(plan, trained=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import av
@@ -43,6 +44,20 @@ def write_clips(folder: Path, count: int = 3, **shape: int) -> Path:
     for number in range(count):
         write_video(folder / f"{number}.mp4", **{"frames": 9 + number, "blue": 40 * number % 250, **shape})
         (folder / f"{number}.txt").write_text(f"a {WORDS[3 + number % 7]} cat")
+    return folder
+
+
+def write_pairs(folder: Path, count: int = 2, frames: int = 9) -> Path:
+    """So many clips, each with the image it was made from and the video that steers it, in a table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(count):
+        write_video(folder / f"{number}.mp4", frames, blue=90 * number)
+        write_video(folder / f"steers-{number}.mp4", frames, blue=30 * number)
+        write_image(folder / f"before-{number}.png", 40 + number, 64)
+        row = {"file_name": f"{number}.mp4", "text": "a red cat", "reference_file_name": f"before-{number}.png"}
+        rows.append({**row, "control_file_name": f"steers-{number}.mp4"})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -110,6 +125,7 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
 SMALL = {"num_layers": 2, "num_attention_heads": 2}
 CONFIGS: dict[str, dict[str, object]] = {
     "wan": {**SMALL, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8},
+    "wan-vace": {**SMALL, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8, "vace_layers": [0]},
     "cogvideox": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "sample_height": 8}
     | {"sample_width": 8},
     "ltx": {**SMALL, "attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 8},
@@ -139,6 +155,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 ENCODERS = {
     "wan": {"text_encoder": "UMT5EncoderModel"},
+    "wan-vace": {"text_encoder": "UMT5EncoderModel"},
     "cogvideox": {"text_encoder": "T5EncoderModel"},
     "ltx": {"text_encoder": "T5EncoderModel"},
     "hunyuan-video": {"text_encoder": "LlamaModel", "text_encoder_2": "CLIPTextModel"},
@@ -178,6 +195,7 @@ MODELS = (
     "wan2.1-i2v-14b-480p",
     "wan2.2-i2v-a14b",
     "wan2.2-ti2v-5b",
+    "wan2.1-vace-1.3b",
     "cogvideox-2b",
     "cogvideox-5b-i2v",
     "cogvideox1.5-5b-i2v",
@@ -186,6 +204,7 @@ MODELS = (
     "mochi-1",
     "easyanimate-v5.1-7b",
     "flux.1-dev",
+    "flux.1-kontext-dev",
     "sd3.5-medium",
     "sd1.5",
     "sdxl",

@@ -51,7 +51,7 @@ class Written:
 
 
 SEED = 0
-"""A machine on which the search below takes four probes, one of which runs out."""
+"""A machine on which the search below takes three probes, one of which runs out."""
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def asked() -> Question:
 
 
 def worker(folder: Path, storage: str | None = None, seed: int = SEED, asks: Question | None = None) -> Tuning:
-    """A worker of a study that takes four probes, one of which runs out."""
+    """A worker of a study that takes three probes, one of which runs out."""
     asks = asks or asked()
     runner = Written(SimulatedRunner(seed, SCREEN.facts, SCREEN.lay_out, crash=0.0), folder / "probed.txt")
     study = Study(storage or str(folder / "study.journal"), "a-study", QUESTION)

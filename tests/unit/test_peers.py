@@ -29,7 +29,7 @@ PLAN = Plan(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("BEAT_SECONDS", 0.02), ("LOOK_SECONDS", 0.01), ("SILENT_SECONDS", 1.0)):
+    for name, seconds in (("BEAT_SECONDS", 0.02), ("LOOK_SECONDS", 0.01), ("SILENT_SECONDS", 3.0)):
         monkeypatch.setattr(peers, name, seconds)
 
 

@@ -56,7 +56,7 @@ def fields(draw: st.DrawFn) -> dict[str, Any]:
 
 def meaningful(dialect: Dialect, found: dict[str, Any]) -> set[str]:
     """Fields whose binding holds for the others."""
-    idle = {
+    idle = {"references"} | {
         name
         for entry in dialect.table
         if isinstance(entry, When) and found[entry.field] not in entry.values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pwd
 import shutil
 import socket
 import subprocess
@@ -225,6 +224,7 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
     folder.mkdir()
     user: dict[str, Any] = {}
     if os.geteuid() == 0:  # the server refuses to be root's
+        pwd = pytest.importorskip("pwd")
         name = next((entry.pw_name for entry in pwd.getpwall() if entry.pw_name in ("postgres", "nobody")), None)
         if name is None:
             pytest.skip("PostgreSQL does not run as root")

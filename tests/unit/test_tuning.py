@@ -42,13 +42,13 @@ def test_from_the_suggested_plan_to_a_proof(whole: tuple[Path, Tuning]) -> None:
     folder, tuning = whole
     suggested = Search(asked(), SCREEN).best(asked().job, False)
     assert suggested is not None and tuning.probes[0].strategy == suggested.plan.strategy
-    assert [row.measured.outcome for row in tuning.probes] == ["ok", "oom", "ok", "ok"]
+    assert [row.measured.outcome for row in tuning.probes] == ["ok", "oom", "ok"]
     best = tuning.tuner.best
     assert best is not None and best.measured == tuning.study.told()[-1].row.measured  # type: ignore[union-attr]
     assert plans(Ledger(folder / "ledger.jsonl").rows()) == plans(tuning.probes)
     optunas = tuning.study._study.best_trial
     assert optunas.value == best.measured.step_seconds
-    assert [trial.state.name for trial in tuning.study._study.trials] == ["COMPLETE"] * 4
+    assert [trial.state.name for trial in tuning.study._study.trials] == ["COMPLETE"] * 3
     assert tuning.study._study.trials[1].constraints["missing GiB"] > 0
 
 
@@ -57,7 +57,7 @@ def test_gone_on_with_there_is_nothing_to_measure(whole: tuple[Path, Tuning]) ->
     again = worker(folder)
     searched(again)
     assert plans(again.probes) == plans(tuning.probes)
-    assert len((folder / "probed.txt").read_text().split()) == 4
+    assert len((folder / "probed.txt").read_text().split()) == 3
     assert again.tuner.best == tuning.tuner.best
 
 
@@ -127,13 +127,16 @@ def work(folder: Path) -> None:
 def test_kills_at_random_moments_lose_nothing(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
     chance = random.Random(5)
     rows: list[str] = []
+    ledger = Ledger(tmp_path / "ledger.jsonl")
     for _ in range(KILLS):
         process = multiprocessing.get_context("fork").Process(target=work, args=(tmp_path,))
         process.start()
-        time.sleep(chance.uniform(0.05, 0.7))
+        while process.is_alive() and len(ledger.rows()) == len(rows) and chance.random() < 0.95:
+            time.sleep(0.05)  # most die around the moment at which a probe is told
+        time.sleep(chance.uniform(0, 0.05))
         process.kill()
         process.join()
-        now = plans(Ledger(tmp_path / "ledger.jsonl").rows())
+        now = plans(ledger.rows())
         assert now[: len(rows)] == rows
         rows = now
     last = worker(tmp_path)
@@ -153,7 +156,7 @@ def test_two_workers_share_a_search(whole: tuple[Path, Tuning], tmp_path: Path) 
         process.join(240)
     assert [process.exitcode for process in workers] == [0, 0]
     probed = (tmp_path / "probed.txt").read_text().split()
-    assert len(probed) == len(set(probed)) >= 3
+    assert len(probed) == len(set(probed)) >= 2
     done = worker(tmp_path)
     searched(done)
     assert sorted(plans(done.probes)) == sorted(probed)

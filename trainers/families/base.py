@@ -54,6 +54,9 @@ class Family:
     ragged: frozenset[str] = frozenset()
     """Tensors of a batch that are as long as the longest prompt in it, up to the plan's length."""
 
+    reads_reference = False
+    """Whether its samples are encoded with the image they were made from."""
+
     encoding = 1
     """Counted up when samples are encoded otherwise than before: what was cached is then made anew."""
 
@@ -66,6 +69,7 @@ class Family:
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.config = profile.config
+        self.references = profile.shape.references
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random tensors of the shapes and dtypes a real batch has on the device."""
@@ -141,7 +145,8 @@ class Family:
         return noise.levels(uniform, self.profile.training, latents.shape[1], self.limits)
 
     def for_job(self, job: Job) -> Self:
-        """The family as it trains a job: one expert of two on its own noise levels."""
+        """The family as it trains a job: one expert of two on its own noise levels, and with reference images."""
+        self.references = job.references or self.profile.shape.references
         self.limits = noise.limits(self.profile.training, job.experts)
         return self
 

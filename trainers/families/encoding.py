@@ -25,6 +25,10 @@ class Encoder:
     """text tokens a caption is padded to (the plan's)"""
     size: tuple[int, int] = (0, 0)
     """height and width of the clip in its file"""
+    reference: Tensor | None = None
+    """the image that a sample was made from, at the sample's size; (1, H, W, 3)"""
+    control: Tensor | None = None
+    """the frames that steer a sample, as many and as large as its own"""
     generator: torch.Generator | None = None
     """seeded by what is encoded, so that a sample is the same whoever encodes it, and whenever"""
 

@@ -3,6 +3,7 @@ train_dreambooth_lora_flux.py and train_dreambooth_lora_flux_kontext.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from planner.facts import ModelProfile
 from trainers.families.base import Family, Grid
-from trainers.families.encoding import Encoder, Turn, packed, pipeline, pixels, sampled
+from trainers.families.encoding import Encoder, Turn, likeliest, packed, pipeline, pixels, sampled
 from trainers.families.sampling import Sampler
 
 
@@ -18,6 +19,7 @@ class Flux(Family):
     """Double-stream, then single-stream blocks over text and image; Kontext's reference follows the noisy tokens."""
 
     shared = frozenset({"image_ids", "text_ids", "reference_ids"})
+    reads_reference = True
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -62,8 +64,7 @@ class Flux(Family):
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[Turn, ...]:
-        """None for Kontext, whose samples are pairs of images."""
-        return () if self.extra_tokens else (Turn("vae", self.profile.vae.class_name, encode_clip),)
+        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[Turn, ...]:
         pooled = Turn("text_encoder", "CLIPTextModel", encode_pooled, "tokenizer")
@@ -72,15 +73,31 @@ class Flux(Family):
     def sampler(self) -> Sampler:
         """Guidance is an input of the model, and needs no empty caption."""
         names = {"prompt": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
-        return Sampler(pipeline="FluxPipeline", prompt=names, negative=False)
+        name = "FluxKontextPipeline" if self.extra_tokens else "FluxPipeline"
+        return Sampler(pipeline=name, prompt=names, negative=False, image=self.extra_tokens)
+
+    def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
+        """As it is, not at one of the sizes that Kontext likes best."""
+        return {"image": image, "max_area": height * width, "_auto_resize": False}
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior, shifted, scaled and packed, with the row and column of every token."""
-    latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
+    """Drawn from the posterior, shifted, scaled and packed, with the row and column of every token. The reference is
+    the mode, its tokens 1 in the places' first column (FluxKontextPipeline.prepare_latents)."""
+    made = _tokens(encoder, frames, sampled, 0)
+    if encoder.reference is None:
+        return made
+    reference = _tokens(encoder, encoder.reference, likeliest, 1)
+    return {**made, "reference": reference["latents"], "reference_ids": reference["image_ids"]}
+
+
+def _tokens(
+    encoder: Encoder, frames: Tensor, draw: Callable[[Encoder, Tensor], Tensor], which: int
+) -> dict[str, Tensor]:
+    latents, config = draw(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
     cells = packed((latents - config.shift_factor) * config.scaling_factor)
     rows, columns = torch.meshgrid(torch.arange(cells.shape[0]), torch.arange(cells.shape[1]), indexing="ij")
-    places = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1)
+    places = torch.stack([torch.full_like(rows, which), rows, columns], dim=-1)
     return {"latents": cells.flatten(0, 1), "image_ids": places.flatten(0, 1).float()}
 
 

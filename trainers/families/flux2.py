@@ -18,6 +18,7 @@ class Flux2(Family):
 
     sums = {"I": (0, ("FHW", "E")), "S": (0, ("FHW", "T", "E"))}
     extra_tokens = True
+    reads_reference = True
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         size, tokens, channels = grid["B"], grid["H"] * grid["W"], self.config["in_channels"]
@@ -60,24 +61,28 @@ class Flux2(Family):
         """dev takes its guidance as an input, klein is guided by the empty caption."""
         embedded = bool(self.config["guidance_embeds"])
         name = "Flux2Pipeline" if embedded else "Flux2KleinPipeline"
-        return Sampler(pipeline=name, prompt={"prompt": "prompt_embeds"}, negative=not embedded)
+        return Sampler(
+            pipeline=name, prompt={"prompt": "prompt_embeds"}, negative=not embedded, image=self.references > 0
+        )
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """The mode of the posterior, packed and normalised by the VAE's batch norm, with the place of every token. Without
-    reference images (diffusers examples/dreambooth train_dreambooth_lora_flux2_klein.py)."""
+    """The mode of the posterior, packed and normalised by the VAE's batch norm, with the place of every token; the
+    reference's lie 10 behind (Flux2Pipeline._prepare_image_ids)."""
+    tokens, places = _tokens(encoder, frames, 0)
+    if encoder.reference is None:
+        reference, there = tokens.new_zeros(0, tokens.shape[1]), places[:0]
+    else:
+        reference, there = _tokens(encoder, encoder.reference, 10)
+    return {"latents": tokens, "image_ids": places, "reference": reference, "reference_ids": there}
+
+
+def _tokens(encoder: Encoder, frames: Tensor, time: int) -> tuple[Tensor, Tensor]:
     latents, vae = likeliest(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model
     deviation = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
     cells = (packed(latents) - vae.bn.running_mean.float()) / deviation.float()
-    zero = torch.arange(1)
-    places = torch.cartesian_prod(zero, torch.arange(cells.shape[0]), torch.arange(cells.shape[1]), zero)
-    tokens = cells.flatten(0, 1)
-    return {
-        "latents": tokens,
-        "image_ids": places,
-        "reference": tokens.new_zeros(0, tokens.shape[1]),
-        "reference_ids": places[:0],
-    }
+    rows, columns = torch.arange(cells.shape[0]), torch.arange(cells.shape[1])
+    return cells.flatten(0, 1), torch.cartesian_prod(torch.tensor([time]), rows, columns, torch.arange(1))
 
 
 def encode_by_qwen(encoder: Encoder, caption: str) -> dict[str, Tensor]:

@@ -42,6 +42,8 @@ class Sampler:
     """whether it takes a list of one tensor for each caption"""
     image: bool = False
     """whether it begins with an image"""
+    clip: bool = False
+    """whether a video of its length steers it, in the image's place"""
     embeds: str = ""
     """tensor that caching left of the image, which the pipeline's own encoder would make"""
     vae: Settings = field(default_factory=dict)

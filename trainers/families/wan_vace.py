@@ -6,13 +6,14 @@ diffusers WanVACETransformer3DModel: the blocks of ``vace_blocks`` run first; th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainers.families.base import Grid
-from trainers.families.encoding import Turn
+from trainers.families.encoding import Encoder, pixels
 from trainers.families.sampling import Sampler
 from trainers.families.wan import Wan
 
@@ -20,13 +21,22 @@ from trainers.families.wan import Wan
 class WanVace(Wan):
     """Wan text-to-video with a control video, and without reference images (each is one more latent frame)."""
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        """None: a sample has a control video, which a folder of clips does not."""
-        return ()
+    def sampler(self) -> Sampler:
+        """Steered by the control video of a sample of the data."""
+        return replace(super().sampler(), pipeline="WanVACEPipeline", init={}, clip=True)
 
-    def sampler(self) -> Sampler | None:  # type: ignore[override]
-        """None: what steers it is not in a folder of clips."""
-        return None
+    def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
+        return {"video": image}
+
+    def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+        """The control as diffusers' WanVACEPipeline prepares it without a mask: nothing stays (a clip in the middle of
+        black and white), all of it steers, and the mask is 1."""
+        made = super().encode_clip(encoder, frames)
+        assert encoder.control is not None
+        steers = pixels(encoder, encoder.control)
+        parts = [self.normalised(encoder, clip)[0] for clip in (torch.zeros_like(steers), steers)]
+        mask = parts[0].new_ones(self.config["vace_in_channels"] - 2 * parts[0].shape[0], *parts[0].shape[1:])
+        return {**made, "control": torch.cat([*parts, mask])}
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """The control is cached as the pipeline makes it: what stays and what changes (32), and the mask (64)."""
