@@ -102,7 +102,7 @@ def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: M
     if machine.nodes > 1:
         yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
     yield from _neither(profile, job, strategy, PROBED)
-    yield from _not_set_up(job, strategy)
+    yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
 
@@ -141,7 +141,7 @@ def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What training asks for beside the step's own switches."""
     yield from _neither(profile, job, strategy, TRAINED)
-    yield from _not_set_up(job, strategy)
+    yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
     if profile.experts == 2 and job.experts is None:
@@ -150,7 +150,7 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
         yield "one of two experts without the noise level between them", "write boundary into its profile"
 
 
-def _not_set_up(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+def _not_set_up(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What the engines behind sharding are not set up for."""
     alone = strategy.sharding in ("none", "ddp")
     if strategy.weights(job.method) in QUANTISED and not alone:

@@ -113,16 +113,16 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
     job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
     correction, outside = facts.learned.correction, outside_bytes(run)
     phases = {
-        phase: _highest(_phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
+        phase: highest(phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
     }
-    top = _peak_stage(played)
-    peak = _highest(phases.values())
+    top = peak_stage(played)
+    peak = highest(phases.values())
     work = step_work(run)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
-    highest = max(phases, key=lambda phase: phases[phase].device_bytes)
-    sides = correction.sides_of(highest)
+    where = max(phases, key=lambda phase: phases[phase].device_bytes)
+    sides = correction.sides_of(where)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
     usual, longest = correction.step_seconds(seconds.total, seconds.high)
     ram = host.host_ram(run, machine)
@@ -133,7 +133,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         machine=machine,
         peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
         phases=phases,
-        breakdown=_breakdown(played, top, peak, correction),
+        breakdown=breakdown_at(played, top, peak, correction),
         host_ram_bytes=ram.nbytes,
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=host.disk_bytes(run),
@@ -145,7 +145,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         limit=limit,
         low_bytes=low,
         high_bytes=high,
-        basis=correction.basis(highest),
+        basis=correction.basis(where),
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
         assumptions=(*correction.said, *_assumptions(run, played)),
@@ -162,7 +162,7 @@ def outside_bytes(run: Run) -> int:
     return run.facts.gpu.context_bytes + run.outside_bytes + communicators * NCCL_BYTES
 
 
-def _highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
+def highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
     """The highest of each counter."""
     known = list(peaks)
     return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})
@@ -275,12 +275,13 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _phase_peak(entry: Played, outside: int, correction: Correction) -> PhasePeak:
+def phase_peak(entry: Played, outside: int, correction: Correction) -> PhasePeak:
+    """The counters of one replayed stage; ``outside``: device bytes beside torch."""
     replayed = entry.replayed
     return correction.peak(replayed.allocated_peak_bytes, replayed.reserved_peak_bytes, outside, entry.phase)
 
 
-def _peak_stage(played: list[Played]) -> Played:
+def peak_stage(played: list[Played]) -> Played:
     """The stage whose tensors peak highest, the later among equals.
 
     Reserved is no guide: what was reserved once stays.
@@ -305,7 +306,7 @@ def describe(played: Played, strategy: Strategy) -> str:
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
 
 
-def _breakdown(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
+def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
     live: dict[int, None] = {}
     for entry in played:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
+import profiles
 from planner.errors import VplanError, quoted
 from planner.job import Job, Machine, Strategy
 from planner.measurement import RAN, ProbeRow, phases_of
@@ -177,6 +178,19 @@ class _Line(Record):
     implementation: Annotated[str, Field(min_length=1)] = "vplan"
     source: Any = None
     details: Any = None
+
+
+def shipped() -> list[Path]:
+    """The files of measurements that come with vplan."""
+    found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
+    if not found:
+        raise VplanError("no measurements came with this vplan", "reinstall vplan, or name a .jsonl file")
+    return found
+
+
+def shipped_rows() -> list[Row]:
+    """Their rows."""
+    return [row for path in shipped() for row in read_rows(path)[0]]
 
 
 def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> tuple[list[Row], list[str]]:

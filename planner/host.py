@@ -244,7 +244,7 @@ def _groups(run: Run) -> tuple[int, int]:
 
 def _waiting(run: Run) -> int:
     """The most that a text encoder keeps in host RAM while it encodes before the model is there."""
-    return max((encoding.waiting_bytes for encoding in caching(run)), default=0)
+    return max((encoding.waiting_bytes for encoding in caching(run, may_wait=True)), default=0)
 
 
 def _swapped_encoders(run: Run) -> int:

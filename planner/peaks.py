@@ -1,8 +1,8 @@
 """Allocated peaks of one strategy at many shapes at once: for capacity maps and for the longest clip.
 
-What is allocated at any moment is a sum of buffer sizes with whole-number counts that do not depend on the shape. Of
-all moments only those no other moment dominates can be the peak; their counts times the sizes at many shapes is one
-matrix product.
+What is allocated at any moment is a sum of buffer sizes with whole-number counts that do not depend on the shape. A
+moment that another one dominates cannot be the peak; the others' counts times the sizes at many shapes is one matrix
+product.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Run
 from planner.tape import Monomial, Tape
+
+PICKED = 12
+"""Moments that all others are compared with: more take out few."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +70,28 @@ def peak_forms(run: Run) -> PeakForms:
     What transformations add (swap ring, buckets) are plain bytes that do not depend on the shape.
     """
     columns: dict[object, int] = {}
-    column = [columns.setdefault(run.program.sizes[index], len(columns)) for index in run.program.buffers]
-    alive = np.zeros(len(columns), dtype=np.int32)
-    moments = []
-    rising = False
-    for _, stage in run.stages:
-        for event in stage.ops:
-            if event >= 0:
-                alive[column[event]] += 1
-                rising = True
-            else:
-                if rising:
-                    moments.append(alive.copy())
-                    rising = False
-                alive[column[~event]] -= 1
-    moments.append(alive)
-    return PeakForms(_undominated(np.array(moments)).astype(float), tuple(columns))  # type: ignore[arg-type]
+    column = np.array([columns.setdefault(run.program.sizes[index], len(columns)) for index in run.program.buffers])
+    events = np.array([event for _, stage in run.stages for event in stage.ops])
+    rises = events >= 0
+    at = column[np.where(rises, events, ~events)]
+    # What is allocated is highest where a row of allocations ends; each row of them, with the frees behind, is one.
+    row = np.cumsum(np.concatenate(([False], rises[1:] & ~rises[:-1])))
+    shape = (int(row[-1]) + 1, len(columns))
+    made, freed = (
+        np.bincount(row[which] * shape[1] + at[which], minlength=shape[0] * shape[1]).reshape(shape)
+        for which in (rises, ~rises)
+    )
+    alive = np.cumsum(made, axis=0, dtype=np.int16)
+    alive[1:] -= np.cumsum(freed, axis=0, dtype=np.int16)[:-1]
+    assert alive.min() >= 0, "more buffers of one size alive than 16 bits count"
+    return PeakForms(_undominated(alive).astype(float), tuple(columns))  # type: ignore[arg-type]
 
 
-def _undominated(moments: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The rows that no other row reaches in every column."""
-    kept: NDArray[np.int32] = np.empty((0, moments.shape[1]), dtype=np.int32)
-    for row in moments[np.argsort(-moments.sum(axis=1), kind="stable")]:
-        if not (kept >= row).all(axis=1).any():
-            kept = np.vstack([kept, row])
-    return kept
+def _undominated(moments: NDArray[np.int16]) -> NDArray[np.int16]:
+    """Without most of the rows that others reach in every column. All of them would cost more than the product."""
+    kept: list[NDArray[np.int16]] = []
+    left = moments[np.argsort(-moments.sum(axis=1), kind="stable")]
+    while len(left) and len(kept) < PICKED:
+        kept.append(left[0])  # the largest sum that is left: none of the others reaches it
+        left = left[(left > left[0]).any(axis=1)]
+    return np.vstack([*kept, left])

@@ -61,11 +61,12 @@ def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str,
     return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
 
 
-def caching(run: Run) -> list[Run]:
+def caching(run: Run, may_wait: bool = False) -> list[Run]:
     """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
 
     One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
-    together, where a trainer holds them so (``run.encoders_together``).
+    together, where a trainer holds them so (``run.encoders_together``). ``may_wait``: only those of which some may wait
+    in host RAM, which the VAE does not.
     """
     components = encoders(run, "cached", 1)
     if run.samples:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
@@ -74,6 +75,8 @@ def caching(run: Run) -> list[Run]:
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     groups = [tuple(components)] if run.encoders_together else [(component,) for component in components]
     found = []
+    if may_wait:
+        groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
         by_layer, waiting = "", sum(waiting_bytes(program, component) for component in group)

@@ -6,10 +6,11 @@ says is exact but for fragmentation: what is allocated is a lower bound of what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from planner import dialects, host
 from planner.errors import NotRecordedError
@@ -214,33 +215,43 @@ def _shared(base: Run, **changes: Any) -> Run:
     return run
 
 
-class Sizes(NamedTuple):
+@dataclass
+class Sizes:
     """What the tapes take at a shape, before any transformation."""
 
-    nbytes: list[int]
+    run: Run | None = None
+    nbytes: list[int] = field(default_factory=list)
     """by buffer"""
-    rounded: list[int]
-    """the same in whole blocks of the allocator"""
-    stretches: dict[int, tuple[int, int]]
-    """id of a stretch's list of events -> what it adds to what is allocated, and the most on the way"""
 
     @classmethod
     def of(cls, run: Run, where: Mapping[str, int]) -> Sizes:
         """At the shape of the grid `where`."""
-        nbytes = run.program.bytes_of(where)
-        rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in nbytes]
+        return cls(run, run.program.bytes_of(where))
+
+    @functools.cached_property
+    def rounded(self) -> list[int]:
+        """The same in whole blocks of the allocator."""
+        return [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in self.nbytes]
+
+    @functools.cached_property
+    def stretches(self) -> dict[int, tuple[int, int]]:
+        """id of a stretch's list of events -> what it adds to what is allocated, and the most on the way.
+
+        Worked out when first asked for: who asks for host RAM alone, at many shapes, does without.
+        """
         # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
-        change = (rounded + [-size for size in reversed(rounded)]).__getitem__
+        change = (self.rounded + [-size for size in reversed(self.rounded)]).__getitem__
         stretches = {}
-        for stage in (run.load, run.step, run.optimizer_first, run.optimizer):
+        run = self.run
+        for stage in (run.load, run.step, run.optimizer_first, run.optimizer) if run else ():
             for _, events in stage.stretches:
                 if events:
                     held = list(accumulate(map(change, events)))
                     stretches[id(events)] = held[-1], max(held)
-        return cls(nbytes, rounded, stretches)
+        return stretches
 
 
-UNKNOWN = Sizes([], [], {})
+UNKNOWN = Sizes()
 
 
 def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:

@@ -1,1 +1,60 @@
-"""What people look at: pages built from plans and measurements. Nothing here computes a number."""
+"""What people look at: pages built from plans and measurements. Nothing here computes a number.
+
+Commands call one function: `reports.write`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.accuracy import Compared
+    from planner.evidence import Row
+    from planner.plan import Plan
+
+
+def write(
+    path: str | Path,
+    plans: Sequence[tuple[str, Plan]] = (),
+    *,
+    rows: Sequence[Row] = (),
+    probes: Sequence[Mapping[str, Any]] = (),
+    compared: Sequence[Compared] = (),
+    command: str = "",
+    made: str | None = None,
+) -> None:
+    """Writes one HTML page to ``path``, which must end in .html.
+
+    ``plans``: (name, plan), shown one after another and, when several, side by side. ``rows``: measurements to compare
+    with, beside those that come with vplan. ``probes``: rows of our own as `planner.rows` reads them, each shown with
+    its outcome. ``compared``: as `planner.accuracy.compare` gives them, for a page of their own. ``command``: what
+    makes this page again. ``made``: ISO 8601; now, when left out.
+    """
+    from datetime import UTC, datetime
+
+    from planner import accuracy, through
+    from planner.estimate import without_garbage_collection
+    from planner.evidence import shipped_rows
+    from reports import data, page, share
+
+    page.check_name(path)
+    known = [*(shipped_rows() if plans else ()), *rows]
+    with without_garbage_collection():
+        points = through.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
+        told = tuple(data.Builder(name, plan, known, probes, points).data(share.shared) for name, plan in plans)
+    found = page.Page(
+        title=_title(plans),
+        plans=told,
+        compared=tuple(compared),
+        summary=accuracy.summary(compared) if compared else {},
+        environment=data.environment(made or datetime.now(UTC).isoformat(timespec="seconds")),
+        command=command,
+    )
+    page.write(page.render(found), path)
+
+
+def _title(plans: Sequence[tuple[str, Plan]]) -> str:
+    models = ", ".join(dict.fromkeys(plan.job.model for _, plan in plans))
+    return f"Capacity of {models}" if models else "How near the estimates come"

@@ -28,6 +28,7 @@ VERBS = {
     "train": "Trains: a plan or a model, from clips to finished weights.",
     "check": "Where another trainer's command dies, and what to change.",
     "export": "A plan as another trainer's own files.",
+    "report": "A page to look at: what a plan needs, and how far the card goes.",
     "models": "What we know by name: models, their sizes and usual shapes.",
     "gpus": "What we know by name: cards, and what each can give.",
     "record": "Records a model of your own, or our tapes again.",
@@ -100,7 +101,7 @@ class Verbs(click.Group):
     def _run(self, words: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
         """The exit code of a command line whose errors, if any, have been said."""
         try:
-            result = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+            result = super().main(words, prog_name, complete_var, standalone_mode=False, obj=tuple(words), **extra)
             return result if isinstance(result, int) else 0
         except VplanError as error:
             return _report(error, words)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import profiles
 from planner.accuracy import (
     AFTER_STEP,
     PEAKS,
@@ -24,9 +23,8 @@ from planner.accuracy import (
     summary,
     worst_first,
 )
-from planner.commands.common import Verb, examples, json_option, show, table
-from planner.errors import VplanError
-from planner.evidence import own_row, read_rows
+from planner.commands.common import Verb, examples, json_option, report_option, show, table, write_report
+from planner.evidence import own_row, read_rows, shipped
 from planner.job import Job, Machine, Strategy
 from planner.ledger import OURS, Ledger, default_path
 from planner.measurement import RAN_OUT, ProbeRow, is_of_a_gpu
@@ -48,8 +46,9 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
     help="The allocator of published rows that do not say which ran.  [default: classic]",
 )
 @click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
+@report_option
 @json_option
-def command(files: Sequence[str], allocator: str | None, text: str | None, as_json: bool) -> None:
+def command(files: Sequence[str], allocator: str | None, text: str | None, report: str | None, as_json: bool) -> None:
     """Compare the estimates with measurements.
 
     FILE holds one measured run a line (JSON), as published by others or as our probes write them; without FILE, the
@@ -58,9 +57,9 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, as_js
     "no". Of our own probes it is also told how near estimates come that learn from all the others.
     """
     mine = [] if files else _probes(default_path())
-    own = [row for path in files or _shipped() for row in _probes(path)] + mine
+    own = [row for path in files or shipped() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
-    for path in files or _shipped():
+    for path in files or shipped():
         read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
         rows += read
         for note in notes:
@@ -79,6 +78,8 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, as_js
         if pairs:
             _render_learned(console, found["learned"])
 
+    if report:
+        write_report(report, compared=compared)
     show(found, as_json, render)
 
 
@@ -128,13 +129,6 @@ def _render_learned(console: Console, found: dict[str, Any]) -> None:
         rows.append(["inside low..high", "", *(f"{share:.0f} %" for share in inside)])
         rows.append(["median width", "", *(f"{width:.1f} %" for width in widths)])
     console.print(table(("our own probes, mean error", ">n", ">recorded", ">learned from the others"), rows))
-
-
-def _shipped() -> list[Path]:
-    found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
-    if not found:
-        raise VplanError("no measurements came with this vplan", "reinstall vplan, or name a .jsonl file")
-    return found
 
 
 def _estimator() -> tuple[Predict, AfterStep]:

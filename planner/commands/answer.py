@@ -5,10 +5,11 @@ It holds at 80 columns: tables keep their numbers and wrap their words. Rich lea
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from planner.commands.common import table
+from planner.commands.common import table, typed_line
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from planner.commands.request import Request
+    from planner.job import Strategy
     from planner.plan import Estimate
     from planner.question import Suggestion, Switch
     from planner.wishes import Relaxed
@@ -39,6 +41,23 @@ def headline(console: Console, request: Request, found: Estimate | None = None) 
     if found and found.job != request.job:
         job = found.job
         console.print(f"chosen: {job.frames} frames of {job.height}x{job.width}, batch {job.batch_size}", style="bold")
+
+
+def print_next(console: Console, found: Estimate, output: str | None) -> None:
+    """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
+    is piped is the answer alone."""
+    if found.verdict == "no" or not console.is_terminal:
+        return
+    if output is None:
+        said = typed_line("-o", "plan.toml")
+    elif found.verdict == "tight":
+        said = shlex.join(["vplan", "probe", output])
+    elif found.job.method == "sample":
+        said = shlex.join(["vplan", "report", output])
+    else:
+        said = shlex.join(["vplan", "train", output]) + " --data DIR --output DIR --weights DIR"
+    console.print()
+    console.print(f"next: {said}", style="bold", markup=False, soft_wrap=True)
 
 
 def verdict_line(found: Estimate) -> Text:
@@ -114,15 +133,19 @@ FIELD_WORDS: dict[str, dict[str | bool, str]] = {
 
 def ways(found: Estimate) -> str:
     """What a plan switches on, in words for one line."""
-    strategy = found.strategy
-    words = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
-    if "weights_dtype" in found.lossy:
-        words.append(f"{strategy.weights_dtype} weights")
+    return words(found.strategy, found.lossy)
+
+
+def words(strategy: Strategy, lossy: Sequence[str]) -> str:
+    """What a strategy with these lossy fields switches on, in words for one line."""
+    said = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
+    if "weights_dtype" in lossy:
+        said.append(f"{strategy.weights_dtype} weights")
     if strategy.gradient_checkpointing == "partial":
-        words.append(f"{strategy.checkpointed_blocks} blocks checkpointed")
+        said.append(f"{strategy.checkpointed_blocks} blocks checkpointed")
     if strategy.swap_blocks:
-        words.append(f"{strategy.swap_blocks} blocks swapped")
-    return ", ".join(words) or "nothing switched on"
+        said.append(f"{strategy.swap_blocks} blocks swapped")
+    return ", ".join(said) or "nothing switched on"
 
 
 def print_suggestion(
@@ -146,9 +169,10 @@ def print_suggestion(
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
     console.print(f"{_step(plan)}, host RAM {format_gib(plan.host_ram_bytes)}")
-    for other in smaller:
-        word = VERDICTS[other.verdict][0]
-        console.print(f"on {other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB to use): {word}", style="yellow")
+    for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in smaller):
+        alike = [other for other in smaller if VERDICTS[other.verdict][0] == word]
+        cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
+        console.print(f"{word} on cards of this class that give less: {cards}", style="yellow")
     if plan.verdict == "no":
         _print_relaxed(console, plan, relax)
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]

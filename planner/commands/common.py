@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +14,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from planner.plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,6 +60,29 @@ def markdown_option(page: str) -> Callable[[Function], Function]:
 def output_option(what: str) -> Callable[[Function], Function]:
     """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
     return click.option("-o", "--output", metavar="FILE", help=f"Write {what} to FILE.")
+
+
+def report_option(function: Function) -> Function:
+    """Adds `--report FILE.html`; the command gets `report: str | None`, for `write_report`."""
+    return click.option("--report", metavar="FILE.html", help="Write a page to look at to FILE.html.")(function)
+
+
+def typed_line(*more: str) -> str:
+    """What was typed, with more words behind it, for a shell."""
+    context = click.get_current_context(silent=True)
+    words = context.find_root().obj if context else None
+    return shlex.join(["vplan", *(words or ()), *more])
+
+
+def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any) -> None:
+    """Write a page and say so on stderr; the arguments are those of `reports.write`. This very command makes it again.
+
+    Imported when it is asked for: most answers need no templates.
+    """
+    import reports
+
+    reports.write(path, plans, command=typed_line(), **more)
+    click.echo(f"wrote {path}", err=True)
 
 
 def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:

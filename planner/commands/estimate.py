@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from planner.commands.answer import headline, print_estimate
-from planner.commands.common import Verb, examples, json_option, output_option, show, verdict_exit_code
+from planner.commands.answer import headline, print_estimate, print_next
+from planner.commands.common import (
+    Verb,
+    examples,
+    json_option,
+    output_option,
+    report_option,
+    show,
+    verdict_exit_code,
+    write_report,
+)
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError
 from planner.estimate import estimate
@@ -29,8 +38,9 @@ if TYPE_CHECKING:
 @request_options()
 @click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
 @output_option("the plan")
+@report_option
 @json_option
-def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> int:
+def command(asked: Asked, strict: bool, output: str | None, report: str | None, as_json: bool) -> int:
     """Say what one way of training needs: peak by phase, what it is made of, host RAM, seconds a step.
 
     Nothing is searched: what you do not set is vplan's default (`vplan suggest` chooses instead).
@@ -45,9 +55,13 @@ def command(asked: Asked, strict: bool, output: str | None, as_json: bool) -> in
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)
 
+    if report:
+        write_report(report, [(output or request.machine.gpu, Plan.of(found, trainer=asked.trainer))])
+
     def render(console: Console) -> None:
         headline(console, request, found)
         print_estimate(console, found)
+        print_next(console, found, output)
 
     show(found.to_json(), as_json, render)
     return verdict_exit_code(found.verdict, strict=strict)

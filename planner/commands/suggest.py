@@ -12,7 +12,17 @@ import click
 from planner import catalog
 from planner.basis import TOLD, Learned
 from planner.commands import USAGE, answer
-from planner.commands.common import DOES_NOT_FIT, Verb, examples, json_option, output_option, show, verdict_exit_code
+from planner.commands.common import (
+    DOES_NOT_FIT,
+    Verb,
+    examples,
+    json_option,
+    output_option,
+    report_option,
+    show,
+    verdict_exit_code,
+    write_report,
+)
 from planner.commands.request import Asked, Request, request_options
 from planner.commands.spread import spread
 from planner.errors import VplanError
@@ -54,8 +64,17 @@ OTHER_CARD = 0.02
 @click.option("--allow", "allow", type=click.Choice(["lossy"]), help="Let lossy switches in where lossless plans fit.")
 @click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
 @output_option("the plan")
+@report_option
 @json_option
-def command(asked: Asked, prefer: str, allow: str | None, strict: bool, output: str | None, as_json: bool) -> int:
+def command(
+    asked: Asked,
+    prefer: str,
+    allow: str | None,
+    strict: bool,
+    output: str | None,
+    report: str | None,
+    as_json: bool,
+) -> int:
     """Choose how to train: the fastest way that fits, lossless if any does.
 
     What you type is never traded; the rest is searched. Without --gpu it answers for every class of card, without
@@ -69,9 +88,13 @@ def command(asked: Asked, prefer: str, allow: str | None, strict: bool, output: 
         found = wanted.one()
         if output:
             write_plan(found.suggestion.to_plan(asked.trainer), output)
+        if report:
+            write_report(report, [(output or found.request.machine.gpu, found.suggestion.to_plan(asked.trainer))])
         said = found.to_json(time.perf_counter() - started)
-        show(said, as_json, lambda console: _print_one(console, found))
+        show(said, as_json, lambda console: _print_one(console, found, output))
         return verdict_exit_code(found.suggestion.plan.verdict, strict=strict)
+    if report:
+        raise VplanError("--report is about one plan", "give --model and --gpu", USAGE)
     if output:
         raise VplanError("-o writes one plan", "give --model and --gpu", USAGE)
     kind = "models" if asked.model is None else "classes"
@@ -280,5 +303,6 @@ def _on_smaller_cards(request: Request, plan: Estimate, trainer: str) -> tuple[E
     return tuple(found)
 
 
-def _print_one(console: Console, found: _Found) -> None:
+def _print_one(console: Console, found: _Found, output: str | None) -> None:
     answer.print_suggestion(console, found.request, found.suggestion, found.relax, found.smaller)
+    answer.print_next(console, found.suggestion.plan, output)

@@ -1,0 +1,47 @@
+"""`vplan report`: one HTML page about a plan, or several side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from planner.commands import USAGE
+from planner.commands.common import Verb, examples, write_report
+from planner.errors import VplanError
+from planner.evidence import read_rows
+from planner.plan import read_plan
+from planner.rows import rows_by_id
+
+MOST = 6
+"""Plans on one page."""
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan report plan.toml -o report.html",
+        "vplan report a.toml b.toml -o both.html",
+        "vplan report plan.toml --rows runs.jsonl -o report.html",
+    ),
+)
+@click.argument("paths", metavar="PLAN.toml...", nargs=-1, required=True)
+@click.option("--rows", metavar="FILE", multiple=True, help="Show and compare the measured rows of FILE too.")
+@click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="The page.")
+def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str) -> None:
+    """Write a page about a plan: what it needs and when, what each switch saved, how far the card goes.
+
+    One file that loads nothing: it can be mailed, printed, and read without JavaScript. Several plans stand side by
+    side. Nothing is opened.
+    """
+    if len(paths) > MOST:
+        raise VplanError(f"{len(paths)} plans do not fit on a page", f"name up to {MOST}", USAGE)
+    plans = [(Path(path).name, read_plan(path)) for path in paths]
+    known, probes = [], []
+    for path in rows:
+        read, notes = read_rows(path)
+        known += read
+        probes += [row for row in rows_by_id(path).values() if "env" in row]
+        for note in notes:
+            click.echo(f"note: {note}", err=True)
+    write_report(output, plans, rows=known, probes=probes)

@@ -1,0 +1,106 @@
+"""Geometry of the charts: where on a chart a number of the data lies. Pure, and without any number of its own.
+
+Charts are inline SVG drawn by the macros of `templates/charts.html`. Why no chart library: the page must work from a
+mail attachment, without network and without JavaScript, print, follow the reader's theme (CSS variables) and stay
+small; plotly is 3 to 5 MB a file, and a picture from matplotlib has neither themes nor text a screen reader knows.
+Widths are in per cent of the chart and heights in pixels, so that a page fits a phone without its text shrinking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.through import Timeline
+
+SIDE = 1000
+"""Units of a chart's inner box, to each side."""
+HEADROOM = 1.06
+
+
+@dataclass(frozen=True)
+class Area:
+    """One part of the timeline: an SVG path in the inner box."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From numbers to per cent of a chart's side."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Per cent from the low end."""
+        if self.log:
+            low, high, value = (math.log(max(number, 1e-9)) for number in (self.low, self.high, value))
+        else:
+            low, high = self.low, self.high
+        return 100 * (value - low) / ((high - low) or 1)
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """A few round numbers in between."""
+        if self.log:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
+            return [tick for tick in found if self.low <= tick <= self.high]
+        span = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(span))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span)
+        first = math.ceil(self.low / step)
+        return [step * index for index in range(first, math.floor(self.high / step) + 1)]
+
+
+def around(values: Sequence[float], log: bool = False) -> Axis:
+    """An axis with some room around all values; they are positive."""
+    low, high = min(values), max(values)
+    if log:
+        return Axis(low / 1.25, high * 1.25, True)
+    room = (high - low or high or 1.0) * 0.12
+    return Axis(max(0.0, low - room), high + room)
+
+
+def top(*values: int) -> int:
+    """The upper end of an axis that starts at nothing and shows all of these."""
+    return int(max(values) * HEADROOM) or 1
+
+
+def areas(timeline: Timeline, highest: int) -> list[Area]:
+    """The parts of a step stacked on what is outside torch, from below; ``highest``: bytes at the upper edge."""
+    points = timeline.points
+    floor = [timeline.outside_bytes] * len(points)
+    found = [Area("context", _between(timeline, [0] * len(points), floor, highest))]
+    for place, name in enumerate(timeline.parts):
+        ceiling = [below + point.parts[place] for below, point in zip(floor, points, strict=True)]
+        found.append(Area(name, _between(timeline, floor, ceiling, highest)))
+        floor = ceiling
+    return found
+
+
+def reserved(timeline: Timeline, highest: int) -> str:
+    """The line of what the allocator holds, with what is outside torch."""
+    held = [timeline.outside_bytes + point.reserved_bytes for point in timeline.points]
+    return "M" + "L".join(_spots(timeline, held, highest))
+
+
+def _between(timeline: Timeline, below: Sequence[int], above: Sequence[int], highest: int) -> str:
+    there, back = _spots(timeline, above, highest), _spots(timeline, below, highest)
+    return "M" + "L".join([*there, *reversed(back)]) + "Z"
+
+
+def _spots(timeline: Timeline, values: Sequence[int], highest: int) -> list[str]:
+    last = max(timeline.events, 1)
+    return [
+        f"{round(SIDE * point.at / last)} {round(SIDE * (1 - value / highest))}"
+        for point, value in zip(timeline.points, values, strict=True)
+    ]
+
+
+def polyline(spots: Sequence[tuple[float, float]]) -> str:
+    """A line through (per cent from the left, per cent from the bottom)."""
+    return "M" + "L".join(f"{round(x * SIDE / 100)} {round(SIDE - y * SIDE / 100)}" for x, y in spots)

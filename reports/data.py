@@ -1,0 +1,384 @@
+"""What a page shows, as plain records: gathered from `planner`, which computes every number. No HTML, no colours."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import vplan
+from planner import accuracy, capacity, catalog, through, typed
+from planner import ways as ways_of
+from planner.accuracy import Compared, Prediction
+from planner.capacity import Capacity, Forms, Longest, Mapper, Shape
+from planner.commands.answer import words
+from planner.estimate import after_step_bytes, estimate
+from planner.evidence import Interval, Row
+from planner.facts import GpuProfile
+from planner.job import Job, Machine, Strategy
+from planner.library import facts
+from planner.plan import Estimate, Evidence, Plan
+from planner.question import Question, Switch
+from planner.run import Facts
+from planner.screen import Look, Screen
+from planner.space import asked_for
+from planner.suggest import Search
+from planner.units import gib
+
+NEAREST = 6
+"""Measured rows of a model that are compared on a plan's page; `vplan accuracy` compares them all."""
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
+
+VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One candidate: its memory, speed and what it switches on."""
+
+    words: str
+    lossy: tuple[str, ...]
+    device_bytes: int
+    step_seconds: float
+    host_ram_bytes: int
+    front: bool
+    """no other is both faster and smaller"""
+    chosen: bool
+    has_ram: bool
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One measured run, or why it ended."""
+
+    id: str
+    time: str
+    gpu: str
+    outcome: str
+    phase: str
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    device_bytes: int | None
+    step_seconds: float | None
+    retries: int | None
+    reason: str
+    planned: bool
+    """of this very plan"""
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """Everything the page says of one plan."""
+
+    name: str
+    verdict: str
+    understood: str
+    command: str
+    found: Estimate
+    words: str
+    note: str
+    phases: tuple[through.PhaseParts, ...]
+    timeline: through.Timeline
+    capacity: Capacity
+    ladder: tuple[str, ...]
+    """in words, by rung of the capacity map"""
+    measured: Mapping[Shape, tuple[str, ...]]
+    """shapes of the map that somebody measured -> ids of the rows"""
+    switches: tuple[Switch, ...]
+    naive_bytes: int
+    """the device peak before the first switch, by look"""
+    ways: tuple[Way, ...]
+    longest: tuple[Longest, ...]
+    longest_words: Mapping[str, tuple[str, str]]
+    compared: tuple[Compared, ...]
+    rows_known: int
+    probes: tuple[Probe, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the environment."""
+
+    name: str
+    value: str
+
+
+class Builder:
+    """Gathers one plan's page; its parts are worked out one by one, so that cores can share them."""
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        rows: Sequence[Row] = (),
+        probes: Sequence[Mapping[str, Any]] = (),
+        points: int = through.POINTS,
+    ) -> None:
+        self.points = points
+        self.name = name
+        self.plan = plan
+        self.rows = rows
+        self.told = probes
+        self.cards: dict[str, GpuProfile] = {}
+        self.model = catalog.model(plan.job.model)
+        self.gpu = catalog.parse_gpus(plan.machine.gpu)[1]
+        self.cards[plan.machine.gpu] = self.gpu
+        self.screen = Screen(self._facts, plan.trainer)
+        # What a search sets is open again: the page is about all ways, not the plan's alone.
+        asked = asked_for(plan.job.method, plan.strategy, ())
+        self.search = Search(Question(plan.job, asked, plan.machine, self.model, self.gpu), self.screen)
+
+    def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        known = self.model if job.model == self.plan.job.model else None
+        return facts(job, strategy, machine, known, self.cards[machine.gpu])
+
+    def estimate(self) -> Estimate:
+        """The plan's own, or a new one where its file has none."""
+        plan = self.plan
+        if plan.estimate is not None:
+            return plan.estimate
+        known = self._facts(plan.job, plan.strategy, plan.machine)
+        return estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+
+    def looks(self) -> tuple[Look, ...]:
+        """All candidates, and the plan's own way."""
+        own = self.search.look(self.plan.job, self.plan.strategy)
+        return tuple({look.strategy: look for look in (*ways_of.looks(self.search, self.plan.job), own)}.values())
+
+    def steps(self) -> tuple[tuple[through.PhaseParts, ...], through.Timeline]:
+        """Phases, and the timeline of a step."""
+        plan = self.plan
+        known = self._facts(plan.job, plan.strategy, plan.machine)
+        asked = (plan.job, plan.strategy, plan.machine, known, plan.trainer)
+        return through.phases(*asked), through.timeline(*asked, points=self.points)
+
+    def map(self, rungs: Sequence[Look], forms: Forms) -> Capacity:
+        """The capacity map."""
+        return Mapper(self.search, forms).map(rungs)
+
+    def longest(self, rungs: Sequence[Look], forms: Forms) -> tuple[Longest, ...]:
+        """The longest clip of each class of card."""
+        machines = []
+        for group in catalog.gpu_classes():
+            card = catalog.gpu(group.name)
+            self.cards[card.name] = card
+            ram = catalog.default_host_ram(card, self.plan.machine.gpus)
+            machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
+            machines.append((card, machine))
+        return capacity.longest(self.search, forms, rungs, machines)
+
+    def compared(self) -> tuple[Compared, ...]:
+        """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
+        found = self.estimate()
+        own = accuracy.compare(
+            [_row(self.plan, entry) for entry in self.plan.evidence],
+            lambda *_: Prediction.of(found),
+            lambda *_: 0,
+        )
+        return (*own, *accuracy.compare(nearest(self.rows, self.plan.job), _predict, _after_step))
+
+    def data(self, share: Callable[[Builder, Sequence[Look]], tuple[Any, ...]] | None = None) -> PlanData:
+        """All of it. ``share``: works the parts out on several cores (`reports.share`)."""
+        plan, found, seen = self.plan, self.estimate(), self.looks()
+        rungs = ways_of.ladder(self.search, plan.job, seen)
+        (phases, timeline), table, longest, compared = (share or in_turn)(self, rungs)
+        switches, naive_bytes = self._switches(found)
+        return PlanData(
+            name=self.name,
+            verdict=verdict(self.model.title, self.gpu, found),
+            understood=understood(self.gpu, found),
+            command=typed.command("estimate", plan.job, plan.strategy, plan.machine, self.name),
+            found=found,
+            words=words(plan.strategy, found.lossy),
+            note=f"as {plan.trainer} trains" if plan.trainer != "vplan" else "",
+            phases=phases,
+            timeline=timeline,
+            capacity=table,
+            ladder=tuple(_rung(look.strategy, plan.job) for look in table.ladder),
+            measured=measured(table, self.rows, plan.job),
+            switches=switches,
+            naive_bytes=naive_bytes,
+            ways=ways(seen, plan, self.search),
+            longest=longest,
+            longest_words={
+                each.card: (_by(each.lossless_by, plan.job), _by(each.lossy_by, plan.job)) for each in longest
+            },
+            compared=compared,
+            rows_known=sum(row.job.model == plan.job.model for row in self.rows),
+            probes=probes(self.plan, self.told),
+        )
+
+    def _switches(self, found: Estimate) -> tuple[tuple[Switch, ...], int]:
+        """What each switch did, and the device peak that the first one found."""
+        switches = self.search.switches(found)
+        start = self.search.look(found.job, found.strategy).device_bytes
+        return switches, start - sum(switch.device_bytes for switch in switches)
+
+
+def in_turn(builder: Builder, rungs: Sequence[Look]) -> tuple[Any, ...]:
+    """The parts that take long, one after another: (phases, timeline), map, longest, compared."""
+    forms = Forms(builder.screen, builder.plan.job, capacity.axis(builder.model))
+    return builder.steps(), builder.map(rungs, forms), builder.longest(rungs, forms), builder.compared()
+
+
+# ---- sentences
+
+
+def verdict(title: str, gpu: GpuProfile, found: Estimate) -> str:
+    """The answer in one sentence."""
+    job = found.job
+    shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
+    count = f"{found.machine.world} x " if found.machine.world > 1 else ""
+    card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
+    card = card if found.machine.world > 1 or catalog.gpu_class(gpu.name) is None else f"a {card}"
+    what = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
+    batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
+    need = f"it needs {gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
+    if found.limit == "host":
+        need += f", but {gib(found.host_ram_bytes):.1f} GiB of host RAM"
+    word = VERDICTS[found.verdict]
+    return f"{title}, {what} at {shape}{batch}, {word} on {count}{card}: {need}."
+
+
+def understood(gpu: GpuProfile, found: Estimate) -> str:
+    """The budget as it was understood."""
+    text = f"{gpu.title} gives a process {gpu.allocatable_gib:.2f} GiB"
+    if found.machine.reserve:
+        text += f", of which {gib(found.machine.reserve):.2f} GiB are kept free"
+    ram = found.machine.host_ram
+    return text + (f"; host RAM {gib(ram):.0f} GiB" if ram else "") + "."
+
+
+def _words(strategy: Strategy, job: Job) -> str:
+    return words(strategy, strategy.lossy_fields(job))
+
+
+def _rung(strategy: Strategy, job: Job) -> str:
+    """A way of the ladder: as many blocks as that are swapped where they must be."""
+    return _words(strategy, job).replace(f"{strategy.swap_blocks} blocks", f"up to {strategy.swap_blocks} blocks")
+
+
+def _by(strategy: Strategy | None, job: Job) -> str:
+    return _words(strategy, job) if strategy else ""
+
+
+# ---- parts
+
+
+def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[Way, ...]:
+    """All candidates, the fastest first."""
+    front = ways_of.pareto(seen)
+    found = [
+        Way(
+            _words(look.strategy, plan.job),
+            look.strategy.lossy_fields(plan.job),
+            look.device_bytes,
+            look.step_seconds,
+            look.host_ram_bytes,
+            index in front,
+            look.strategy == plan.strategy,
+            search.has_ram(look),
+        )
+        for index, look in enumerate(seen)
+    ]
+    return tuple(sorted(found, key=lambda way: (way.step_seconds, way.device_bytes)))
+
+
+def measured(table: Capacity, rows: Iterable[Row], job: Job) -> dict[Shape, tuple[str, ...]]:
+    """Shapes of the map at which somebody ran this model by this method, with the rows' ids and outcomes."""
+    shapes = {cell.shape for row in table.cells for cell in row}
+    found: dict[Shape, tuple[str, ...]] = {}
+    for row in rows:
+        length = row.job.frames if table.axis == "frames" else row.job.batch_size
+        shape = (length, row.job.height, row.job.width)
+        alike = row.job.model == job.model and row.job.method == job.method
+        if alike and shape in shapes and (table.axis == "batch" or row.job.batch_size == job.batch_size):
+            seen = f"{row.id} on {row.machine.gpu}: {row.outcome}"
+            found[shape] = (*found.get(shape, ()), seen)
+    return found
+
+
+def nearest(rows: Iterable[Row], job: Job) -> list[Row]:
+    """The rows of the same model that are most like a job: the same method, then about as many pixels."""
+
+    def distance(row: Row) -> tuple[bool, float]:
+        return row.job.method != job.method, abs(math.log(_pixels(row.job) / _pixels(job)))
+
+    return sorted((row for row in rows if row.job.model == job.model), key=distance)[:NEAREST]
+
+
+def _pixels(job: Job) -> int:
+    return job.batch_size * job.frames * job.height * job.width
+
+
+def probes(plan: Plan, told: Iterable[Mapping[str, Any]]) -> tuple[Probe, ...]:
+    """The plan's evidence, then rows of a file of the same model, each with how it ended."""
+    own = [_probe(entry.id, entry.measured.to_json(), entry.env.to_json(), "", True) for entry in plan.evidence]
+    known = {probe.id for probe in own}
+    others = [
+        _probe(str(row["id"]), row["measured"], row.get("env", {}), _reason(row), False)
+        for row in told
+        if row.get("job", {}).get("model") == plan.job.model and row["id"] not in known
+    ]
+    return (*own, *others)
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    details = row.get("details", {})
+    return str(details.get("message", "")) if isinstance(details, dict) else ""
+
+
+def _probe(name: str, seen: Mapping[str, Any], env: Mapping[str, Any], reason: str, planned: bool) -> Probe:
+    return Probe(
+        id=name,
+        time=str(env.get("time", "")),
+        gpu=str(env.get("gpu", "")),
+        outcome=str(seen.get("outcome", "")),
+        phase=str(seen.get("phase") or ""),
+        allocated_bytes=seen.get("allocated_bytes"),
+        reserved_bytes=seen.get("reserved_bytes"),
+        device_bytes=seen.get("device_bytes"),
+        step_seconds=seen.get("step_seconds"),
+        retries=seen.get("retries"),
+        reason=reason,
+        planned=planned,
+    )
+
+
+def _row(plan: Plan, entry: Evidence) -> Row:
+    """A plan's evidence as a row to compare."""
+    seen = entry.measured
+    counters = (("device", seen.device_bytes), ("reserved", seen.reserved_bytes), ("allocated", seen.allocated_bytes))
+    intervals = [Interval(name, gib(size), gib(size)) for name, size in counters if size]  # type: ignore[arg-type]
+    return Row(
+        id=entry.id,
+        implementation="vplan",
+        job=plan.job,
+        strategy=plan.strategy,
+        machine=plan.machine,
+        outcome=seen.outcome,
+        intervals=tuple(intervals) if seen.outcome == "ok" else (),
+    )
+
+
+def _predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
+    return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine), trainer))
+
+
+def _after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
+    return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)
+
+
+def environment(made: str) -> tuple[Fact, ...]:
+    """The versions behind the page. ``made``: when, ISO 8601."""
+    found = [Fact("made", made), Fact("vplan", vplan.__version__)]
+    found += [Fact("Python", platform.python_version()), Fact("system", f"{platform.system()} {platform.machine()}")]
+    for package in PACKAGES:
+        try:
+            found.append(Fact(package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            found.append(Fact(package, "not installed (estimates need none but numpy)"))
+    return tuple(found)

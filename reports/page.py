@@ -1,0 +1,169 @@
+"""One HTML file out of the data: templates, style and script are put together; the file is replaced whole."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from planner.accuracy import Compared
+from planner.capacity import Cell
+from planner.errors import VplanError, quoted
+from planner.plan import Breakdown
+from planner.through import PhaseParts
+from planner.units import GIB, format_seconds, gib
+from reports import charts
+from reports.data import Fact, PlanData
+
+TEMPLATES = Path(__file__).with_name("templates")
+AXES = {"frames": "frames", "batch": "batch_size"}
+LETTERS = "ABCDEFGH"
+"""Names of the ladder's ways in the cells of the capacity map."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What one file shows."""
+
+    title: str
+    plans: tuple[PlanData, ...] = ()
+    compared: tuple[Compared, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict)
+    """of `compared`, as `planner.accuracy.summary` gives it"""
+    environment: tuple[Fact, ...] = ()
+    command: str = ""
+    """that makes this page again"""
+
+
+def render(page: Page) -> str:
+    """The page's HTML."""
+    environment = _environment()
+    style = environment.get_template("style.css").render()
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src '{_digest(style)}'",
+            f"script-src '{_digest(script)}'",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    found: str = environment.get_template("page.html").render(
+        page=page, style=_raw(style), script=_raw(script), policy=policy
+    )
+    return found
+
+
+def write(html: str, path: str | Path) -> None:
+    """Write the file so that it holds the old page or the new one, never a part; a VplanError where it cannot."""
+    check_name(path)
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(html, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise VplanError(f"cannot write report {quoted(str(path))}: {error.strerror}", "name another file") from None
+
+
+def check_name(path: str | Path) -> None:
+    """Raises a VplanError for what no page should be written to: a plan that was meant as input, say."""
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise VplanError(f"the report {quoted(str(path))} is no .html file", "name one, as report.html")
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"gib": _gib, "signed_gib": _signed, "seconds": format_seconds, "pct": _share, "at": _at}
+    environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "timeline": _spots}
+    environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _used, "is_own": _is_own}
+    environment.globals |= {"agreement": _agreement, "rungs_used": _rungs_used}
+    return environment
+
+
+def _raw(text: str) -> str:
+    """Our own style and script, which autoescape must leave alone. Nothing of the data is in them."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _gib(nbytes: int) -> str:
+    return f"{gib(nbytes):.2f}"
+
+
+def _signed(nbytes: int) -> str:
+    return f"{gib(nbytes):+.2f}"
+
+
+def _share(value: float, whole: float) -> str:
+    """As an SVG length."""
+    return f"{100 * value / whole:.2f}%"
+
+
+def _at(value: float) -> str:
+    return f"{value:.2f}%"
+
+
+def _spots(data: PlanData) -> dict[str, Sequence[Any]]:
+    """A timeline for the script that shows its exact numbers under the pointer: GiB by part, and the reserved."""
+    timeline = data.timeline
+    return {
+        "events": [timeline.events],
+        "parts": timeline.parts,
+        "at": [point.at for point in timeline.points],
+        "gib": [[round(gib(part), 2) for part in point.parts] for point in timeline.points],
+        "reserved": [round(gib(point.reserved_bytes), 2) for point in timeline.points],
+    }
+
+
+def _front(data: PlanData, x: charts.Axis, y: charts.Axis) -> list[tuple[float, float]]:
+    """Where the ways lie that no other beats."""
+    return [(x.at(way.device_bytes), y.at(way.step_seconds)) for way in data.ways if way.front]
+
+
+def _ticks_gib(axis: charts.Axis) -> list[float]:
+    """Round numbers of GiB along an axis of bytes."""
+    return charts.Axis(axis.low / GIB, axis.high / GIB, axis.log).ticks()
+
+
+def _used(phases: Sequence[PhaseParts]) -> list[str]:
+    """The parts that any phase has."""
+    return [name for name in Breakdown.model_fields if any(getattr(each.breakdown, name) for each in phases)]
+
+
+def _rungs_used(data: PlanData) -> list[int]:
+    """The ways of the ladder that are best somewhere on the map."""
+    return sorted({cell.rung for row in data.capacity.cells for cell in row if cell.rung is not None})
+
+
+def _is_own(cell: Cell, data: PlanData) -> bool:
+    job = data.found.job
+    return cell.shape == (getattr(job, AXES[data.capacity.axis]), job.height, job.width)
+
+
+def _agreement(compared: Sequence[Compared]) -> list[tuple[float, float, str]]:
+    """(measured, predicted, id) of the rows that have both, the measured number the nearest of its interval."""
+    return [
+        (entry.measured.low_gib, entry.predicted_gib, entry.row.id)
+        for entry in compared
+        if entry.measured is not None and entry.predicted_gib is not None
+    ]
