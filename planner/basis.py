@@ -3,9 +3,10 @@ row of this very plan takes its place (`measured`). Pure: records in, records ou
 
 A correction has two causes, told apart because they carry over differently to another plan: what torch's allocator
 reserves is off by a share, and what is on the device beside it (CUDA context, kernels) by a number of bytes. Each is
-the median of what was seen. How sure it is comes from what was seen as well: of n runs, a further one lies outside
-their range with probability 2 / (n + 1) when all are alike (order statistics; any distribution), so by that share the
-recordings' own margin is kept beyond the range.
+the median of what was seen; of the share, what recordings alone expect (the middle of their margin) counts as one run
+more. How sure it is comes from what was seen as well: the range of the errors that are left, and beyond it on either
+side half the width of the recordings' own margin, which falls with the root of the number of runs as the uncertainty of
+their middle does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from planner.job import Job, Machine, Strategy
 from planner.measurement import RAN, RAN_OUT, row_id
 from planner.plan import Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
 from planner.units import MIB, gib
+
+EXPECTED = 1 + (margin.RECORDED[1] - margin.RECORDED[0]) / 2
+"""Measured over predicted, where nothing was measured: what recordings do not know of only adds."""
+
+HALF_WIDTH = sum(margin.RECORDED) / 2
 
 SEGMENT_BYTES = 2 * MIB
 """The least that the allocator asks the driver for: what ran out needed so much more than it could have."""
@@ -112,13 +118,13 @@ def fit(seen: Sequence[Seen], where: str) -> Correction:
 
     ran = [each for each in seen if each.ran]
     out = [each for each in seen if each.measured.outcome == "oom"]
-    kept = 2 / (len(ran) + 1) if ran else 1.0
-    reserved = statistics.median(each.share for each in ran) if ran else 1.0
+    kept = len(ran) ** -0.5 if ran else 1.0
+    reserved = statistics.median([EXPECTED, *(each.share for each in ran)]) if ran else 1.0
     own = [each.beside_bytes for each in ran if each.own_card]
     outside = round(statistics.median(own)) if own else 0
     correction = Correction(reserved=reserved, outside_bytes=outside)
     residuals = [0.0, *(_residual(each, correction) for each in ran)]
-    below, above = (side * kept for side in margin.RECORDED)
+    below, above = (HALF_WIDTH * kept,) * 2 if ran else margin.RECORDED
     below, above = below - min(residuals), above + max(residuals)
     # One that ran out needed more than it could have: that is all it says.
     needed = ((each.budget_bytes + SEGMENT_BYTES) / _expected(each, correction).device_bytes for each in out)

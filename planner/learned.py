@@ -23,7 +23,7 @@ from planner.estimate import estimate
 from planner.facts import GpuProfile
 from planner.ledger import OURS, Ledger, default_path
 from planner.library import facts
-from planner.measurement import RAN_OUT, ProbeRow, phases_of
+from planner.measurement import RAN_OUT, ProbeRow, is_of_a_gpu, phases_of
 from planner.plan import Environment, PhasePeak
 from planner.run import Facts
 
@@ -79,8 +79,7 @@ def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence
     if trainer != "vplan":
         return NOTHING
     name = catalog.model(model).name
-    found = [row for row in (rows(name) if known is None else known) if row.job.model == name and row.runner == "real"]
-    found = [row for row in found if "config" not in row.details]  # a model that was shrunk for a trial
+    found = [row for row in (rows(name) if known is None else known) if row.job.model == name and is_of_a_gpu(row)]
     found = [row for row in found if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
     told = [(row, own) for row in found if (own := stands_for(row, gpu)) is not None][-NEWEST:]
     if not told:

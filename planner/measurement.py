@@ -54,6 +54,11 @@ def phases_of(details: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(names.intersection(get_args(PhaseName)))
 
 
+def is_of_a_gpu(row: ProbeRow) -> bool:
+    """Whether a row says something of a card: not simulated, not stepped on the CPU, not of a model that was shrunk."""
+    return row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details
+
+
 class Setup(NamedTuple):
     """On what two measurements of one plan give the same numbers."""
 

@@ -27,7 +27,7 @@ from planner.commands.common import Verb, examples, json_option, report_option, 
 from planner.evidence import own_row, read_rows, shipped
 from planner.job import Job, Machine, Strategy
 from planner.ledger import OURS, Ledger, default_path
-from planner.measurement import RAN_OUT, ProbeRow
+from planner.measurement import RAN_OUT, ProbeRow, is_of_a_gpu
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +56,9 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, repor
     of it, and negative where the estimate is too low. A run that ended out of memory is met by the verdicts "tight" and
     "no". Of our own probes it is also told how near estimates come that learn from all the others.
     """
-    own = [row for path in [*(files or shipped()), *([] if files else [default_path()])] for row in _probes(path)]
-    rows = [] if files else [own_row(row) for row in _probes(default_path())]
+    mine = [] if files else _probes(default_path())
+    own = [row for path in files or shipped() for row in _probes(path)] + mine
+    rows = [own_row(row) for row in mine]
     for path in files or shipped():
         read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
         rows += read
@@ -84,8 +85,11 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, repor
 
 def _probes(path: str | Path) -> list[ProbeRow]:
     """Our own rows of a file that say something of a GPU."""
-    found = Ledger(path).rows(OURS)
-    return [row for row in found if row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details]
+    ledger = Ledger(path)
+    found = ledger.rows(OURS)
+    for note in ledger.notes:
+        click.echo(f"note: {note}", err=True)
+    return [row for row in found if is_of_a_gpu(row)]
 
 
 def _learned(compared: Sequence[Compared], own: Sequence[ProbeRow]) -> list[tuple[Compared, Compared]]:

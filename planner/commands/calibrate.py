@@ -19,7 +19,7 @@ from planner.errors import VplanError, quoted
 from planner.grid import DEFAULT_MODEL, TINY, plans
 from planner.learned import learned
 from planner.ledger import Ledger, default_path
-from planner.measurement import ProbeRow, Setup
+from planner.measurement import ProbeRow, Setup, is_of_a_gpu
 from planner.plan import Plan
 from planner.probe import measure_device
 from planner.runner import RealRunner
@@ -134,9 +134,8 @@ def _probe(grid: Sequence[Plan], device: Literal["cuda", "cpu"], time_limit: int
 def _share(path: str, found: Calibration) -> int:
     """Writes the rows of this GPU under this driver and torch, of models that everyone has; how many."""
     bundled = profiles.model_names()
-    rows = [row for row in Ledger(default_path()).rows() if Setup.of(row.env) == found.setup and row.runner == "real"]
-    true = [row for row in rows if row.job.model in bundled and row.env.gpu != "cpu" and "config" not in row.details]
-    lines = [json.dumps(_without_owner(row, found).to_json()) for row in true]
+    rows = [row for row in Ledger(default_path()).rows() if Setup.of(row.env) == found.setup and is_of_a_gpu(row)]
+    lines = [json.dumps(_without_owner(row, found).to_json()) for row in rows if row.job.model in bundled]
     partial = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
         partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

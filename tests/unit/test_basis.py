@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from planner import catalog, margin
 from planner import learned as learning
-from planner.basis import NOTHING, Correction, Learned, Proof, Seen, fit, with_peak
+from planner.basis import EXPECTED, HALF_WIDTH, NOTHING, Correction, Learned, Proof, Seen, fit, with_peak
 from planner.estimate import estimate
 from planner.job import Job, Machine, Strategy
 from planner.learned import Here, learned, stands_for, with_learned
@@ -71,12 +72,12 @@ def test_what_two_causes_do_carries_over_to_another_plan(share: float, beside: i
     assert correction.peak(other, other, GIB // 2).device_bytes == pytest.approx(expected, rel=1e-6)
 
 
-@given(st.floats(0.8, 1.2), st.integers(1, 30))
+@given(st.floats(0.8, 1.2), st.integers(2, 30))
 def test_runs_that_agree_narrow_it(share: float, count: int) -> None:
     fewer, more = (fit([seen(share)] * runs, "a card").sides for runs in (count, count + 1))
     assert all(after <= before for before, after in zip(fewer, more, strict=True))
-    kept = 2 / (count + 1)
-    assert fewer == pytest.approx([side * kept for side in margin.RECORDED], abs=1e-6)
+    kept = count**-0.5
+    assert fewer == pytest.approx([HALF_WIDTH * kept] * 2, abs=1e-6)
 
 
 @given(SHARES, st.floats(0.5, 1.5))
@@ -90,6 +91,18 @@ def test_what_ran_out_is_never_called_fits_again(shares: list[float], budget: fl
         assert margin.verdict(device, room, sides=correction.sides) != "fits"
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 9, 19])
+def test_further_runs_are_inside(count: int) -> None:
+    """Errors as published peaks have them against recordings: 1.5 % above on average, 2 % around that (seeded)."""
+    draw, inside = random.Random(count), 0
+    for _ in range(400):
+        *shares, further = (draw.gauss(1.015, 0.02) for _ in range(count + 1))
+        correction = fit([seen(share) for share in shares], "a card")
+        low, high = margin.interval(correction.peak(10 * GIB, 10 * GIB, GIB // 2).device_bytes, sides=correction.sides)
+        inside += low <= round(10 * GIB * further) + GIB // 2 <= high
+    assert inside >= 0.86 * 400  # 0.88 at two runs, 0.9 and more at any other number (6,000 draws each)
+
+
 def test_without_runs_nothing_changes() -> None:
     assert fit([], "a card") == Correction() == NOTHING.correction
     assert fit([seen(1.0, outcome="crash"), seen(1.0, outcome="oom", budget_bytes=5 * GIB)], "a card") == Correction()
@@ -97,8 +110,10 @@ def test_without_runs_nothing_changes() -> None:
     assert Correction().basis() == "recorded"
 
 
-def test_one_run_moves_the_middle_and_narrows_nothing() -> None:
-    assert fit([seen(1.1)], "a card").sides == margin.RECORDED
+def test_one_run_moves_the_middle_by_half_and_narrows_nothing() -> None:
+    correction = fit([seen(1.1)], "a card")
+    assert correction.reserved == pytest.approx((1.1 + EXPECTED) / 2)
+    assert fit([seen(EXPECTED)], "a card").sides == pytest.approx([HALF_WIDTH] * 2, abs=1e-6)
 
 
 def test_a_card_that_stands_in_tells_nothing_of_another_s_context_or_speed() -> None:
@@ -266,6 +281,7 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
 
     card = catalog.gpu("24GB")
     assert learned(JOB.model, card, known=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NOTHING
+    assert learned(JOB.model, card, known=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NOTHING
     assert learned(JOB.model, card, "diffsynth", known=[row(12.0)]) is NOTHING
     newer = learned(JOB.model, card, known=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
