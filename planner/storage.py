@@ -136,8 +136,11 @@ def said_plainly(storage: str) -> Iterator[None]:
     except OSError as error:
         raise VplanError(f"cannot use the storage {shown(storage)}: {error.strerror or error}", fix) from None
     except ImportError as error:
-        fix = f"install it, as pip install {DRIVERS.get(error.name or '', error.name)}"
-        raise VplanError(f"the storage {shown(storage)} needs {error.name}", fix) from None
+        cause = error.__cause__ or error.__context__  # Optuna's own error does not say which module
+        name = error.name or getattr(cause, "name", None) or "a driver"
+        raise VplanError(
+            f"the storage {shown(storage)} needs {name}", f"install it: pip install {DRIVERS.get(name, name)}"
+        ) from None
     except ValueError as error:
         if not isinstance(error, json.JSONDecodeError) and str(error) != TORN:
             raise
