@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ CONNECT_SECONDS = 10
 
 CONNECT = {"postgresql": "connect_timeout", "mysql": "connect_timeout", "sqlite": "timeout"}
 """Kind of database -> what its drivers call that."""
+
+THERE_ALREADY = ("already exists", "duplicate key")
+TRIES = 10
+"""Seconds to wait for another worker that makes a new database's tables."""
 
 DRIVERS = {"psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
 """Package that has a module, where its name is another."""
@@ -50,15 +55,30 @@ def shown(storage: str) -> str:
 def opened(optuna: Any, storage: str) -> Any:
     """The storage of a database URL, or of a journal file's path."""
     if is_url(storage):
-        kind = storage.partition("://")[0].partition("+")[0]
-        arguments = {CONNECT[kind]: CONNECT_SECONDS} if kind in CONNECT else {}
-        return optuna.storages.RDBStorage(storage, engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})
+        return _database(optuna, storage)
     journal = optuna.storages.journal
     path = Path(storage).expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = journal.JournalFileOpenLock(str(path)) if sys.platform == "win32" else _Lock(path)
     _mend(path, lock)
     return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
+
+
+def _database(optuna: Any, url: str) -> Any:
+    """A database, with its tables made. Two workers may begin to make those of a new one at once: the slower is told
+    that they are there already, and looks again."""
+    from sqlalchemy.exc import DBAPIError
+
+    kind = url.partition("://")[0].partition("+")[0]
+    arguments = {CONNECT[kind]: CONNECT_SECONDS} if kind in CONNECT else {}
+    for _ in range(TRIES):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})
+        except DBAPIError as error:
+            if not any(words in str(error.orig) for words in THERE_ALREADY):
+                raise
+            time.sleep(1.0)
+    raise VplanError(f"other workers make the tables of {shown(url)} still", "start this one again")
 
 
 class _Lock:
@@ -116,8 +136,11 @@ def said_plainly(storage: str) -> Iterator[None]:
     except OSError as error:
         raise VplanError(f"cannot use the storage {shown(storage)}: {error.strerror or error}", fix) from None
     except ImportError as error:
-        fix = f"install it, as pip install {DRIVERS.get(error.name or '', error.name)}"
-        raise VplanError(f"the storage {shown(storage)} needs {error.name}", fix) from None
+        cause = error.__cause__ or error.__context__  # Optuna's own error does not say which module
+        name = error.name or getattr(cause, "name", None) or "a driver"
+        raise VplanError(
+            f"the storage {shown(storage)} needs {name}", f"install it: pip install {DRIVERS.get(name, name)}"
+        ) from None
     except ValueError as error:
         if not isinstance(error, json.JSONDecodeError) and str(error) != TORN:
             raise

@@ -4,7 +4,7 @@
 
 Starts a search of three probes on a simulated machine, kills its process at random, and goes on with the next; when a
 search comes to its end, a new one begins. After every kill each row that was in the ledger must be there unchanged, and
-at each end the study must know them all, none measured twice, and the same best plan. Needs vplan[train]; two minutes.
+at each end the study must know them all, none measured twice, and a plan as good. Needs vplan[train]; two minutes.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ def main(kills: int) -> None:
             ids = [row.id for row in last.ledger.rows()]
             twice += len(ids) - len(set(ids))
             unknown += len(set(ids) - {told.row.id for told in last.study.told() if told.row})
-            other += last.tuner.best != alone.tuner.best
+            ends, undisturbed = last.tuner.best, alone.tuner.best
+            assert ends is not None and undisturbed is not None
+            other += ends.measured.step_seconds > 1.05 * undisturbed.measured.step_seconds
             took = time.monotonic() - began
-            print(f"search {searches}: {twice} rows twice, {unknown} unknown, {other} other answers, {took:.0f} s")
+            print(f"search {searches}: {twice} rows twice, {unknown} unknown, {other} slower, {took:.0f} s")
     print(f"{hit} kills in {searches} searches: {lost} ledgers changed, {twice} rows measured twice,")
-    print(f"{unknown} rows that a study did not know at its end, {other} other answers than undisturbed")
+    print(f"{unknown} rows that a study did not know at its end, {other} answers over 5 % slower than undisturbed")
 
 
 if __name__ == "__main__":

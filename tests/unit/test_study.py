@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,8 +176,8 @@ def test_no_space_left_is_one_line(study: Study, tmp_path: Path) -> None:
 
 def race(storage: str, barrier: Any, out: Path) -> None:
     """Proposes the same plans as everybody else, and takes what waits."""
-    study = Study(storage, "one", QUESTION)
     barrier.wait()
+    study = Study(storage, "one", QUESTION)
     for rank in range(1, PLANS + 1):
         if plan(rank) not in [entry.plan for entry in study.told()]:
             study.propose(plan(rank))
@@ -187,8 +189,7 @@ def race(storage: str, barrier: Any, out: Path) -> None:
 
 
 def raced(storage: str, out: Path) -> list[int]:
-    """The plans that two workers measured, in order."""
-    Study(storage, "one", QUESTION)
+    """The plans that two workers measured, in order; neither of them finds a study that is there already."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(2)
     workers = [context.Process(target=race, args=(storage, barrier, out)) for _ in range(2)]
@@ -212,7 +213,7 @@ def test_two_workers_on_one_journal_never_measure_a_plan_twice(tmp_path: Path) -
 @pytest.fixture
 def postgresql(tmp_path: Path) -> Iterator[str]:
     """The URL of a PostgreSQL server of this test's own, on loopback."""
-    pytest.importorskip("psycopg2", reason="PostgreSQL's driver psycopg2 is not installed")
+    psycopg2 = pytest.importorskip("psycopg2", reason="PostgreSQL's driver psycopg2 is not installed")
     found = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()]
     home = str(found[-1]) if found else os.path.dirname(shutil.which("initdb") or "")
     if not home:
@@ -232,15 +233,25 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
         for parent in folder.parents[: len(folder.relative_to(tmp_path.parents[2]).parts)]:
             parent.chmod(0o755)
         user = {"user": name}
-    run = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
-    subprocess.run([f"{home}/initdb", "-D", folder / "data", "-U", "tuner", "-A", "trust", "--no-sync"], **run)
-    settings = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
-    control = [f"{home}/pg_ctl", "-D", folder / "data", "-w"]
-    subprocess.run([*control, "-o", settings, "-l", folder / "log", "start"], **run)
+    run: dict[str, Any] = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
+    subprocess.run(
+        [f"{home}/initdb", "-D", folder / "data", "-U", "tuner", "-A", "trust", "--no-sync"], check=True, **run
+    )
+    settings = ["-h", "127.0.0.1", "-p", str(port), "-k", folder, "-c", "fsync=off"]
+    log = (folder / "log").open("wb")
+    server = subprocess.Popen([f"{home}/postgres", "-D", folder / "data", *settings], **{**run, "stderr": log})
     try:
+        for _ in range(300):
+            try:
+                psycopg2.connect(host="127.0.0.1", port=port, user="tuner", dbname="postgres").close()
+                break
+            except psycopg2.OperationalError:  # it starts
+                time.sleep(0.1)
         yield f"postgresql+psycopg2://tuner@127.0.0.1:{port}/postgres"
     finally:
-        subprocess.run([*control, "-m", "fast", "stop"], **run)
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+        log.close()
 
 
 @POSIX
