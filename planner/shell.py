@@ -76,14 +76,13 @@ def _command(words: list[Word], variables: Variables) -> Line | None:
     """Carry out the assignments of one command and expand its words; None when nothing is left of it."""
     while words and len(words[0]) == 1 and words[0][0].text in _KEYWORDS and not words[0][0].quote:
         words = words[1:]
-    if words and words[0] == [Piece("export", "")]:
-        words = [word for word in words[1:] if not _text(word).startswith("-")]
-        for word in words:
-            _assign(word, variables, variables.values)
-        return None
     front: dict[str, list[str]] = {}
     while words and _assign(words[0], variables, front):
         words = words[1:]
+    if words and words[0] == [Piece("export", "")]:
+        for word in words[1:]:
+            _assign(word, variables, variables.values)
+        words = []
     if not words:
         variables.values |= front
         return None

@@ -113,11 +113,6 @@ def _print(console: Console, found: Checked) -> None:
     console.print(bar(console, estimate))
     word = "ends in" if estimate.verdict == "no" else "decided in"
     console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}", markup=False)
-    if found.outcome.in_pieces:
-        console.print(
-            "torch's allocator as it comes reserves more than this, and gives it back where memory is short",
-            markup=False,
-        )
     console.print()
     console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
     console.print(

@@ -77,7 +77,7 @@ def clip_as_loaded(run: Run) -> None:
     nbytes = 4 * RGB * grid["B"] * frames * pixels
     clip = run.add(run.encode, nbytes, "batch", "pixels as loaded", at=0)
     coming = run.add(run.optimizer_first, nbytes, "batch", "pixels of the next batch")
-    run.left.append(clip)
+    run.left = [*run.left, clip]  # not in place: a search's runs share the list
     run.free(run.optimizer_first, [clip, coming])
     run.free(run.optimizer, [clip])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner import catalog
 from planner.dialects import flags
@@ -66,7 +67,12 @@ def gather(script: Script) -> Given | None:
     if not found:
         return None
     told, notes = launched(found[-1], script, {})
-    return given_flags("diffusers", found[-1], told, [*script.notes, *notes])
+    words = list(found[-1].arguments)
+    for at, word in enumerate(words):  # the scripts take its value in any case
+        if word == "--optimizer" and at + 1 < len(words):
+            words[at + 1] = words[at + 1].lower()
+    program = replace(found[-1], arguments=tuple(words))
+    return given_flags("diffusers", program, told, [*script.notes, *notes])
 
 
 def _is_video(settings: Settings) -> bool:

@@ -149,8 +149,9 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if settings.get("--low_vram"):
-        yield f"--low_vram moves VAE and text encoder only; the transformer and the optimizer never move ({AT})"
-        yield "everything is put on the GPU together at the start, before --low_vram moves anything"
+        yield "--low_vram moves VAE and text encoder only; the transformer and the optimizer never move"
+    if settings.get("--low_vram") and settings["script"] in (FULL, LORA):
+        yield f"{AT}: everything is put on the GPU together at the start, before --low_vram moves anything"
     if "--video_sample_n_frames" not in settings:
         yield "17 frames, the default of --video_sample_n_frames"
     if "--train_batch_size" not in settings:

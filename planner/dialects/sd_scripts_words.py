@@ -274,7 +274,10 @@ def _say_validation(fields: Fields) -> Settings:
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if settings.get("--highvram"):
-        yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
+        yield Remark(
+            "--highvram",
+            "it only keeps the cache while latents are cached: training needs the same, as with --xformers",
+        )
     if settings.get("--xformers"):
         yield Remark("--xformers", "FLUX has no xformers path here: its attention is torch's sdpa either way")
     if fields["swap_blocks"] and fields["gradient_checkpointing"] == "offload":

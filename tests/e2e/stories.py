@@ -126,7 +126,7 @@ def applied(command: str, change: tuple[str, ...] | list[str]) -> str:
             launcher, _, rest = part.partition(" scripts/")
             command = command.replace("accelerate launch", launcher, 1).rstrip() + f" {rest.partition('... ')[2]}\n"
         elif part.startswith("export "):
-            command = f"{part.removeprefix('export ')} {command}"
+            command = f"{part}\n{command}" if "\n" in command.strip() else f"{part.removeprefix('export ')} {command}"
         else:
             assert part.startswith("--"), part
             command = f"{command.rstrip()} {part}\n"
