@@ -52,6 +52,17 @@ def suggest(model: str | None = None, **options: Any) -> dict[str, Any]:
     return _ask("suggest", model, options)
 
 
+def preflight(plan: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+    """Whether a plan can start on this machine as it is now: what `vplan preflight --json` prints, or a VplanError.
+
+    For the first lines of anybody's training script; options are those of the command line:
+
+        import vplan
+        vplan.preflight("plan.toml", data="clips", wait="10m")
+    """
+    return _ask("preflight", None, {"plan": os.fspath(plan), **options})
+
+
 def command(*arguments: str) -> list[str]:
     """The command that starts vplan as a process of this Python, by path, so that no folder can stand in its way."""
     return [sys.executable, os.path.join(HOME, "vplan.py"), *arguments]

@@ -91,9 +91,7 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 
-def _not_applied(
-    profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine
-) -> Iterator[tuple[str, str]]:
+def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
     if machine.world > 1:
         yield f"training on {machine.world} GPUs", "write gpus = 1, nodes = 1"

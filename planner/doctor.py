@@ -24,7 +24,7 @@ import pynvml
 
 import profiles
 import vplan
-from planner import catalog, home
+from planner import catalog, home, monitor
 from planner.errors import VplanError
 from planner.units import GIB
 
@@ -88,9 +88,35 @@ def gpus() -> tuple[Facts, list[Facts]]:
         pynvml.nvmlShutdown()
 
 
-def _card(index: int) -> Facts:
+def visible() -> tuple[Facts, list[Facts]]:
+    """The same of the cards that CUDA shows a process started here, in its order: `CUDA_VISIBLE_DEVICES` may name some,
+    by number or by UUID, MIG slices too. What stands behind one that is not there does not count, as CUDA has it.
+
+    NVML counts from the bus; so does CUDA with CUDA_DEVICE_ORDER=PCI_BUS_ID, and among like cards.
+    """
+    driver, cards = gpus()
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if said is None or driver["error"]:
+        return driver, cards
+    found: list[Facts] = []
+    pynvml.nvmlInit()
+    try:
+        for word in filter(None, (word.strip() for word in said.split(","))):
+            handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, word) if word[:4] in ("GPU-", "MIG-") else None
+            if word.isascii() and word.isdigit() and int(word) < len(cards):
+                found.append(cards[int(word)])
+            elif handle is not None:
+                found.append(_card(len(found), handle))
+            else:
+                break
+    finally:
+        pynvml.nvmlShutdown()
+    return driver, found
+
+
+def _card(index: int, handle: Any = None) -> Facts:
     """One card. A number that this card or driver does not tell is null."""
-    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index) if handle is None else handle
     if handle is None:
         return {"index": index, "name": None}
     memory = _memory(handle)
@@ -138,10 +164,7 @@ def _known_as(name: str, total_bytes: int | None, ecc: bool | None) -> str | Non
 
 def _processes(handle: Any) -> list[Facts]:
     """Who holds memory of a card, as far as it can be seen from here: containers and Windows hide some of it."""
-    found: dict[int, int | None] = {}
-    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        for process in _ask(ask, handle) or ():
-            found[process.pid] = process.usedGpuMemory
+    found: dict[int, int | None] = _ask(monitor.processes, handle) or {}
     return [{"pid": pid, "name": _process_name(pid), "used_bytes": used} for pid, used in sorted(found.items())]
 
 
@@ -218,17 +241,46 @@ def in_container() -> bool:
 
 
 def host_ram() -> Facts:
-    """Host RAM and swap, bytes; `limit_bytes` is the container's or service's own limit, where there is one."""
+    """Host RAM and swap, bytes; `limit_bytes` is the container's, service's or job's own limit, where there is one.
+
+    What is available is so under that limit too.
+    """
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    limit = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    limited = int(limit) if limit.strip().isdigit() and int(limit) < memory.total else None
+    groups = [group for group in _control_groups() if group["limit_bytes"] < memory.total]
     return {
         "total_bytes": memory.total,
-        "available_bytes": memory.available,
-        "limit_bytes": limited,
+        "available_bytes": max(0, min([memory.available, *(group["free_bytes"] for group in groups)])),
+        "limit_bytes": min((group["limit_bytes"] for group in groups), default=None),
         "swap_total_bytes": swap.total,
         "swap_free_bytes": swap.free,
     }
+
+
+GROUPS, OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
+
+
+def _control_groups() -> list[dict[str, int]]:
+    """Limits of the control groups this process is in, from its own (a Slurm job's, a service's) to the root.
+
+    Both versions (Linux Documentation: cgroup-v1/memory.rst, cgroup-v2.rst). Pages of files (`inactive_file`) are given
+    back when memory is wanted, so they count as free.
+    """
+    found = []
+    for line in _read(OWN_GROUPS).splitlines():
+        _, names, place = line.split(":", 2)
+        if names in ("", "memory"):
+            root, limit, use = (
+                (GROUPS, "memory.max", "memory.current")
+                if not names
+                else (f"{GROUPS}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            )
+            for group in (place, *map(str, Path(place).parents)):
+                said, used = _read(f"{root}{group}/{limit}").strip(), _read(f"{root}{group}/{use}").strip()
+                if said.isdigit():
+                    files = re.search(r"^(?:total_)?inactive_file (\d+)", _read(f"{root}{group}/memory.stat"), re.M)
+                    held = int(used or 0) - (int(files[1]) if files else 0)
+                    found.append({"limit_bytes": int(said), "free_bytes": int(said) - held})
+    return found
 
 
 def _read(path: str) -> str:

@@ -15,11 +15,15 @@ from planner.errors import NotRecordedError, VplanError, quoted
 from planner.estimate import estimate
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
-from planner.plan import Estimate, Plan
+from planner.plan import Estimate, Plan, plan_to_toml
 from planner.record import Record
 from planner.rules import check, resolve
 from planner.shapes import check_blocks, check_job
+from planner.slurm import slurm_script
 from planner.units import format_gib
+
+SLURM = "slurm"
+"""A target that is no trainer: a batch script that runs `vplan train`."""
 
 MOST_TRIES = 40
 """Estimates that looking for a nearest plan that fits may take."""
@@ -46,12 +50,14 @@ class Exported:
     def start(self) -> str:
         """The command that starts it."""
         name = list(self.files)[-1]
+        if self.trainer == SLURM:
+            return f"sbatch {name}"
         return f"bash {name}" if name.endswith(".sh") else name
 
 
 def targets() -> tuple[str, ...]:
     """Names that a plan can be exported to."""
-    return tuple(sorted(name for name, dialect in dialects.spoken().items() if dialect.files is not None))
+    return (*sorted(name for name, dialect in dialects.spoken().items() if dialect.files is not None), SLURM)
 
 
 def fields_of(plan: Plan) -> Fields:
@@ -61,6 +67,33 @@ def fields_of(plan: Plan) -> Fields:
     found |= {name: getattr(strategy, name) for name in Strategy.model_fields}
     version = plan.trainer.partition("@")[2]
     return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes, "version": version}
+
+
+def idle(plan: Plan) -> frozenset[str]:
+    """Fields that say nothing in this plan, whatever they are: a trainer that does otherwise does the same."""
+    found: set[str] = set()
+    if plan.strategy.sharding != "ddp":
+        found.add("grad_buckets")
+    if plan.job.method != "lora":
+        found |= {"adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"}
+    if catalog.model(plan.job.model).experts == 1:
+        found |= {"experts", "inactive_expert"}
+    return frozenset(found)
+
+
+def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
+    """What the trainer is told for this plan, and the fields that says; a NotSaidError names what it cannot express
+    and that matters."""
+    fields, nothing = fields_of(plan), idle(plan)
+    for _ in fields:
+        try:
+            return interface.write(dialect, fields), fields
+        except NotSaidError as error:
+            matters = [each for each in error.refused if each.field not in nothing]
+            if matters:
+                raise NotSaidError(*matters) from None
+            fields = fields | {each.field: each.instead for each in error.refused}
+    raise AssertionError(f"{dialect.name} has no way to say what it does instead")
 
 
 def plan_with(plan: Plan, wanted: Fields) -> Plan:
@@ -94,6 +127,8 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
 def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     """The files that make a trainer do this plan. What it cannot express is a VplanError that offers the nearest plan
     that it can; with `take_nearest` that one is exported. One that does not fit as that trainer trains is exit 3."""
+    if name == SLURM:
+        return _slurm(plan)
     dialect = dialects.dialect(name)
     if dialect.files is None:
         raise VplanError(f"plans are not exported to {name}", f"write one of {', '.join(targets())}")
@@ -101,7 +136,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     before = fields_of(plan)
     plan = plan_with(plan, before)
     try:
-        interface.write(dialect, before)
+        settings, fields = said_by(dialect, plan)
     except NotSaidError as error:
         faults = "; ".join(each.message for each in error.refused)
         if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
@@ -109,21 +144,29 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
             raise VplanError(f"{dialect.title} cannot do this plan: {faults}", fix) from None
         near = nearest(dialect, plan)
         after = fields_of(near)
-        changed = {field: after[field] for field in after if after[field] != before[field]}
+        changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
         if not take_nearest:
             raise VplanError(f"{dialect.title} cannot do this plan: {faults}", _offer(near, changed, name)) from None
-        plan = near
+        plan, (settings, fields) = near, said_by(dialect, near)
     found = priced(plan, name)
     if found is not None and found.verdict == "no":
         fault = f"it does not fit as {dialect.title} trains it: {format_gib(found.low_bytes)} at least"
         raise VplanError(fault, _that_fits(dialect, plan, name), 3)
-    settings = interface.write(dialect, fields_of(plan))
     own = dialects.module(name)
-    carried = compose.carried(dialect, settings, getattr(own, "CARRIES", None))
+    carried = compose.carried(dialect, settings, getattr(own, "CARRIES", None), fields)
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
     left = getattr(own, "left_to_the_script", None)
     done = Plan.of(found, trainer=name) if found else plan
     return Exported(name, done, files, carried, left(plan) if left else {}, changed)
+
+
+def _slurm(plan: Plan) -> Exported:
+    """The plan's own file, and a batch script that trains it with vplan."""
+    found = priced(plan, "vplan")
+    words = ["vplan", "train", "plan.toml", "--data", "data/my_set", "--output", "run", "--weights", "models/weights"]
+    script = slurm_script(plan, words, log="slurm-%j.log", ram_bytes=found.host_ram_bytes if found else None)
+    done = Plan.of(found) if found else plan
+    return Exported(SLURM, done, {"plan.toml": plan_to_toml(done), "job.sh": script}, {})
 
 
 def _headed(path: str, text: str, carried: dict[str, tuple[str, ...]]) -> str:
@@ -160,8 +203,8 @@ def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
             return None
         wanted = fields_of(plan) | changes
         try:
-            interface.write(dialect, wanted)
             changed = plan_with(plan, wanted)
+            said_by(dialect, changed)
         except (NotSaidError, VplanError):  # it cannot be said, or contradicts what the plan has
             continue
         found = priced(changed, dialect.name)
@@ -249,8 +292,3 @@ def expressed_table(names: Sequence[str]) -> dict[str, dict[str, str]]:
             rows.setdefault(field_name, {})[name] = words
     order = [*Job.model_fields, *Strategy.model_fields]
     return {name: rows[name] for name in order if name in rows}
-
-
-def settings_of(plan: Plan, name: str) -> Settings:
-    """What a trainer is told for this plan; raises a NotSaidError."""
-    return interface.write(dialects.dialect(name), fields_of(plan))

@@ -28,6 +28,7 @@ class Follower:
         self.last: dict[str, Any] | None = None
         self.peaks: dict[str, int] = {}
         self.warnings: list[str] = []
+        self._warned: set[str] = set()
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._inode = path.stat().st_ino if path.is_file() else None
         self._read = path.stat().st_size if path.is_file() else 0
@@ -74,13 +75,22 @@ class Follower:
             if line[name] is not None:
                 self.peaks[name] = max(self.peaks.get(name, 0), line[name])
         peak = self.peaks.get("device_bytes", 0)
-        if self.high_bytes is not None and peak > self.high_bytes and not self.warnings:
+        if self.high_bytes is not None and peak > self.high_bytes:
             said = f"step {line['step']} took {format_gib(peak)} on the device, and the plan expects at most"
-            self.warnings.append(f"{said} {format_gib(self.high_bytes)}")
-            click.echo(f"warning: {self.warnings[-1]}", err=True)
+            self._warn("peak", f"{said} {format_gib(self.high_bytes)}")
+        if line.get("retries") and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
+            said = f"step {line['step']} made the allocator empty its cache {line['retries']} times"
+            self._warn("retries", f"{said}: the run is at the edge of the card, and slower for it")
         self._bar.update(self._task, completed=line["step"], description=self._words(line))
         if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
             click.echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Says it at once, and once of its kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warnings.append(text)
+            click.echo(f"warning: {text}", err=True)
 
     @property
     def step_seconds(self) -> float | None:

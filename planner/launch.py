@@ -5,27 +5,32 @@ all they started are gone when `run` returns, also when it ends by an error or a
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import contextlib
 import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import vplan
-from planner import catalog, doctor
-from planner.errors import NotRecordedError, VplanError
-from planner.estimate import estimate
-from planner.library import facts
-from planner.plan import Estimate, Plan
+from planner.errors import VplanError
+from planner.plan import Plan
 from planner.probe import LIBRARIES
 from planner.process import Ended, read_json, watch_worker, write_json
 from planner.record import Count, CountOrZero, Flag, Positive, Record
-from planner.units import format_gib
+from planner.units import KIB
 
 REQUEST, METRICS, LOG = "request.json", "metrics.jsonl", "log.txt"
 RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
+FULL_BYTES = 64 * KIB
+"""Less than this free is a full disk."""
 NAN, OUT_OF_MEMORY = 73, 75
 """Exit codes of a rank. What happened is in its result file; these are for whoever reads the launcher's log."""
+
+TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
+"""Accelerate's (``accelerate.utils.LoggerType``), each called like the module it needs."""
 
 PORT = 29500
 """Where ranks of several machines meet (torchrun's default)."""
@@ -85,6 +90,7 @@ class Nodes(NamedTuple):
     rank: int = 0
     address: str | None = None
     """of the first one"""
+    port: int = PORT
 
 
 class Outcome(NamedTuple):
@@ -113,7 +119,7 @@ def command(plan: Plan, folder: Path, nodes: Nodes) -> list[str]:
     launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(machine.gpus)]
     if machine.nodes == 1:
         return [*launcher, "--standalone", *worker[1:]]
-    where = ["--master-addr", nodes.address or "127.0.0.1", "--master-port", str(PORT)]
+    where = ["--master-addr", nodes.address or "127.0.0.1", "--master-port", str(nodes.port)]
     return [*launcher, "--nnodes", str(machine.nodes), "--node-rank", str(nodes.rank), *where, *worker[1:]]
 
 
@@ -130,6 +136,22 @@ def run(request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
     """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
     folder = write_request(run_folder(Path(request.output), nodes), request)
     return _run(command(request.plan, folder, nodes), folder, request.device, tick)
+
+
+@contextlib.contextmanager
+def locked(output: Path, node: int = 0) -> Iterator[None]:
+    """Keeps a second run out of an output folder, which the nodes of one run share; however we end, it is let go."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (output / f".lock-{node}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise VplanError(f"another run is writing into {output}", "name another --output, or wait") from None
+        yield
 
 
 def run_folder(output: Path, nodes: Nodes) -> Path:
@@ -169,6 +191,9 @@ def outcome(folder: Path, ended: Ended) -> Outcome:
     if ended.returncode == 0 and told and all(result.get("outcome") == "ok" for result in told):
         return Outcome("ok")
     log = folder / LOG
+    if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
+        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        return Outcome("crash", f"the disk of {folder} is full", fix, 4)
     return Outcome("crash", f"{_cause(told, ended)}; its last words: {_last_words(log)}", f"read {log}", 4)
 
 
@@ -206,55 +231,5 @@ def check_installed(plan: Plan, log_with: str | None) -> None:
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"training this plan needs {package}", "install it: pip install 'vplan[train]'")
     if log_with and importlib.util.find_spec(log_with) is None:
-        raise VplanError(f"--log-with {log_with} needs {log_with}", f"install it: pip install {log_with}")
-
-
-def preflight(plan: Plan, device: str) -> tuple[Estimate | None, list[str]]:
-    """The estimate of a plan before it trains, and what to warn of; a VplanError (exit 3) when it does not fit.
-
-    With a GPU it must fit into what is free on each that will train. On the CPU nothing of a GPU is asked for; what
-    has no recording trains there all the same.
-    """
-    profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
-    try:
-        known = facts(plan.job, plan.strategy, plan.machine, profile, card)
-        found = estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
-    except NotRecordedError as error:
-        if device == "cuda":
-            raise
-        return None, [f"not estimated: {error.message}"]
-    if found.verdict == "no":
-        fault = f"the plan does not fit: {format_gib(found.low_bytes)} at least, and {card.title} gives"
-        if found.limit == "host":
-            fault = f"the plan needs {format_gib(found.host_ram_bytes)} of host RAM, and it has"
-            raise VplanError(f"{fault} {format_gib(plan.machine.host_ram or 0)}", _suggest(plan), 3)
-        raise VplanError(f"{fault} {format_gib(found.budget_bytes)}", _suggest(plan), 3)
-    warnings = [f"it is tight: up to {format_gib(found.high_bytes)}"] if found.verdict == "tight" else []
-    if device == "cuda":
-        warnings += _on_this_machine(plan, found)
-    return found, warnings
-
-
-def _on_this_machine(plan: Plan, found: Estimate) -> Iterator[str]:
-    """What stands against an estimate on the cards that are here, as they are now."""
-    driver, cards = doctor.gpus()
-    if driver["error"]:
-        fix = "train where one is; `--device cpu` is for tiny models"
-        raise VplanError(f"training needs a GPU, and NVML says {driver['error']}", fix)
-    if len(cards) < plan.machine.gpus:
-        raise VplanError(f"the plan is for {plan.machine.gpus} GPUs, and this machine has {len(cards)}", _suggest(plan))
-    for number, card in enumerate(cards[: plan.machine.gpus]):
-        free = card.get("free_bytes")
-        if free is None:
-            yield f"GPU {number} does not say how much of it is free"
-        elif found.low_bytes > free:
-            fault = (
-                f"GPU {number} has {format_gib(free)} free, and the plan needs {format_gib(found.low_bytes)} at least"
-            )
-            raise VplanError(fault, "end what else runs there, or plan for less", 3)
-        elif found.high_bytes > free:
-            yield f"GPU {number} has {format_gib(free)} free, and the plan may need {format_gib(found.high_bytes)}"
-
-
-def _suggest(plan: Plan) -> str:
-    return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan that does"
+        package = log_with.replace("_", "-")
+        raise VplanError(f"--log-with {log_with} needs {package}", f"install it: pip install {package}")

@@ -300,8 +300,9 @@ def _cause(message: OomMessage) -> tuple[Cause, str]:
         return "unknown", "the message does not say what was free"
     free = free or 0
     if held is not None and held + free >= wanted:
-        pieces = f"in pieces too small for {message.requested_text}"
-        return "fragmentation", f"torch held {format_gib(held)} that no tensor used, {pieces}"
+        why = f"torch held {format_gib(held)} that no tensor used, in pieces too small for {message.requested_text}"
+        enough = "" if held >= wanted else f"; with the {format_gib(free)} that was free it would have been enough"
+        return "fragmentation", why + enough
     if message.others_bytes and free + (held or 0) + message.others_bytes >= wanted:
         return "others", f"other processes held {format_gib(message.others_bytes)} of the card"
     short = wanted - free - (held or 0)

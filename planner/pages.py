@@ -1,6 +1,6 @@
-"""The pages of the docs that are made from the profiles: `docs/models.md` and `docs/gpus.md`, as Markdown.
+"""The pages of the docs that are made from what we know: `docs/models.md`, `docs/gpus.md` and `docs/trainers.md`.
 
-`vplan models --markdown` and `vplan gpus --markdown` print them; a test holds the committed pages to that. They speak
+`vplan models --markdown`, `gpus` and `export` print them; a test holds the committed pages to that. They speak
 of what comes with vplan only, never of a user's own models.
 """
 
@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import profiles
 from planner import catalog
+from planner.dialects import interface
 from planner.facts import GpuProfile, ModelProfile
+from planner.job import Strategy
 from planner.units import MIB, gib
 
 
@@ -74,6 +76,57 @@ def _parts_row(model: ModelProfile) -> list[str]:
         layers += "; or " + _names(model.lora.wide)
     shrinks = f"{vae.temporal}x{vae.spatial}x{vae.spatial} to {vae.latent_channels} channels"
     return [f"`{model.name}`", layers, encoders or "none", f"`{vae.class_name}` ({size}): {shrinks}"]
+
+
+def trainers_page() -> str:
+    """What each trainer can be told of a plan, from the tables by which its commands are read and written."""
+    from planner import dialects
+
+    spoken = [dialect for name, dialect in dialects.spoken().items() if "@" not in name]
+    words = {dialect.name: interface.expressed(dialect) for dialect in spoken}
+    lines = [
+        "# Trainers",
+        "",
+        f"The {len(spoken)} trainers whose words vplan speaks. Made from `planner/dialects/` by",
+        "`vplan export --markdown`.",
+        "",
+        "*Read* is `vplan check`, *written* is `vplan export`. Flags and keys were read in their sources at the commit",
+        "named (`profiles/trainers/`), and what is written is held to them.",
+        "",
+        *_table(
+            ("trainer", "name", "read", "written", "source"),
+            [
+                [each.title, f"`{each.name}`", _yes(each.gather), _yes(each.files), _text(each.source)]
+                for each in spoken
+            ],
+        ),
+        "",
+        "## Strategy fields that each can express",
+        "",
+        "`+` can be told, with other values than one; `=` is always the same there; empty: its script decides.",
+        "",
+        *_table(
+            ("field", *(f"{dialect.name}" for dialect in spoken)),
+            [[f"`{name}`", *(_mark(words[each.name].get(name)) for each in spoken)] for name in Strategy.model_fields],
+        ),
+    ]
+    for dialect in spoken:
+        told = {name: text for name, text in words[dialect.name].items() if not text.startswith("always")}
+        always = {name: text for name, text in words[dialect.name].items() if text.startswith("always")}
+        lines += ["", f"## {dialect.title}", ""]
+        lines += _table(("field", "how"), [[f"`{name}`", _text(text)] for name, text in told.items()])
+        if always:
+            fixed = ", ".join(f"`{name}` {_text(text.removeprefix('always '))}" for name, text in always.items())
+            lines += ["", f"Always: {fixed}."]
+    return "\n".join([*lines, ""])
+
+
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
+
+
+def _mark(words: str | None) -> str:
+    return "" if words is None else "=" if words.startswith("always") else "+"
 
 
 def gpus_page() -> str:

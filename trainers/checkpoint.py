@@ -21,6 +21,7 @@ from torch import Tensor
 
 from planner import checkpoints
 from planner.errors import VplanError
+from planner.launch import FULL_BYTES
 from trainers.average import Average
 from trainers.parallel import Alone
 from trainers.weights import Weights
@@ -71,7 +72,7 @@ def save(folder: Path, engine: Alone, average: Average | None, manifest: dict[st
     names = list(engine.trainee.trainable)
     weights = gather(names, engine.whole)
     averages = gather(names, average.whole) if average else {}
-    _check_finite(weights, engine)
+    _check_finite(weights, engine, manifest["step"])
     rank = dist.get_rank() if dist.is_initialized() else 0
     if is_first():
         with _writing(partial):
@@ -101,13 +102,15 @@ def _writing(partial: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        if shutil.disk_usage(partial.parent).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
+            reason = "the disk is full"
+        shutil.rmtree(partial, ignore_errors=True)
         fix = "make room there and give the same command again: it goes on from the last checkpoint"
         raise VplanError(f"cannot write a checkpoint into {partial.parent}: {reason}", fix, 4) from error
 
 
-def _check_finite(weights: dict[str, Tensor], engine: Alone) -> None:
+def _check_finite(weights: dict[str, Tensor], engine: Alone, step: int) -> None:
     """The first rank has looked at all weights; the others hear of it."""
     device = next(iter(engine.trainee.trainable.values())).device
     strange = any(not bool(torch.isfinite(tensor).all()) for tensor in weights.values())
@@ -115,7 +118,7 @@ def _check_finite(weights: dict[str, Tensor], engine: Alone) -> None:
     if dist.is_initialized():
         dist.all_reduce(found, dist.ReduceOp.MAX)
     if found.item():
-        raise NotFiniteError("trained weights are no numbers any more")
+        raise NotFiniteError(f"after step {step} trained weights are no numbers any more")
 
 
 def trained_weights(checkpoint: Path) -> Weights:

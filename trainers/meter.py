@@ -1,4 +1,5 @@
-"""The counters of one phase after another: torch's allocator, NVML, host RAM. A new counter is a line in ``Meter``."""
+"""The counters of one phase after another: torch's allocator, NVML, host RAM. They come from observers, as
+``planner.monitor`` describes them; torch's own is here."""
 
 from __future__ import annotations
 
@@ -21,6 +22,36 @@ class Told(Protocol):
         """Adds facts."""
 
 
+class TorchMemory:
+    """What torch's allocator counted: its two peaks, and how often it emptied its cache (`retries`) or gave up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.missing = [] if device.type == "cuda" else ["allocated_bytes, reserved_bytes, retries, ooms: no GPU"]
+        self._before = self._counts()
+
+    def sample(self) -> None:
+        """The allocator keeps its peaks itself."""
+
+    def take(self) -> dict[str, int | None]:
+        """Since the last call; the peaks begin anew."""
+        if self.device.type != "cuda":
+            return dict.fromkeys(("allocated_bytes", "reserved_bytes", "retries", "ooms"))
+        found: dict[str, int | None] = {
+            "allocated_bytes": torch.cuda.max_memory_allocated(self.device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+        }
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before, self._before = self._before, self._counts()
+        return {**found, **{name: count - before[name] for name, count in self._before.items()}}
+
+    def _counts(self) -> dict[str, int]:
+        if self.device.type != "cuda":
+            return {}
+        stats = torch.cuda.memory_stats(self.device)
+        return {"retries": int(stats.get("num_alloc_retries", 0)), "ooms": int(stats.get("num_ooms", 0))}
+
+
 class Meter:
     """Counts one phase after another on one device and tells each as it begins and ends."""
 
@@ -28,6 +59,7 @@ class Meter:
         self.device = device
         self.watch = watch
         self.report = report
+        self.torch = TorchMemory(device)
         self.marks: list[tuple[str, float]] = []
         """(phase, microseconds since 1970 when it began)"""
 
@@ -36,21 +68,12 @@ class Meter:
         """Measures what runs inside; also when it ends in an error."""
         self.report.tell(phase=name)
         self.marks.append((name, time.time() * 1e6))
-        before = self._retries()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        if self.watch:
-            self.watch.take_peak()
+        self._take()
         try:
             yield
             self.synchronise()
         finally:
-            retries = self._retries()
-            self.report.told["phases"][name] = {
-                **self._peaks(),
-                "device_bytes": self.watch.take_peak() if self.watch else None,
-                "retries": None if retries is None or before is None else retries - before,
-            }
+            self.report.told["phases"][name] = self._take()
             self.report.tell(host_bytes=host_peak_bytes())
 
     def synchronise(self) -> None:
@@ -58,15 +81,5 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _peaks(self) -> dict[str, int | None]:
-        if self.device.type != "cuda":
-            return {"allocated_bytes": None, "reserved_bytes": None}
-        return {
-            "allocated_bytes": torch.cuda.max_memory_allocated(self.device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-        }
-
-    def _retries(self) -> int | None:
-        if self.device.type != "cuda":
-            return None
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+    def _take(self) -> dict[str, int | None]:
+        return {"device_bytes": None, **self.torch.take(), **(self.watch.take() if self.watch else {})}

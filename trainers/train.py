@@ -39,6 +39,7 @@ def run(request: Request, report: Report) -> int:
     """Trains, and tells how it ended; an error that nobody foresaw is the caller's."""
     from trainers.checkpoint import NotFiniteError
     from trainers.measure import out_of_memory
+    from trainers.store import NO_ROOM
 
     try:
         Training(request, report).train()
@@ -48,6 +49,12 @@ def run(request: Request, report: Report) -> int:
     except NotFiniteError as error:
         report.tell(outcome="nan", message=str(error))
         return NAN
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        report.tell(outcome="refused", message=f"the disk of {request.output} is full", fix=fix, exit_code=4)
+        return 4
     except (RuntimeError, MemoryError) as error:
         outcome = out_of_memory(error)
         if outcome is None:

@@ -9,28 +9,24 @@ from typing import Any
 import torch
 
 from planner.monitor import DeviceMemory
+from trainers.meter import TorchMemory
 
 
 class Watch:
     """The peaks since the last look: tensors, the allocator's segments, and the device as NVML sees it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.torch = TorchMemory(device)
         self.memory: DeviceMemory | None = None
         if device.type == "cuda":
             self.memory = DeviceMemory(str(torch.cuda.get_device_properties(device).uuid)).__enter__()
 
     def peaks(self) -> dict[str, int | None]:
         """Bytes of each counter; None where there is no GPU."""
-        if self.memory is None:
-            return {"allocated_bytes": None, "reserved_bytes": None, "device_bytes": None}
-        found = {
-            "allocated_bytes": torch.cuda.max_memory_allocated(self.device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-            "device_bytes": self.memory.take_peak(),
-        }
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return found
+        seen = self.memory.take() if self.memory else {}
+        counted = self.torch.take()
+        names = ("allocated_bytes", "reserved_bytes", "retries")
+        return {**{name: counted[name] for name in names}, "device_bytes": seen.get("device_bytes")}
 
     def close(self) -> None:
         """Ends the thread that samples."""

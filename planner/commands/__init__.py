@@ -23,6 +23,7 @@ VERBS = {
     "suggest": "The best way to train on a card, and what it saves and costs.",
     "estimate": "What one way of training needs, phase by phase.",
     "probe": "What a plan really takes, measured on this machine's GPU.",
+    "preflight": "Whether a plan can start on this machine as it is now.",
     "train": "Trains: a plan or a model, from clips to finished weights.",
     "check": "Where another trainer's command dies, and what to change.",
     "export": "A plan as another trainer's own files.",

@@ -14,8 +14,10 @@ from planner.commands import USAGE
 from planner.commands.answer import VERDICTS, bar, verdict_line
 from planner.commands.common import Verb, examples, json_option, output_option, show, table, verdict_exit_code
 from planner.commands.flags import field_options
+from planner.commands.oom import explained
 from planner.errors import VplanError
 from planner.job import Machine
+from planner.oom_message import render
 from planner.plan import Plan, write_plan
 from planner.script import Script, of_file, of_words
 from planner.units import format_gib, format_seconds, gib
@@ -34,10 +36,13 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
         "vplan check --gpu 80GB -- accelerate launch train.py --num_frames 81 ...",
         "vplan check train.sh --gpu 4x4090",
         "vplan check infer.py --gpu 24GB --json",
+        "vplan check --error train.log train.sh",
     ),
 )
 @click.argument("words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED)
 @click.option("--from-file", "path", metavar="FILE", help="The file with the command, as FILE alone.")
+@click.option("--error", metavar="FILE", help="A log with torch's out-of-memory message: what it was, and of which "
+              "tensor of the command, if there is one.")  # fmt: skip
 @click.option("--model", metavar="NAME", help="The model, where the command does not tell.")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")
@@ -47,15 +52,22 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 @field_options(Machine, without=("links", "unified"), show_defaults=False)
 @output_option("the plan that the command is")
 @json_option
-def command(words: tuple[str, ...], path: str | None, output: str | None, as_json: bool, **said: Any) -> int:
+def command(
+    words: tuple[str, ...], path: str | None, error: str | None, output: str | None, as_json: bool, **said: Any
+) -> int:
     """Say whether another trainer's command runs out of memory, in which phase, and what to change.
 
     Give the command behind `--`, or a file: a shell script, a trainer's TOML, YAML or JSON, or a Python file. It is
     read as text; nothing of it runs.
     """
-    script = _script(words, path)
+    script = None if error and not words and path is None else _script(words, path)
     strict, search = said.pop("strict"), not said.pop("no_fixes")
     told = {name: said.pop(name) for name in ("model", "frames", "height", "width")}
+    if error:
+        why = explained(error, script, told, said)
+        show(why.to_json(), as_json, lambda console: console.print("\n".join(render(why)), markup=False))
+        return 0
+    assert script is not None
     if not said.get("gpu"):
         raise VplanError("no card is named", "add --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
     dialect, given = dialects.recognise(script)

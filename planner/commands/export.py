@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        from planner.pages import trainers_page
+
+        click.echo(trainers_page(), nl=False)
+        context.exit()
+
+
 @click.command(
     cls=Verb,
     epilog=examples(
-        "vplan suggest wan2.1-t2v-14b --gpu 24GB --frames 81 -o plan.toml",
         "vplan export plan.toml --to musubi-tuner -o out",
+        "vplan export plan.toml --to diffusion-pipe -o out --nearest",
         "vplan export plan.toml --to accelerate -o out --json",
     ),
 )
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
               "accelerate's and DeepSpeed's configs for a script of your own.")  # fmt: skip
 @click.option("-o", "--output", required=True, metavar="DIR", help="Write the files into DIR.")
 @click.option("--nearest", is_flag=True, help="Where the trainer cannot do the plan, export the nearest it can do.")
+@click.option("--markdown", is_flag=True, is_eager=True, expose_value=False, callback=_page,
+              help="Print docs/trainers.md: what each trainer can be told of a plan.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace files that are there already.")
 @json_option
 def command(plan: str, name: str, output: str, nearest: bool, force: bool, as_json: bool) -> int:

@@ -148,7 +148,7 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
         @functools.wraps(function)
         def command(*, target: str | None, plan_path: str | None, **values: Any) -> Any:
             asked = _asked(target, plan_path, values)
-            others = {name: value for name, value in values.items() if name not in _FIELDS}
+            others = {name: value for name, value in values.items() if name not in FIELDS}
             return function(asked=asked, **others)
 
         flags = job_options(machine_options(strategy_options(searched=searched)(command)))
@@ -159,12 +159,12 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
 
 
 _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
-_FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
+FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
 
 def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> Asked:
     """Sort the typed flags into the three records, over those of the plan file."""
-    typed = {name: value for name, value in values.items() if name in _FIELDS and value is not None}
+    typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "a plan")
     elif target:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shlex
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from planner import catalog, checkpoints, doctor, launch
-from planner.applied import settled
+from planner import catalog, checkpoints, doctor, launch, preflight
+from planner.checks import FAILED
 from planner.commands import USAGE
+from planner.commands.batch import write_script
 from planner.commands.common import DONE, Verb, examples, json_option, show
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
 from planner.follow import Follower
+from planner.peers import Peers
 from planner.plan import Plan, read_plan, write_plan
 from planner.stepdown import difference, next_plan
 
@@ -40,6 +41,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
         "vplan train plan.toml --data clips --output run --weights Wan2.1-T2V-1.3B",
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
+        "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh",
     ),
 )
 @request_options(searched=True)
@@ -70,10 +72,19 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
 )
 @click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
-@click.option("--log-with", metavar="NAME", help="Also tell one of accelerate's trackers: tensorboard, wandb.")
+@click.option(
+    "--log-with",
+    type=click.Choice(launch.TRACKERS),
+    metavar="NAME",
+    help="Also tell one of accelerate's trackers: tensorboard, wandb, ...",
+)
 @click.option("--node-rank", type=click.IntRange(0), default=0, metavar="N", help="This computer's number, from 0.")
 @click.option("--main-address", metavar="HOST", help="The first computer's address, where there are --nodes.")
+@click.option(
+    "--main-port", type=click.IntRange(1, 65_535), default=launch.PORT, metavar="N", help="A free port there."
+)
 @click.option("--print-command", is_flag=True, help="Do all but start the ranks; print how to.")
+@click.option("--slurm", metavar="FILE", help="Train nothing: write a batch script that does, for sbatch.")
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
 )
@@ -91,40 +102,25 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VplanError(f"cannot make {quoted(output)}: {error.strerror}", "name another --output") from None
-    with locked(place, said["node_rank"]), contextlib.ExitStack() as stack:
+    with launch.locked(place, said["node_rank"]), contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
-        found = _plan(asked, place)
-        plan = settled(found, trained=True).replace(ladder=found.ladder)
+        found = _plan(asked, place, first=said["node_rank"] == 0)
+        plan = preflight.ready(found)
         stack.close()
         return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json)
 
 
-@contextlib.contextmanager
-def locked(output: Path, node: int = 0) -> Iterator[None]:
-    """Keeps a second run out of an output folder, which the nodes of one run share; however we end, it is let go."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    with (output / f".lock-{node}").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise VplanError(f"another run is writing into {output}", "name another --output, or wait") from None
-        yield
-
-
-def _plan(asked: Asked, output: Path) -> Plan:
+def _plan(asked: Asked, output: Path, first: bool) -> Plan:
     """The plan that was named, or the one a former call chose here, or the best one there is."""
     kept = output / PLAN
     if asked.plan is not None:
         request = asked.settle()
         plan = Plan(job=request.job, strategy=request.strategy, machine=request.machine, trainer=asked.trainer)
         if not asked.typed:
-            plan = plan.replace(ladder=asked.plan.ladder)
-        write_plan(plan, kept)
+            plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
+        if first:
+            write_plan(plan, kept)
         return plan
     if asked.model is None:
         raise VplanError(
@@ -181,11 +177,11 @@ class _Train:
         self.plan, self.data, self.output, self.said = plan, data, output, said
         self.device: Literal["cuda", "cpu"] = said["device"]
         self.notes: list[str] = []
-        self.nodes = launch.Nodes(said["node_rank"], said["main_address"])
+        self.nodes = launch.Nodes(said["node_rank"], said["main_address"], said["main_port"])
         machine = plan.machine
         if self.nodes.rank >= machine.nodes:
             raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
-        if machine.nodes > 1 and not self.nodes.address:
+        if machine.nodes > 1 and not self.nodes.address and not said["slurm"]:
             raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
         profile = catalog.model(plan.job.model)
         if said["weights"] is None and not profile.is_own:
@@ -194,17 +190,20 @@ class _Train:
 
     def run(self, as_json: bool) -> int:
         """Checks, prepares, trains, and says how it ended."""
+        if self.said["slurm"]:
+            return write_script(Path(self.said["slurm"]).expanduser(), self.plan, self.output, as_json)
         entries = self._entries()
         launch.check_installed(self.plan, self.said["log_with"])
-        estimate, warnings = launch.preflight(self.plan, self.device)
-        for warning in warnings:
-            self._note(f"warning: {warning}")
-        resume = self._resume()
-        if self.nodes.rank > 0:
-            self._wait_for(entries)
-        elif not entries.is_file():
-            self._raise_unless_ok(self._prepare(entries))
-        return self._train(entries, resume, estimate, as_json)
+        asked = preflight.Asked(device=self.device, output=self.output, keep=self.said["keep"])
+        report = preflight.preflight(self.plan, asked)
+        report.raise_fault()
+        for one in report.checks:
+            if one.level == "warning":
+                self._note(f"warning: {one.what}")
+        if self.plan.machine.nodes == 1 or self.said["print_command"]:
+            return self._train(entries, report.estimate, None, as_json)
+        with Peers(self.output, self.nodes.rank, self.plan.machine.nodes) as peers:
+            return self._train(entries, report.estimate, peers, as_json)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -214,13 +213,6 @@ class _Train:
         """The list of cached samples: the data folder's own where it is one, else the cache's."""
         own = self.data / ENTRIES
         return own if own.is_file() else self.output / CACHE / ENTRIES
-
-    def _wait_for(self, entries: Path) -> None:
-        """The first computer encodes for all, into the folder they share."""
-        if not entries.is_file():
-            self._note(f"waiting until the first computer has written {entries}")
-        while not entries.is_file():
-            time.sleep(1)
 
     def _prepare(self, entries: Path) -> launch.Outcome:
         wanted = launch.Preparation(
@@ -276,20 +268,30 @@ class _Train:
             log_with=said["log_with"],
         )
 
-    def _train(self, entries: Path, resume: Path | None, estimate: Estimate | None, as_json: bool) -> int:
+    def _train(self, entries: Path, estimate: Estimate | None, peers: Peers | None, as_json: bool) -> int:
         """Trains to the end, with the next plan of the ladder from the last checkpoint when memory runs out."""
-        output = self.output
-        begun = _steps_of(resume)
-        while True:
-            request = self._request(entries, resume)
+        output, first = self.output, self.nodes.rank == 0
+        resume = self._resume() if first else None
+        if first and not entries.is_file():  # for all computers
+            self._raise_unless_ok(self._prepare(entries))
+        begun: int | None = None
+        for attempt in itertools.count():
+            request = self._request(entries, resume) if first else self._told(peers, attempt, entries)
+            resume = Path(request.resume) if request.resume else None
+            begun = begun if attempt else _steps_of(resume)
             if self.said["print_command"]:
                 return self._print_command(request, as_json)
+            if peers and first:
+                peers.publish(attempt, request)
             high = estimate.high_bytes if estimate and self.device == "cuda" else None
             every, done = request.checkpoint_every, _steps_of(resume) or 0
             with Follower(output / launch.METRICS, request.steps, every, high, done) as follower:
-                ended = launch.run(request, self.nodes, follower.tick)
+                if peers:
+                    ended = peers.run(attempt, request, self.nodes, follower.tick)
+                else:
+                    ended = launch.run(request, self.nodes, follower.tick)
             self.notes += follower.warnings
-            if ended.name not in ("oom", "host-oom") or self.plan.machine.nodes > 1 or not self._step_down(ended):
+            if ended.name not in ("oom", "host-oom") or (first and not self._step_down(ended)):
                 break
             resume, _ = checkpoints.newest(output, request.run)
             estimate = None
@@ -308,6 +310,22 @@ class _Train:
         }
         show(answer, as_json, lambda console: _render(console, answer))
         return DONE
+
+    def _told(self, peers: Peers | None, attempt: int, entries: Path) -> launch.Request:
+        """What the first computer says to do, with this one's own paths to what they share."""
+        if peers is None:  # --print-command
+            return self._request(entries, None)
+        if attempt == 0:
+            self._note("waiting for the first computer")
+        request = peers.request(attempt)
+        if request is None:
+            why = peers.end_message() or "it has ended before its ranks began"
+            raise VplanError(f"the first computer has ended: {why}", "see what it says there", FAILED)
+        self.plan = request.plan
+        resume = str(self.output / checkpoints.FOLDER / Path(request.resume).name) if request.resume else None
+        return request.replace(
+            output=str(self.output), weights=self.weights, entries=str(entries), resume=resume, device=self.device
+        )
 
     def _print_command(self, request: launch.Request, as_json: bool) -> int:
         folder = launch.write_request(launch.run_folder(self.output, self.nodes), request)

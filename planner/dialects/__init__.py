@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TRAINERS = (
     "accelerate",
+    "ai-toolkit",
     "diffsynth",
     "diffusers",
     "diffusers-pipeline",

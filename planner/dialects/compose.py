@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planner.dialects.interface import Binding, Dialect, Settings, is_edit
+from planner.dialects.interface import Binding, Dialect, Fields, Settings, When, is_edit
 from planner.errors import VplanError
 from planner.job import Job, Strategy
 
@@ -37,17 +37,23 @@ def tree(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return found
 
 
-def carried(dialect: Dialect, settings: Settings, known: Carries | None = None) -> dict[str, tuple[str, ...]]:
+def carried(
+    dialect: Dialect, settings: Settings, known: Carries | None = None, fields: Fields | None = None
+) -> dict[str, tuple[str, ...]]:
     """Setting -> the Plan fields that it carries, as `job.frames`, of those that were written.
 
-    `known`: what a dialect says of settings whose binding has several fields.
+    `known`: what a dialect says of settings whose binding has several fields. `fields`: the plan's, from which the
+    settings were written; a binding may write more than it lists.
     """
     found = {}
-    for binding in dialect.bindings:
-        for setting in binding.settings:
+    for entry in dialect.table:
+        binding = entry.binding if isinstance(entry, When) else entry
+        applies = fields is not None and not (isinstance(entry, When) and fields[entry.field] not in entry.values)
+        written = binding.say(fields) if applies and fields is not None else {}
+        for setting in dict.fromkeys([*binding.settings, *written]):
             if setting in settings and not is_edit(setting):
-                fields = (known or {}).get(setting) or _carries(binding, setting, settings)
-                found[setting] = tuple(_whose(field) for field in fields)
+                own = (known or {}).get(setting) or _carries(binding, setting, settings)
+                found[setting] = tuple(_whose(field) for field in own)
     return found
 
 
@@ -58,7 +64,7 @@ def _carries(binding: Binding, setting: str, settings: Settings) -> tuple[str, .
     own = {name: value for name, value in settings.items() if name != setting}
     try:
         now, without = binding.of(settings), binding.of(own)
-    except VplanError:  # the setting cannot be left out
+    except (VplanError, KeyError):  # the setting cannot be left out
         return binding.fields
     return tuple(field for field in binding.fields if now[field] != without[field]) or binding.fields
 

@@ -76,7 +76,7 @@ class Script(NamedTuple):
     def parse(self, argv: Sequence[str]) -> Parsed:
         """A command line's words behind the script's name; a VplanError where the script itself would refuse them."""
         assert self.format == "argparse"
-        values, rest = _parser(self).parse_known_args(list(argv))
+        values, rest = _known_parser(self.trainer, self.path).parse_known_args(list(argv))
         return self._parsed(values, rest)
 
     def launch(self, argv: Sequence[str]) -> tuple[Parsed, list[str]]:
@@ -136,6 +136,11 @@ class _Parser(argparse.ArgumentParser):
 
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool}
 _SWITCHES = {"store_true": True, "store_false": False}
+
+
+@functools.lru_cache(maxsize=32)
+def _known_parser(trainer: str, path: str) -> argparse.ArgumentParser:
+    return _parser(next(one for one in scripts(trainer) if one.path == path))
 
 
 def _parser(script: Script) -> argparse.ArgumentParser:

@@ -237,7 +237,8 @@ def engine(
         said = of(settings | beside | context(fields))
         wrong = [name for name in ENGINE if said[name] != fields[name]]
         if wrong:
-            why = f"accelerate with {sharding} does it so ({ACCELERATE})"
+            how = f"accelerate with {sharding}" if sharding in SPLIT else "without an engine this trainer"
+            why = f"{how} does it so ({ACCELERATE})"
             raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
         return settings
 

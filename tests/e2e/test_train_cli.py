@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 import vplan  # noqa: E402
 from planner import checkpoints  # noqa: E402
@@ -34,6 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         made = runs.Place(root, "wan")
         write_plan(made.plan(), root / "plan.toml")
         write_plan(made.plan({"sharding": "ddp"}, gpus=2), root / "two.toml")
+        one_each = made.plan({"sharding": "ddp"}, gpus=2)
+        write_plan(one_each.replace(machine=Machine(gpu="24GB", nodes=2)), root / "nodes.toml")
         large = Job(model="wan2.1-t2v-14b", method="full", frames=81, height=480, width=832)
         write_plan(Plan(job=large, strategy=Strategy(), machine=Machine(gpu="24GB")), root / "large.toml")
         yield made
@@ -129,7 +134,7 @@ def test_a_plan_that_does_not_fit_is_not_begun(place: runs.Place, tmp_path: Path
 
 
 def test_a_second_run_in_the_same_folder_is_refused(place: runs.Place, tmp_path: Path) -> None:
-    from planner.commands.train import locked
+    from planner.launch import locked
 
     with locked(tmp_path):
         done = run(place, tmp_path)
@@ -160,18 +165,51 @@ def test_a_model_is_planned_for_first(place: runs.Place, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="limits of another process are Linux's")
-def test_out_of_memory_goes_on_with_the_next_plan(place: runs.Place, tmp_path: Path) -> None:
-    """The worker may take no more address space in the middle; what comes next recomputes, from the last checkpoint."""
-    output = tmp_path / "out"
-    said = words(place, output, "--steps", "120", "--checkpoint-every", "5", "--json")
-    process = subprocess.Popen(said, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: lines(output) >= 7, process)  # type: ignore[arg-type]
-    told = json.loads((output / "run" / "result-00000.json").read_text())
+def test_two_computers_train_what_one_does_and_go_on_together_when_memory_runs_out(
+    place: runs.Place, tmp_path: Path
+) -> None:
+    """The second one's rank may take no more address space in the middle: both go on with what recomputes, from the
+    last checkpoint, and the losses are those of one rank with the whole global batch."""
+    output, steps = tmp_path / "out", 60
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    asked = ["--steps", str(steps), "--checkpoint-every", "5", "--main-address", "127.0.0.1", "--main-port", port]
+    asked += ["--log-with", "tensorboard"]
+    both = [
+        subprocess.Popen(
+            words(place, output, *asked, "--node-rank", str(rank), "--json", plan="nodes.toml"),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (1, 0)
+    ]  # fmt: skip
+    for process in both:
+        wait_for(lambda: lines(output) >= 7, process)  # type: ignore[arg-type]
+    told = json.loads((output / "run-1" / "result-00001.json").read_text())
     psutil.Process(told["pid"]).rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
-    stdout, stderr = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, stderr
-    (note,) = [note for note in json.loads(stdout)["notes"] if "memory" in note]
+    second, first = (process.communicate(timeout=PATIENCE) for process in both)
+    assert [process.returncode for process in both] == [0, 0], first[1] + second[1]
+    (note,) = [note for note in json.loads(first[0])["notes"] if "memory" in note]
     assert "out of host memory at" in note and "gradient_checkpointing none -> full" in note
     assert read_plan(output / "plan.toml").strategy.gradient_checkpointing == "full"
     assert read_plan(output / "plan.before-0.toml").strategy.gradient_checkpointing == "none"
-    assert len(runs.losses(output)) == 120
+    alone = place.request(tmp_path / "alone", place.plan(batch_size=2), steps=steps, checkpoint_every=steps)
+    assert runs.train(alone)["outcome"] == "ok"
+    assert runs.losses(output) == pytest.approx(runs.losses(tmp_path / "alone"), abs=1e-5)
+    tracked = EventAccumulator(str(output / "vplan")).Reload().Scalars("loss")
+    assert {event.step: event.value for event in tracked} == pytest.approx(
+        dict(enumerate(runs.losses(output), start=1)), abs=1e-6
+    )
+
+
+def test_a_batch_script_repeats_what_was_typed(place: runs.Place, tmp_path: Path) -> None:
+    said = words(place, tmp_path / "out", "--nodes", "2", "--sharding", "ddp", "--skip-bad", "--seed", "5")
+    done = subprocess.run(
+        [*said, "--slurm", str(tmp_path / "job.sh"), "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    script = (tmp_path / "job.sh").read_text()
+    assert json.loads(done.stdout) == {"script": str(tmp_path / "job.sh"), "nodes": 2}
+    typed = f"--data {place.root / 'data'} --output {tmp_path / 'out'} --learning-rate 0.01 --seed 5 --skip-bad"
+    assert f"train {tmp_path / 'out' / 'plan.toml'} {typed} --device cpu)" in script
+    assert read_plan(tmp_path / "out" / "plan.toml").machine.nodes == 2

@@ -67,3 +67,17 @@ def test_clips_become_a_lora_file_with_one_rank_and_with_two(place: Path, tmp_pa
     pipe = diffusers.WanPipeline(transformer=transformer, **parts)
     pipe.load_lora_weights(tmp_path / "2" / "final")
     assert pipe.get_active_adapters()
+
+
+def test_preflight_holds_the_clips_against_the_plan(place: Path, tmp_path: Path) -> None:
+    """As another trainer's script asks it: one call, which answers or raises."""
+    answer = vplan.preflight(place / "1.toml", data=place / "clips", output=tmp_path, device="cpu")
+    assert answer["verdict"] == "go"
+    assert answer["data"]["samples"] == len(list((place / "clips").glob("*.mp4")))
+    assert answer["data"]["cache_bytes"] > 0
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "a.mp4").write_bytes(b"no video")
+    (tmp_path / "clips" / "a.txt").write_text("a thing")
+    with pytest.raises(vplan.VplanError, match=r"1 of 1 samples cannot be used: a\.mp4: corrupt video") as refused:
+        vplan.preflight(place / "1.toml", data=tmp_path / "clips", device="cpu")
+    assert refused.value.exit_code == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner import checkpoints  # noqa: E402
+from planner import checkpoints, launch  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import Request  # noqa: E402
+from planner.process import Ended  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers import checkpoint  # noqa: E402
 
@@ -120,6 +123,28 @@ def test_a_full_disk_leaves_the_earlier_ones(output: Path, place: runs.Place, mo
     assert {path: path.read_bytes() for path in (output / "checkpoints").rglob("*") if path.is_file()} == before
 
 
+def test_a_disk_that_fills_up_stops_the_run_with_a_line(place: runs.Place, tmp_path: Path) -> None:
+    """A real one: as long as there is room checkpoints are written, and those that were stay whole."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        told = runs.train(place.request(disk, steps=99, checkpoint_every=1, keep=99))
+        assert told["outcome"] == "refused" and told["exit_code"] == 4, told
+        assert "the disk is full" in told["message"] or "No space left" in told["message"]
+        assert "\n" not in told["message"] and "goes on from the last checkpoint" in told["fix"]
+        assert told["saved"] >= 1
+        found, faults = checkpoints.newest(disk, checkpoints.run_id(disk))
+        assert found is not None and found.name == f"step-{told['saved']:08d}" and not faults
+        with contextlib.suppress(OSError):  # what was half written is gone: there is room again
+            (disk / "rest").write_bytes(bytes(300 * 1024))
+        assert launch.outcome(disk, Ended(1)).message == f"the disk of {disk} is full"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_what_a_kill_leaves_behind_is_no_checkpoint_and_goes(output: Path, place: runs.Place) -> None:
     folder = output / "checkpoints"
     shutil.copytree(folder / "step-00000006", folder / ".partial-step-00000008")
@@ -199,5 +224,5 @@ def test_weights_that_are_no_numbers_are_never_written(
 
     monkeypatch.setattr(worker.Training, "_step", poisoned)
     told = runs.train(place.request(output, steps=8, resume=str(output / "checkpoints" / "step-00000006")))
-    assert told["outcome"] == "nan"
+    assert told["outcome"] == "nan" and "after step 8 " in told["message"]
     assert newest(output) == ("step-00000006", [])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 
@@ -187,6 +189,30 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_bytes(b"\xff")
     with pytest.raises(VplanError, match="UTF-8"):
         data.scan(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "setresuid"), reason="whoever may read what is Unix's")
+def test_a_file_that_may_not_be_read() -> None:
+    folder = Path(tempfile.mkdtemp())  # not pytest's own, which nobody else may enter
+    try:
+        folder.chmod(0o755)
+        for name in ("closed", "open"):
+            tiny.write_video(folder / f"{name}.mp4")
+            (folder / f"{name}.txt").write_text("a cat")
+        (folder / "closed.mp4").chmod(0)
+        data.scan(folder)  # all modules are loaded before
+        if os.geteuid() == 0:  # whom nothing is closed to
+            os.setresuid(65534, 65534, 0)
+        try:
+            found = data.scan(folder)
+        finally:
+            if os.getresuid()[2] == 0:
+                os.setresuid(0, 0, 0)
+        (fault,) = found.faults
+        assert fault.name == "closed.mp4" and "Permission denied" in fault.reason
+        assert [clip.name for clip in found.clips] == ["open.mp4"]
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_a_video_without_frames(tmp_path: Path) -> None:

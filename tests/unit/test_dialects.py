@@ -253,3 +253,23 @@ def test_a_saved_checkpoint_comes_back_when_it_is_wanted_and_ours_one_block_soon
 def test_other_models_in_diffsynth_have_no_such_table() -> None:
     run = done_by("diffsynth")
     assert run.host_bytes == 0 and not run.copies_shared_inputs
+
+
+# ---- diffusion-pipe and ai-toolkit
+
+
+def test_diffusion_pipe_keeps_what_rounding_withheld_from_16_bit_weights() -> None:
+    """A third state as large as the trained weights; none over fp32 adapters, and none for other optimizers."""
+    plain = laid_out(adapter_dtype="bf16")
+    kept = done_by("diffusion-pipe", adapter_dtype="bf16")
+    trained_bytes = sum(kept.sizes[buffer] for buffer in kept.named("gradient").values())
+    assert after(kept) - after(plain) == trained_bytes > 0
+    assert after(done_by("diffusion-pipe")) == after(laid_out())
+    assert after(done_by("diffusion-pipe", adapter_dtype="bf16", optimizer="lion")) == after(
+        laid_out(adapter_dtype="bf16", optimizer="lion")
+    )
+
+
+def test_ai_toolkit_reads_weights_into_host_ram_first() -> None:
+    assert done_by("ai-toolkit").loads_on_cpu and done_by("ai-toolkit").empty_cache_after_load
+    assert not laid_out().loads_on_cpu

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
 
 import vplan
 from planner import doctor
 from planner.findings import LEAST, Finding, findings
 from planner.units import GIB, MIB
+from tests.unit.drivers import H100, Driver
 
 KEYS = [
     "vplan",
@@ -32,15 +32,6 @@ KEYS = [
     "environment",
     "tapes",
     "findings",
-]
-TOLD = [
-    "Name",
-    "CudaComputeCapability",
-    "EccMode",
-    "MigMode",
-    "EnforcedPowerLimit",
-    "ComputeRunningProcesses",
-    "GraphicsRunningProcesses",
 ]
 
 
@@ -80,51 +71,8 @@ def test_torch_is_not_imported() -> None:
 # ---- cards
 
 
-class Driver:
-    """NVML as a machine with these cards answers it; a function a card lacks raises as NVML does."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cards: list[dict[str, Any]], cuda: int = 12080) -> None:
-        self.cards = cards
-        for name, answer in {
-            "nvmlInit": lambda: None,
-            "nvmlShutdown": lambda: None,
-            "nvmlSystemGetDriverVersion": lambda: "570.86.10",
-            "nvmlSystemGetCudaDriverVersion": lambda: cuda,
-            "nvmlDeviceGetCount": lambda: len(cards),
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetMemoryInfo": self.memory,
-            **{f"nvmlDeviceGet{key}": self.told(key) for key in TOLD},
-        }.items():
-            monkeypatch.setattr(pynvml, name, answer)
-
-    def memory(self, index: int, version: int | None = None) -> Any:
-        if (version is None) == ("v2" in self.cards[index]):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        if "v2" not in self.cards[index] and "v1" not in self.cards[index]:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return SimpleNamespace(**self.cards[index]["v2" if version else "v1"])
-
-    def told(self, key: str) -> Any:
-        def answer(index: int) -> Any:
-            if key not in self.cards[index]:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return self.cards[index][key]
-
-        return answer
-
-
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 NEW = dict.fromkeys(doctor.PACKAGES, "99.0")
-H100 = {
-    "Name": "NVIDIA H100 80GB HBM3",
-    "CudaComputeCapability": (9, 0),
-    "EccMode": (1, 1),
-    "MigMode": (0, 0),
-    "EnforcedPowerLimit": 700_000,
-    "ComputeRunningProcesses": [],
-    "GraphicsRunningProcesses": [],
-    "v2": {"total": 81_559 * MIB, "reserved": 560 * MIB, "used": 2 * MIB, "free": 80_997 * MIB},
-}
 
 
 def look(monkeypatch: pytest.MonkeyPatch, *cards: dict[str, Any], cuda: int = 12080, **changed: Any) -> list[Finding]:

@@ -17,7 +17,7 @@ from planner.dialects import accelerate, compose, flags, interface
 from planner.errors import VplanError
 from planner.export import export, fields_of, flags_of, plan_with, targets, write_files
 from planner.job import Job, Machine, Strategy
-from planner.plan import Plan, write_plan
+from planner.plan import Plan, read_plan, write_plan
 from planner.rules import check, resolve
 
 JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
@@ -198,3 +198,20 @@ def test_config_text_reads_back_as_it_was(tree: dict[str, Any]) -> None:
     comments = dict.fromkeys(tree, "job.frames")
     assert yaml.safe_load(compose.yaml(tree, comments, "head\nof two lines")) == tree
     assert tomllib.loads(compose.toml(tree, comments, "head")) == tree
+
+
+def test_what_says_nothing_here_is_no_reason_to_refuse() -> None:
+    """One GPU has no buckets, so it is all the same that DiffSynth's would be copies."""
+    asked = plan(1, adapter_dtype="bf16", grad_buckets="view")
+    done = export(asked, "diffsynth")
+    assert not done.changed and "accelerate launch" in list(done.files.values())[-1]
+    several = plan(4, adapter_dtype="bf16", grad_buckets="view")
+    with pytest.raises(VplanError, match="grad_buckets"):
+        export(several, "diffsynth")
+
+
+def test_a_batch_script_runs_the_plan_itself(tmp_path: Path) -> None:
+    done = export(plan(4, 2, sharding="zero-2"), "slurm")
+    write_files(done, tmp_path, False)
+    assert done.start == "sbatch job.sh" and "--gpus-per-node=4" in done.files["job.sh"]
+    assert read_plan(tmp_path / "plan.toml").strategy.sharding == "zero-2"

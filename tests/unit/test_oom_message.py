@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import catalog, library
+from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate import play
 from planner.job import Job, Machine, Strategy
@@ -163,6 +166,20 @@ def test_a_request_is_found_with_what_was_allocated_before_it() -> None:
     message = dataclasses.replace(parse(TORCH_2_0), requested_text="2.00 MiB", allocated_bytes=0)
     found = explain(message, [stage]).asked
     assert found and all(one.phase == "optimizer" for one in found)
+
+
+def test_check_reads_a_log_with_and_without_the_command(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"step 9\n{TORCH_2_0}\n")
+    words = ["check", "--error", str(log)]
+    alone = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)
+    assert alone["asked"] is None and alone["error"]["requested_bytes"] == GIB
+    launch = ["torchrun", "--nproc_per_node=1", "-m", "scripts.train_unet"]
+    told = CliRunner().invoke(cli, [*words, "--", *launch, "--unet_config_path", "configs/unet/stage1.yaml"])
+    assert told.exit_code == 0 and "decode: temporary" in told.stdout  # the card is the message's own capacity
+    log.write_text("all is well")
+    refused = CliRunner().invoke(cli, words)
+    assert refused.exit_code == 1 and refused.stderr.count("\n") == 2
 
 
 def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> None:

@@ -345,33 +345,6 @@ def test_all_plans_are_read_before_one_runs(measuring: list[int], tmp_path: Path
 # ---- the monitor
 
 
-def test_the_monitor_counts_from_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = iter([100, 700, *[300] * 10**6])
-    fake = SimpleNamespace(
-        NVMLError=OSError, NVMLError_FunctionNotFound=KeyError, NVMLError_ArgumentVersionMismatch=KeyError,
-        nvmlMemory_v2=2, nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: "580",
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetMemoryInfo=lambda handle, version: SimpleNamespace(used=next(used)),
-    )  # fmt: skip
-    monkeypatch.setattr(monitor, "pynvml", fake)
-    with monitor.DeviceMemory("1234") as watch:
-        assert watch.take_peak() == 600
-        assert watch.take_peak() == 200
-        _wait_for(lambda: watch.samples > 5)
-        assert watch.hertz is not None
-    assert (watch.base_bytes, watch.driver, watch.missing) == (100, "580", [])
-
-
-def test_the_monitor_says_what_it_could_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_driver() -> None:
-        raise monitor.pynvml.NVMLError_LibraryNotFound
-
-    monkeypatch.setattr(monitor.pynvml, "nvmlInit", no_driver)
-    with monitor.DeviceMemory("1234") as watch:
-        assert watch.take_peak() is None
-    assert watch.missing == ["device_bytes: NVML says NVML Shared Library Not Found"]
-
-
 def test_host_memory_is_this_process_s() -> None:
     resident = psutil.Process().memory_info().rss
     assert monitor.host_peak_bytes() >= 0.9 * resident

@@ -1,0 +1,34 @@
+"""`vplan check --error`: what a pasted out-of-memory message says, and which tensor of a job it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner import dialects
+from planner.check import settle
+from planner.documents import read_text
+from planner.errors import VplanError
+from planner.estimate import replayed
+from planner.library import facts
+from planner.oom_message import LONGEST, Explanation, explain, parse
+from planner.script import Script
+from planner.units import GIB
+
+
+def explained(path: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
+    """The message in a file; with a script also against its job, on the card that the message names by its capacity
+    where none is said."""
+    message = parse(read_text(Path(path), LONGEST))
+    if script is None:
+        return explain(message)
+    if not machine.get("gpu"):
+        if message.capacity_bytes is None:
+            raise VplanError("the message does not say the card's capacity, and no card is named", "add --gpu 80GB")
+        machine = {**machine, "gpu": f"{message.capacity_bytes / GIB:.2f}GiB"}
+    dialect, given = dialects.recognise(script)
+    case = settle(dialect, given, told, machine)
+    known = facts(case.job, case.strategy, case.machine, case.model, case.gpu)
+    _, played = replayed(case.job, case.strategy, case.machine, known, case.trainer)
+    return explain(message, played)

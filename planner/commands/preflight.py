@@ -1,0 +1,94 @@
+"""`vplan preflight`: whether a plan can start on this machine as it is now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner.cards import parse_wait
+from planner.commands import USAGE
+from planner.commands.common import DONE, Verb, examples, json_option, show, table
+from planner.errors import VplanError, quoted
+from planner.plan import read_plan
+from planner.preflight import Asked, Report, preflight, ready
+from planner.units import gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim", "ok": "green"}
+
+
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "vplan preflight plan.toml && sbatch job.sh",
+        "vplan preflight plan.toml --data clips --output run --wait 10m",
+        "vplan preflight plan.toml --probe --json",
+    ),
+)
+@click.argument("path", metavar="PLAN.toml", required=False)
+@click.option("--plan", "named", metavar="FILE", help="The same as PLAN.toml.")
+@click.option("--data", metavar="DIR", help="Also hold the clips of this folder against the plan's shapes.")
+@click.option("--output", metavar="DIR", help="Where the run will write.  [default: here]")
+@click.option("--keep", type=click.IntRange(1, 10**5), default=2, show_default=True, metavar="N", help="Checkpoints.")
+@click.option("--wait", default="0", metavar="TIME", help="Wait so long for memory to become free: 90s, 10m, 2h.")
+@click.option("--probe/--no-probe", default=False, help="Run a few real steps, when all else is well.")
+@click.option("--skip-bad/--no-skip-bad", default=False, help="Leave out clips that cannot be used.")
+@click.option(
+    "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu: all but the GPU.  [default: cuda]"
+)
+@json_option
+def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> int:
+    """Say whether a plan can start on this machine as it is now, and what stands against it.
+
+    Looks at the memory that is free on each card and who holds the rest, host RAM and its limits, disk, the versions
+    it was measured with, and the data. Exit code 0: it can start; 1: something is wrong; 3: it does not fit; 4: a
+    probe failed.
+    """
+    if (path is None) == (named is None):
+        raise VplanError("name one plan", "as vplan preflight plan.toml", USAGE)
+    plan = ready(read_plan(path or named or ""))
+    data, output = (Path(said[name]).expanduser() if said[name] else None for name in ("data", "output"))
+    if data is not None and not data.is_dir():
+        raise VplanError(f"there is no folder {quoted(str(data))}", "name the folder of your clips: --data DIR")
+    asked = Asked(
+        device=said["device"],
+        data=data,
+        output=output,
+        keep=said["keep"],
+        wait_seconds=parse_wait(said["wait"]),
+        skip_bad=said["skip_bad"],
+        probe=said["probe"],
+    )
+    report = preflight(plan, asked, lambda text: click.echo(text, err=True))
+    answer, fault = report.to_json(), report.fault
+    if as_json and fault:
+        click.echo(json.dumps({"error": {"message": fault.what, "fix": fault.fix}, **answer}, indent=2))
+        return fault.exit_code
+    show(answer, as_json, lambda console: _render(console, report))
+    if fault:
+        raise VplanError(fault.what, fault.fix, fault.exit_code)
+    return DONE
+
+
+def _render(console: Console, report: Report) -> None:
+    if report.need and report.need.phases:
+        free = [card["free_bytes"] for card in report.gpus if card["free_bytes"] is not None]
+        rows = [
+            (phase, f"{gib(nbytes):.2f}", *([f"{gib(min(free)):.2f}"] if free else []))
+            for phase, nbytes in report.need.phases.items()
+        ]
+        console.print(table(("phase", ">needs GiB", *([">free GiB"] if free else [])), rows))
+        console.print("")
+    for one in report.checks:
+        console.print(f"{one.level}:", style=STYLES[one.level], end=" ")
+        console.print(f"{one.name}: {one.what}", markup=False)
+        if one.fix and one.level in ("warning", "note"):
+            console.print(f"  fix: {one.fix}", markup=False)
+    if not report.fault:
+        console.print("")
+        console.print("it can start", style="bold green")

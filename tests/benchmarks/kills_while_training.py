@@ -1,0 +1,88 @@
+"""Fifty kills at random moments of training lose nothing that was finished.
+
+    python -m tests.benchmarks.kills_while_training [KILLS]
+
+Trains a tiny Wan with a checkpoint after every second step, kills the process at random, looks at every checkpoint it
+left (each must be whole and as it was), and goes on from the newest as `vplan train` does; then compares losses and
+weights with those of a run nobody killed, bit by bit. Needs vplan[train]; two minutes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+EVERY = 2
+STEPS_BETWEEN = 25
+"""About as many as a process gets through before it is killed; the run is as many times as long."""
+LONGEST_SECONDS = 4.0
+
+
+def main(kills: int) -> None:
+    random.seed(0)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        os.environ["VPLAN_HOME"] = str(root / "home")
+        import torch
+
+        torch.set_num_threads(1)
+        from planner import checkpoints
+        from tests.trainers import runs
+
+        place, output = runs.Place(root, "wan"), root / "killed"
+        said = {"steps": kills * STEPS_BETWEEN, "checkpoint_every": EVERY, "keep": 10**5}
+
+        def train(folder: Path) -> None:
+            newest, _ = checkpoints.newest(folder, checkpoints.run_id(folder))
+            told = runs.train(place.request(folder, resume=str(newest) if newest else None, **said))
+            assert told["outcome"] == "ok", told
+
+        def finished() -> dict[str, str]:
+            """Every checkpoint's manifest, which has the hashes of its files; all are read."""
+            found = {}
+            for folder in sorted((output / checkpoints.FOLDER).glob("step-*")):
+                checkpoints.check(folder, checkpoints.run_id(output))
+                found[folder.name] = checkpoints.sha256(folder / checkpoints.MANIFEST)
+            return found
+
+        def losses_so_far() -> int:
+            path = output / "metrics.jsonl"
+            return path.read_text().count("\n") if path.exists() else 0
+
+        output.mkdir()
+        (root / "alone").mkdir()
+        before: dict[str, str] = {}
+        hit, lost, torn, behind = 0, 0, 0, 0
+        while hit < kills:
+            process = multiprocessing.get_context("fork").Process(target=train, args=(output,))
+            process.start()
+            time.sleep(random.uniform(0.3, LONGEST_SECONDS))
+            process.kill()
+            process.join()
+            if process.exitcode == 0:
+                break
+            assert process.exitcode == -signal.SIGKILL
+            hit += 1
+            after = finished()
+            lost += sum(after.get(name) != manifest for name, manifest in before.items())
+            torn += any((output / checkpoints.FOLDER).glob(".partial-*"))
+            behind = max(behind, losses_so_far() - EVERY * len(after))
+            before = after
+        train(output)
+        train(root / "alone")
+        assert runs.losses(output) == runs.losses(root / "alone")
+        wanted, found = runs.tensors(root / "alone" / "final"), runs.tensors(output / "final")
+        assert wanted.keys() == found.keys() and all(torch.equal(found[key], one) for key, one in wanted.items())
+        print(f"{hit} kills, {torn} in the middle of a checkpoint (never taken), {len(before)} checkpoints finished")
+        print(f"finished checkpoints lost or changed: {lost}; at most {behind} steps had to be done again")
+        print(f"losses of {said['steps']} steps and the weights are those of a run nobody killed, to the last bit")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
