@@ -333,9 +333,8 @@ def changed_words(dialect: Dialect, before: Fields, after: Fields, fields: froze
     for name, value in new.items():
         if not name.startswith("launch:") and old.get(name) != value:
             yield _typed(name, value)
-    for name in old:
-        if name not in new:
-            yield f"without {name.rpartition(':')[2]}"
+    for name in old if not new else ():  # else what is said now stands for what was said
+        yield f"without {name.rpartition(':')[2]}"
 
 
 def _typed(name: str, value: object) -> str:

@@ -65,3 +65,9 @@ def say_engine(fields: Fields) -> Settings:
     if "--zero_stage" in settings:
         settings["--zero_stage"] = int(settings["--zero_stage"])
     return settings
+
+
+def swapped(blocks: int) -> int:
+    """Blocks in host RAM for --blocks_to_swap: half as many double blocks, and twice the rest of single ones, which are
+    half as large (library/flux_models.py enable_block_swap)."""
+    return blocks // 2 + (blocks - blocks // 2) * 2

@@ -36,10 +36,11 @@ from planner.dialects.parts import (
     usual,
     word_for,
 )
-from planner.dialects.sd_scripts_engine import AT, FULL, LORA, engine, say_engine
+from planner.dialects.sd_scripts_engine import AT, FULL, LORA, engine, say_engine, swapped
 from planner.documents import flat
 from planner.errors import VplanError
 from planner.plan import Plan
+from planner.rules import DEEPSPEED
 from planner.script import Script
 
 ONLY_LORA = frozenset({"lora"})
@@ -154,12 +155,6 @@ def _optimizer(settings: Settings) -> Fields:
 def _say_optimizer(fields: Fields) -> Settings:
     word = word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])
     return {"--optimizer_type": word} if word != "AdamW" else {}
-
-
-def swapped(blocks: int) -> int:
-    """Blocks in host RAM for --blocks_to_swap: half as many double blocks, and twice the rest of single ones, which are
-    half as large (library/flux_models.py enable_block_swap)."""
-    return blocks // 2 + (blocks - blocks // 2) * 2
 
 
 def _say_swap(fields: Fields) -> Settings:
@@ -288,6 +283,10 @@ FACTORED = ("--optimizer_type Adafactor", "--fused_backward_pass", "--max_grad_n
 ADAFACTOR_ARGS = '--optimizer_args "relative_step=False" "scale_parameter=False" "warmup_init=False"'
 
 
+def _several(fields: Fields) -> bool:
+    return int(fields["gpus"]) * int(fields["nodes"]) > 1
+
+
 def _full(fields: Fields) -> bool:
     return bool(fields["method"] == "full")
 
@@ -378,7 +377,7 @@ DIALECT = Dialect(
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits", said=_rate),
-        Move({"grad_buckets": "view"}, "free", when=lambda fields: fields["gpus"] * fields["nodes"] > 1),
+        Move({"grad_buckets": "view"}, "free", when=_several),
         Move(
             {"optimizer": "adafactor", "optimizer_step": "backward"},
             "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
@@ -387,6 +386,10 @@ DIALECT = Dialect(
         ),
         Move(
             {"swap_blocks": 0}, "blocks move for every step", values=tuple(swapped(count) for count in range(4, 36, 4))
+        ),
+        *(
+            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are split over the GPUs", when=_several)
+            for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
         ),
         Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits", when=lambda fields: not _full(fields)),
     ),
