@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import dialects
-from planner.check import Checked, Fix, check_case, settle
+from planner.case import settle
+from planner.check import Checked, Fix, check_case
 from planner.commands import USAGE
 from planner.commands.answer import VERDICTS, bar, verdict_line
 from planner.commands.common import Verb, examples, json_option, output_option, show, table, verdict_exit_code
@@ -113,11 +114,6 @@ def _print(console: Console, found: Checked) -> None:
     console.print(bar(console, estimate))
     word = "ends in" if estimate.verdict == "no" else "decided in"
     console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}", markup=False)
-    if found.outcome.in_pieces:
-        console.print(
-            "torch's allocator as it comes reserves more than this, and gives it back where memory is short",
-            markup=False,
-        )
     console.print()
     console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
     console.print(

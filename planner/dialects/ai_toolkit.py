@@ -6,11 +6,11 @@ trains. Its adapters are fp32 (jobs/process/BaseSDTrainProcess.py ``network.forc
 
 from __future__ import annotations
 
-from planner.dialects.ai_toolkit_words import DIALECT
+from planner.dialects.ai_toolkit_words import CARRIES, DIALECT
 from planner.dialects.shared import cache_emptied
 from planner.run import Run, Term
 
-__all__ = ["DIALECT", "TERMS"]
+__all__ = ["CARRIES", "DIALECT", "TERMS"]
 
 
 def loaded_on_the_cpu(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -10,6 +9,21 @@ from typing import Any
 from planner import catalog
 from planner.dialects import compose, flags
 from planner.dialects.adapters import note, on_all_linear
+from planner.dialects.ai_toolkit_data import (
+    ARCHES,
+    AT,
+    DATA,
+    MODEL,
+    NETWORK,
+    SAMPLE,
+    TRAIN,
+    model_of,
+    say_model,
+    say_shape,
+    say_validation,
+    shape_of,
+    validation_of,
+)
 from planner.dialects.interface import (
     Binding,
     Choice,
@@ -25,125 +39,12 @@ from planner.dialects.interface import (
     Several,
     When,
 )
-from planner.dialects.parts import EXPANDABLE, known_model, one_of, usual, word_for
+from planner.dialects.parts import EXPANDABLE, one_of, usual, word_for
 from planner.documents import flat
 from planner.errors import VplanError, quoted
-from planner.job import QUANTISED, Bucket, ValidationShape
+from planner.job import QUANTISED
 from planner.plan import Plan
 from planner.script import Script
-
-AT = "ai-toolkit 27a03a9"
-PROCESS = "config:config.process[0]."
-_MODEL, _TRAIN, _NETWORK = f"{PROCESS}model.", f"{PROCESS}train.", f"{PROCESS}network."
-_DATA, _SAMPLE = f"{PROCESS}datasets[0].", f"{PROCESS}sample."
-ARCHES: dict[str, tuple[str, str]] = {
-    "wan2.1-t2v-1.3b": ("wan21", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
-    "wan2.1-t2v-14b": ("wan21", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
-    "wan2.1-i2v-14b-480p": ("wan21_i2v", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"),
-    "wan2.1-i2v-14b-720p": ("wan21_i2v", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
-    "wan2.2-ti2v-5b": ("wan22_5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"),
-    "qwen-image": ("qwen_image", "Qwen/Qwen-Image"),
-    "qwen-image-edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit"),
-    "flux.1-dev": ("flux", "black-forest-labs/FLUX.1-dev"),
-    "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
-    "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
-    "z-image": ("zimage", "Tongyi-MAI/Z-Image-Turbo"),
-    "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
-}
-"""Model -> ``arch`` and what ``name_or_path`` is in its examples."""
-
-
-def _model_of(given: Settings) -> Fields:
-    arch = str(given.get(f"{_MODEL}arch") or "").partition(":")[0]
-    path = given.get(f"{_MODEL}name_or_path")
-    candidates = [name for name, (own, _) in ARCHES.items() if own == arch]
-    by_path = next((name for name, (_, own) in ARCHES.items() if own == path), None)
-    named = given.get("model") or by_path or known_model(path)
-    model = named if named in (candidates or ARCHES) else next(iter(candidates), None)
-    if model is None:
-        raise VplanError(f"model.arch {quoted(arch)} is not priced here", f"we price {', '.join(ARCHES)}")
-    return {"model": model}
-
-
-def _say_model(fields: Fields) -> Settings:
-    model = fields["model"]
-    if model not in ARCHES:
-        why = f"of our models it trains {', '.join(ARCHES)}"
-        raise NotSaidError(Inexpressible("model", model, next(iter(ARCHES)), why))
-    arch, path = ARCHES[model]
-    return {f"{_MODEL}arch": arch, f"{_MODEL}name_or_path": path}
-
-
-# ---- shapes: sides of squares, whose area a sample of any other shape gets
-
-
-def _shape_of(given: Settings) -> Fields:
-    sides = given.get(f"{_DATA}resolution", 512)
-    frames = int(given.get(f"{_DATA}num_frames", 1))
-    step = catalog.model(_model_of(given)["model"]).shape.size_multiple  # buckets are made of multiples
-    sizes = sorted(int(side) // step * step or step for side in (sides if isinstance(sides, list) else [sides]))
-    shapes = tuple(Bucket(frames=frames, height=side, width=side) for side in sizes)
-    batch = int(given.get(f"{_DATA}batch_size") or given.get(f"{_TRAIN}batch_size") or 1)
-    shape = {"frames": frames, "height": sizes[-1], "width": sizes[-1], "batch_size": batch}
-    return {**shape, "buckets": shapes if len(shapes) > 1 else ()}
-
-
-def _say_shape(fields: Fields) -> Settings:
-    buckets = fields["buckets"]
-    if buckets:
-        why = "resolutions are a list of sides"
-        raise NotSaidError(Inexpressible("buckets", buckets, (), why))
-    height, width = fields["height"], fields["width"]
-    if height != width:
-        step = catalog.model(fields["model"]).shape.size_multiple
-        side = max(step, math.isqrt(height * width) // step * step)
-        why = f"resolution is one side: samples of every shape get the area of {side}x{side}"
-        wrong = (Inexpressible(name, fields[name], side, why) for name in ("height", "width") if fields[name] != side)
-        raise NotSaidError(*wrong)
-    video = catalog.model(fields["model"]).kind == "video"
-    said: Settings = {f"{_DATA}resolution": [height], f"{_TRAIN}batch_size": fields["batch_size"]}
-    return said | ({f"{_DATA}num_frames": fields["frames"]} if video else {})
-
-
-def _validation_of(given: Settings) -> Fields:
-    """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``). Over a
-    quantised base none is recorded, so none is priced."""
-    if given.get(f"{_TRAIN}disable_sampling") or given.get(f"{_MODEL}quantize"):
-        return {"validation_mode": "off", "validation": None}
-    shape = _shape_of(given)
-    guided = float(given.get(f"{_SAMPLE}guidance_scale", 7)) > 1
-    sizes = {name: int(given.get(f"{_SAMPLE}{name}", 512)) for name in ("width", "height")}
-    rules = catalog.model(_model_of(given)["model"]).shape
-    sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
-    frames = int(given.get(f"{_SAMPLE}num_frames", 1))
-    frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
-    found = ValidationShape.read({"frames": frames, "cfg": guided, **sizes})
-    own = ValidationShape.read({name: shape[name] for name in ("frames", "height", "width")})
-    return {"validation_mode": "on", "validation": None if found == own else found}
-
-
-def _say_validation(fields: Fields) -> Settings:
-    mode, shape = fields["validation_mode"], fields["validation"]
-    own = ValidationShape.read({name: fields[name] for name in ("frames", "height", "width")})
-    if mode == "off":
-        if shape is not None:
-            raise NotSaidError(Inexpressible("validation", shape, None, "no sample is made"))
-        return {f"{_TRAIN}disable_sampling": True}
-    refused = []
-    if fields["weights_dtype"] in QUANTISED:
-        why = "samples over a quantised base are not priced"
-        raise NotSaidError(Inexpressible("validation_mode", mode, "off", why))
-    if mode == "offload":
-        refused.append(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
-    if shape == own:
-        refused.append(Inexpressible("validation", shape, None, "that is the job's own shape"))
-    if refused:
-        raise NotSaidError(*refused)
-    wanted = shape or own
-    said: Settings = {f"{_SAMPLE}width": wanted.width, f"{_SAMPLE}height": wanted.height}
-    said[f"{_SAMPLE}guidance_scale"] = 5 if wanted.cfg else 1
-    return said | {f"{_SAMPLE}num_frames": wanted.frames}
-
 
 # ---- numbers, adapters, encoders
 
@@ -159,14 +60,14 @@ DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16",
 
 
 def _formats_of(given: Settings) -> Fields:
-    dtype = one_of(DTYPES, "train.dtype")(given.get(f"{_TRAIN}dtype", "fp32"))
+    dtype = one_of(DTYPES, "train.dtype")(given.get(f"{TRAIN}dtype", "fp32"))
     weights = dtype
-    if given.get(f"{_MODEL}quantize"):
-        qtype = str(given.get(f"{_MODEL}qtype", "qfloat8")).partition("|")[0]
+    if given.get(f"{MODEL}quantize"):
+        qtype = str(given.get(f"{MODEL}qtype", "qfloat8")).partition("|")[0]
         weights = one_of(QTYPES, "model.qtype")(qtype)
     encoder = "bf16"
-    if given.get(f"{_MODEL}quantize_te", given.get(f"{_MODEL}quantize")):
-        encoder = one_of(QTYPES, "model.qtype_te")(given.get(f"{_MODEL}qtype_te", "qfloat8"))
+    if given.get(f"{MODEL}quantize_te", given.get(f"{MODEL}quantize")):
+        encoder = one_of(QTYPES, "model.qtype_te")(given.get(f"{MODEL}qtype_te", "qfloat8"))
     autocast = dtype if dtype != "fp32" else "none"
     return {
         "weights_dtype": weights, "compute_dtype": dtype, "autocast": autocast, "text_encoder_dtype": encoder
@@ -185,16 +86,16 @@ def _say_formats(fields: Fields) -> Settings:
         refused.append(Inexpressible("autocast", fields["autocast"], instead, "it computes in train.dtype"))
     if refused:
         raise NotSaidError(*refused)
-    said: Settings = {f"{_TRAIN}dtype": word_for(DTYPES, "compute_dtype", "bf16")(compute)}
-    said |= {f"{_MODEL}quantize": True, f"{_MODEL}qtype": "qfloat8"} if weights == "fp8" else {}
+    said: Settings = {f"{TRAIN}dtype": word_for(DTYPES, "compute_dtype", "bf16")(compute)}
+    said |= {f"{MODEL}quantize": True, f"{MODEL}qtype": "qfloat8"} if weights == "fp8" else {}
     if encoder == "fp8":
-        return said | {f"{_MODEL}quantize_te": True, f"{_MODEL}qtype_te": "qfloat8"}
-    return said | ({f"{_MODEL}quantize_te": False} if weights == "fp8" else {})  # it follows `quantize` otherwise
+        return said | {f"{MODEL}quantize_te": True, f"{MODEL}qtype_te": "qfloat8"}
+    return said | ({f"{MODEL}quantize_te": False} if weights == "fp8" else {})  # it follows `quantize` otherwise
 
 
 def _encoders_of(given: Settings) -> Fields:
-    away = given.get(f"{_TRAIN}cache_text_embeddings") or given.get(f"{_TRAIN}unload_text_encoder")
-    cached = given.get(f"{_DATA}cache_latents_to_disk") or given.get(f"{_DATA}cache_latents")
+    away = given.get(f"{TRAIN}cache_text_embeddings") or given.get(f"{TRAIN}unload_text_encoder")
+    cached = given.get(f"{DATA}cache_latents_to_disk") or given.get(f"{DATA}cache_latents")
     return {"text_encoder": "cached" if away else "resident", "vae": "cached" if cached else "resident"}
 
 
@@ -203,12 +104,12 @@ def _say_encoders(fields: Fields) -> Settings:
     if wrong:
         why = "it is cached, or stays on the GPU"
         raise NotSaidError(*(Inexpressible(name, "swapped", "cached", why) for name in wrong))
-    said: Settings = {f"{_TRAIN}cache_text_embeddings": True} if fields["text_encoder"] == "cached" else {}
-    return said | ({f"{_DATA}cache_latents_to_disk": True} if fields["vae"] == "cached" else {})
+    said: Settings = {f"{TRAIN}cache_text_embeddings": True} if fields["text_encoder"] == "cached" else {}
+    return said | ({f"{DATA}cache_latents_to_disk": True} if fields["vae"] == "cached" else {})
 
 
 def _targets_of(given: Settings) -> Fields:
-    profile = catalog.model(_model_of(given)["model"])
+    profile = catalog.model(model_of(given)["model"])
     return {"lora_targets": on_all_linear(profile, _formats_of(given)["weights_dtype"])}
 
 
@@ -221,33 +122,33 @@ def _say_targets(fields: Fields) -> Settings:
 
 
 def _rank_of(given: Settings) -> Fields:
-    kind = given.get(f"{_NETWORK}type", "lora")
-    if not any(name.startswith(_NETWORK) for name in given) or kind != "lora":
+    kind = given.get(f"{NETWORK}type", "lora")
+    if not any(name.startswith(NETWORK) for name in given) or kind != "lora":
         raise VplanError(f"network.type {quoted(kind)} is not priced here", "we price network.type lora")
-    rank = given.get(f"{_NETWORK}linear", given.get(f"{_NETWORK}rank")) or 4
-    return {"lora_rank": int(rank), "lora_dropout": float(given.get(f"{_NETWORK}dropout") or 0.0)}
+    rank = given.get(f"{NETWORK}linear", given.get(f"{NETWORK}rank")) or 4
+    return {"lora_rank": int(rank), "lora_dropout": float(given.get(f"{NETWORK}dropout") or 0.0)}
 
 
 def _say_rank(fields: Fields) -> Settings:
-    said: Settings = {f"{_NETWORK}type": "lora", f"{_NETWORK}linear": fields["lora_rank"]}
-    return said | ({f"{_NETWORK}dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
+    said: Settings = {f"{NETWORK}type": "lora", f"{NETWORK}linear": fields["lora_rank"]}
+    return said | ({f"{NETWORK}dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
 
 
 def _accumulation_of(given: Settings) -> Fields:
-    steps = given.get(f"{_TRAIN}gradient_accumulation", given.get(f"{_TRAIN}gradient_accumulation_steps")) or 1
+    steps = given.get(f"{TRAIN}gradient_accumulation", given.get(f"{TRAIN}gradient_accumulation_steps")) or 1
     return {"gradient_accumulation": int(steps)}
 
 
 def _say_accumulation(fields: Fields) -> Settings:
-    return {f"{_TRAIN}gradient_accumulation": fields["gradient_accumulation"]}
+    return {f"{TRAIN}gradient_accumulation": fields["gradient_accumulation"]}
 
 
 def _optimizer_of(given: Settings) -> Fields:
-    return {"optimizer": one_of(OPTIMIZERS, "train.optimizer")(given.get(f"{_TRAIN}optimizer", "adamw"))}
+    return {"optimizer": one_of(OPTIMIZERS, "train.optimizer")(given.get(f"{TRAIN}optimizer", "adamw"))}
 
 
 def _say_optimizer(fields: Fields) -> Settings:
-    return {f"{_TRAIN}optimizer": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
+    return {f"{TRAIN}optimizer": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
 
 
 def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
@@ -255,62 +156,62 @@ def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Seve
 
 
 CARRIES: compose.Carries = {
-    f"{_DATA}resolution": ("height", "width"),
-    f"{_DATA}num_frames": ("frames",),
-    f"{_TRAIN}batch_size": ("batch_size",),
-    f"{_TRAIN}dtype": ("compute_dtype", "autocast"),
-    f"{_MODEL}quantize": ("weights_dtype",),
-    f"{_MODEL}qtype": ("weights_dtype",),
-    f"{_MODEL}quantize_te": ("text_encoder_dtype",),
-    f"{_MODEL}qtype_te": ("text_encoder_dtype",),
-    f"{_NETWORK}type": ("lora_rank",),
-    f"{_TRAIN}cache_text_embeddings": ("text_encoder",),
-    f"{_DATA}cache_latents_to_disk": ("vae",),
-    **{f"{_SAMPLE}{name}": ("validation",) for name in ("width", "height", "num_frames", "guidance_scale")},
+    f"{DATA}resolution": ("height", "width"),
+    f"{DATA}num_frames": ("frames",),
+    f"{TRAIN}batch_size": ("batch_size",),
+    f"{TRAIN}dtype": ("compute_dtype", "autocast"),
+    f"{MODEL}quantize": ("weights_dtype",),
+    f"{MODEL}qtype": ("weights_dtype",),
+    f"{MODEL}quantize_te": ("text_encoder_dtype",),
+    f"{MODEL}qtype_te": ("text_encoder_dtype",),
+    f"{NETWORK}type": ("lora_rank",),
+    f"{TRAIN}cache_text_embeddings": ("text_encoder",),
+    f"{DATA}cache_latents_to_disk": ("vae",),
+    **{f"{SAMPLE}{name}": ("validation",) for name in ("width", "height", "num_frames", "guidance_scale")},
 }
 TABLE: tuple[Binding | When, ...] = (
     EXPANDABLE,
     Fixed("gpus", 1, f"one run, one GPU ({AT} run.py)"),
     Fixed("nodes", 1, f"one run, one GPU ({AT} run.py)"),
-    _several(_model_of, _say_model, (f"{_MODEL}arch", f"{_MODEL}name_or_path"), model=", ".join(ARCHES)),
+    _several(model_of, say_model, (f"{MODEL}arch", f"{MODEL}name_or_path"), model=", ".join(ARCHES)),
     Fixed("method", "lora", "full fine-tuning with it is not priced here"),
-    _several(_rank_of, _say_rank, tuple(f"{_NETWORK}{name}" for name in ("type", "linear", "dropout")),
+    _several(_rank_of, _say_rank, tuple(f"{NETWORK}{name}" for name in ("type", "linear", "dropout")),
              lora_rank="network.linear", lora_dropout="network.dropout"),
-    _several(_shape_of, _say_shape, (f"{_DATA}resolution", f"{_DATA}num_frames", f"{_TRAIN}batch_size"),
+    _several(shape_of, say_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
              frames="num_frames", height="resolution (squares)", width="resolution (squares)",
              batch_size="train.batch_size", buckets="read only"),
     _several(_formats_of, _say_formats, (
-        *(f"{_MODEL}{name}" for name in ("quantize", "qtype", "quantize_te", "qtype_te")), f"{_TRAIN}dtype"),
+        *(f"{MODEL}{name}" for name in ("quantize", "qtype", "quantize_te", "qtype_te")), f"{TRAIN}dtype"),
         weights_dtype="train.dtype, fp8 by quantize", compute_dtype="train.dtype", autocast="train.dtype",
         text_encoder_dtype="bf16, fp8 by quantize_te"),
     _several(_targets_of, _say_targets, (), lora_targets="all linear layers"),
     Fixed("adapter_dtype", "fp32", f"adapters are fp32 ({AT} jobs/process/BaseSDTrainProcess.py)"),
     Choice("gradient_checkpointing", {
-        "full": {f"{_TRAIN}gradient_checkpointing": True},
-        "none": {f"{_TRAIN}gradient_checkpointing": False},
+        "full": {f"{TRAIN}gradient_checkpointing": True},
+        "none": {f"{TRAIN}gradient_checkpointing": False},
     }, "every block is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
-    _several(_optimizer_of, _say_optimizer, (f"{_TRAIN}optimizer",), optimizer="train.optimizer"),
+    _several(_optimizer_of, _say_optimizer, (f"{TRAIN}optimizer",), optimizer="train.optimizer"),
     Fixed("optimizer_step", "foreach", "it steps after backward"),
-    _several(_accumulation_of, _say_accumulation, (f"{_TRAIN}gradient_accumulation",),
+    _several(_accumulation_of, _say_accumulation, (f"{TRAIN}gradient_accumulation",),
              gradient_accumulation="train.gradient_accumulation"),
-    Choice("ema", {"none": {}, "gpu": {f"{_TRAIN}ema_config.use_ema": True}}, "its average is on the GPU"),
-    _several(_encoders_of, _say_encoders, (f"{_TRAIN}cache_text_embeddings", f"{_DATA}cache_latents_to_disk"),
+    Choice("ema", {"none": {}, "gpu": {f"{TRAIN}ema_config.use_ema": True}}, "its average is on the GPU"),
+    _several(_encoders_of, _say_encoders, (f"{TRAIN}cache_text_embeddings", f"{DATA}cache_latents_to_disk"),
              text_encoder="resident, cached", vae="resident, cached"),
-    _several(_validation_of, _say_validation, (
-        f"{_TRAIN}disable_sampling", *(f"{_SAMPLE}{name}" for name in (
+    _several(validation_of, say_validation, (
+        f"{TRAIN}disable_sampling", *(f"{SAMPLE}{name}" for name in (
             "width", "height", "num_frames", "guidance_scale"))),
         validation_mode="off, on", validation="sample.width, height, num_frames, guidance_scale"),
     Fixed("sharding", "none", "one run, one GPU"),
     Fixed("swap_blocks", 0, "it streams layers (layer_offloading), which is not priced here"),
-    Choice("compile", {"none": {}, "full": {f"{_MODEL}compile": True}, "blocks": {
-        f"{_MODEL}compile": True, f"{_MODEL}block_compile": True}}),
+    Choice("compile", {"none": {}, "full": {f"{MODEL}compile": True}, "blocks": {
+        f"{MODEL}compile": True, f"{MODEL}block_compile": True}}),
     Fixed("attention", "sdpa"),
     *usual("trainable", "text_tokens", "references", "experts", "master_weights", "grad_buckets", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
            "group_offload", "group_offload_stream", "context_parallel"),
 )  # fmt: skip
-_DEFAULTS: Settings = {f"{_TRAIN}gradient_checkpointing": True}
+_DEFAULTS: Settings = {f"{TRAIN}gradient_checkpointing": True}
 """What is on where the file is silent, of settings a choice looks at (toolkit/config_modules.py)."""
 
 
@@ -344,9 +245,9 @@ def _is_read(key: str) -> bool:
 
 def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
     """What does nothing, or nothing any more."""
-    if f"{_MODEL}auto_memory" in given:
+    if f"{MODEL}auto_memory" in given:
         yield Remark("model.auto_memory", f"it is layer_offloading now ({AT} toolkit/config_modules.py)")
-    if given.get(f"{_MODEL}low_vram") and not given.get(f"{_MODEL}quantize"):
+    if given.get(f"{MODEL}low_vram") and not given.get(f"{MODEL}quantize"):
         yield Remark("model.low_vram", "it says where weights are quantised and loaded, and nothing is quantised")
 
 
@@ -355,15 +256,15 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     yield "resolutions are areas: priced as squares"
     if said := note(catalog.model(fields["model"]), fields["lora_targets"]):
         yield said
-    if given.get(f"{_MODEL}quantize") and not given.get(f"{_TRAIN}disable_sampling"):
+    if given.get(f"{MODEL}quantize") and not given.get(f"{TRAIN}disable_sampling"):
         yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
-    if given.get(f"{_MODEL}layer_offloading"):
+    if given.get(f"{MODEL}layer_offloading"):
         yield "layer_offloading is not priced: this is what it needs without"
     if fields["text_encoder"] == "resident":
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
-    if f"{_DATA}resolution" not in given:
+    if f"{DATA}resolution" not in given:
         yield "resolution 512, the default of a dataset"
-    if fields["weights_dtype"] in QUANTISED and given.get(f"{_MODEL}quantize_te") is None:
+    if fields["weights_dtype"] in QUANTISED and given.get(f"{MODEL}quantize_te") is None:
         yield "quantize_te follows quantize: the text encoder is quantised too"
 
 

@@ -5,12 +5,12 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 
 from __future__ import annotations
 
-from planner.dialects.diffusion_pipe_words import DIALECT
+from planner.dialects.diffusion_pipe_words import CARRIES, DIALECT
 from planner.dialects.shared import checkpoints_saved_on_cpu, swap_in_place
 from planner.run import Run, Term
 from planner.variants import trained_storage
 
-__all__ = ["DIALECT", "TERMS"]
+__all__ = ["CARRIES", "DIALECT", "TERMS"]
 
 
 def kahan_buffer(run: Run) -> None:

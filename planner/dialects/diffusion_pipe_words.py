@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -10,6 +9,18 @@ from typing import Any
 from planner import catalog
 from planner.dialects import compose, flags
 from planner.dialects.adapters import note, on_all_linear
+from planner.dialects.diffusion_pipe_data import (
+    AT,
+    BATCH,
+    BUCKETS,
+    TYPES,
+    WHICH,
+    model_of,
+    rows_of,
+    say_model,
+    say_shape,
+    shape_of,
+)
 from planner.dialects.interface import (
     Binding,
     Choice,
@@ -26,119 +37,12 @@ from planner.dialects.interface import (
     Value,
     When,
 )
-from planner.dialects.parts import EXPANDABLE, GPUS, NODES, known_model, launched, one_of, usual, word_for
+from planner.dialects.parts import EXPANDABLE, GPUS, NODES, launched, one_of, usual, word_for
 from planner.documents import flat
 from planner.errors import VplanError, quoted
-from planner.job import QUANTISED, Bucket
+from planner.job import QUANTISED
 from planner.plan import Plan
 from planner.script import Program, Script
-
-AT = "diffusion-pipe 8f83dbf"
-TYPES: dict[str, tuple[str, str]] = {
-    "wan2.1-t2v-1.3b": ("wan", "ckpt_path"),
-    "wan2.1-t2v-14b": ("wan", "ckpt_path"),
-    "wan2.1-i2v-14b-480p": ("wan", "ckpt_path"),
-    "wan2.1-i2v-14b-720p": ("wan", "ckpt_path"),
-    "wan2.2-t2v-a14b": ("wan", "ckpt_path"),
-    "wan2.2-i2v-a14b": ("wan", "ckpt_path"),
-    "wan2.2-ti2v-5b": ("wan", "ckpt_path"),
-    "hunyuan-video": ("hunyuan-video", "ckpt_path"),
-    "flux.1-dev": ("flux", "diffusers_path"),
-    "flux.1-kontext-dev": ("flux", "diffusers_path"),
-    "ltx-video-2b": ("ltx-video", "diffusers_path"),
-    "ltx-video-13b": ("ltx-video", "diffusers_path"),
-    "qwen-image": ("qwen_image", "diffusers_path"),
-    "qwen-image-edit": ("qwen_image", "diffusers_path"),
-    "sd3.5-medium": ("sd3", "diffusers_path"),
-    "sd3.5-large": ("sd3", "diffusers_path"),
-    "sdxl": ("sdxl", "checkpoint_path"),
-}
-"""Model -> ``[model] type`` and the key that names its weights (docs/supported_models.md)."""
-
-PATHS = ("ckpt_path", "diffusers_path", "checkpoint_path", "transformer_path", "single_file_path")
-_WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))
-EXPERTS = ("low", "high")
-
-
-def _model_of(given: Settings) -> Fields:
-    kind = given.get("config:model.type")
-    candidates = [name for name, (own, _) in TYPES.items() if own == kind]
-    if not candidates:
-        raise VplanError(f"model.type {quoted(kind)} is not priced here", f"we price {', '.join(TYPES)}")
-    paths = [given.get(f"config:model.{name}") for name in PATHS]
-    named = given.get("model") or known_model(*reversed(paths), *paths)
-    model = named if named in candidates else None
-    if model is None and len(candidates) > 1:
-        raise VplanError(
-            f"cannot tell which {kind} model this is from {quoted(paths[0] or paths[1])}", "add --model NAME"
-        )
-    fields: Fields = {"model": model or candidates[0], "experts": None}
-    if catalog.model(fields["model"]).experts > 1:
-        fields["experts"] = "high" if "high" in str(given.get("config:model.transformer_path", "")).lower() else "low"
-    return fields
-
-
-def _say_model(fields: Fields) -> Settings:
-    model = fields["model"]
-    if model not in TYPES:
-        why = f"of our models it trains {', '.join(TYPES)}"
-        raise NotSaidError(Inexpressible("model", model, next(iter(TYPES)), why))
-    kind, path = TYPES[model]
-    said: Settings = {"config:model.type": kind, f"config:model.{path}": f"models/{model}"}
-    if catalog.model(model).experts > 1:
-        if fields["experts"] not in EXPERTS:
-            why = "one run trains one expert (docs/supported_models.md, Wan2.2)"
-            raise NotSaidError(Inexpressible("experts", fields["experts"], "low", why))
-        said["config:model.transformer_path"] = f"models/{model}/{fields['experts']}_noise_model"
-    return said
-
-
-# ---- the dataset's file: size buckets, which say exactly what a sample is
-
-BUCKETS = "dataset:size_buckets"
-_BATCH = "config:micro_batch_size_per_gpu"
-
-
-def _shape_of(given: Settings) -> Fields:
-    """The size buckets, or the resolutions as squares with every frame bucket."""
-    model = catalog.model(_model_of(given)["model"])
-    usual = model.shape
-    listed = _rows(given, BUCKETS)
-    if not listed:
-        sizes = _rows(given, "dataset:resolutions") or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
-        frames = given.get("dataset:frame_buckets") or ([usual.default_frames] if "dataset" not in given else [1])
-        listed = [[*(size if isinstance(size, list) else (size, size)), each] for size in sizes for each in frames]
-    step = usual.size_multiple  # buckets are made of multiples
-    listed = [[*(int(side) // step * step or step for side in each[:2]), each[2]] for each in listed]
-    shapes = [Bucket(frames=each[2], height=each[1], width=each[0]) for each in listed]
-    worst = max(shapes, key=lambda one: (one.frames * one.height * one.width, one.frames))
-    batch = given.get(_BATCH, 1)
-    batch = max(int(each[1]) for each in _rows(given, _BATCH)) if _rows(given, _BATCH) else int(batch)
-    shape = {"frames": worst.frames, "height": worst.height, "width": worst.width, "batch_size": batch}
-    return {**shape, "buckets": tuple(shapes) if len(shapes) > 1 else ()}
-
-
-def _rows(given: Settings, key: str) -> list[Any]:
-    """The items of a list, which comes flat where they are lists themselves."""
-    if isinstance(given.get(key), list):
-        return list(given[key])
-    return [value for name, value in given.items() if re.fullmatch(re.escape(key) + r"\[\d+\]", name)]
-
-
-def _say_shape(fields: Fields) -> Settings:
-    buckets = fields["buckets"]
-    own = (fields["frames"], fields["height"], fields["width"])
-    if any(bucket.batch_size for bucket in buckets) or len(buckets) == 1 or len(set(buckets)) < len(buckets):
-        why = "size buckets share one batch size here"
-        raise NotSaidError(Inexpressible("buckets", buckets, (), why))
-    worst = max(buckets, key=lambda one: (one.frames * one.height * one.width, one.frames), default=None)
-    if worst and (worst.frames, worst.height, worst.width) != own:
-        wanted = {"frames": worst.frames, "height": worst.height, "width": worst.width}
-        why = "the largest size bucket counts"
-        raise NotSaidError(*(Inexpressible(name, fields[name], value, why) for name, value in wanted.items()))
-    rows = [[bucket.width, bucket.height, bucket.frames] for bucket in buckets] or [[own[2], own[1], own[0]]]
-    return {BUCKETS: rows, _BATCH: fields["batch_size"]}
-
 
 # ---- numbers, adapters, steps
 
@@ -225,7 +129,7 @@ def _say_method(fields: Fields) -> Settings:
 def _targets_of(given: Settings) -> Fields:
     if "config:adapter.type" not in given:
         return {"lora_targets": None}
-    profile = catalog.model(_model_of(given)["model"])
+    profile = catalog.model(model_of(given)["model"])
     return {"lora_targets": on_all_linear(profile, _formats_of(given)["weights_dtype"])}
 
 
@@ -300,7 +204,7 @@ def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Seve
 
 CARRIES: compose.Carries = {
     BUCKETS: ("frames", "height", "width", "buckets"),
-    _BATCH: ("batch_size",),
+    BATCH: ("batch_size",),
     "config:model.type": ("model",),
     "config:model.dtype": ("compute_dtype", "autocast", "weights_dtype"),
     "config:model.transformer_dtype": ("weights_dtype",),
@@ -317,8 +221,8 @@ TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
     _several(_method_of, _say_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
              method="lora, full", lora_rank="adapter.rank", lora_dropout="adapter.dropout"),
-    _several(_model_of, _say_model, _WHICH, model=", ".join(TYPES), experts="one of two"),
-    _several(_shape_of, _say_shape, (BUCKETS, _BATCH), frames="size_buckets", height="size_buckets",
+    _several(model_of, say_model, WHICH, model=", ".join(TYPES), experts="one of two"),
+    _several(shape_of, say_shape, (BUCKETS, BATCH), frames="size_buckets", height="size_buckets",
              width="size_buckets", batch_size="micro_batch_size_per_gpu", buckets="size_buckets"),
     _several(_formats_of, _say_formats,
              ("config:model.dtype", "config:model.transformer_dtype", "config:adapter.dtype"),
@@ -401,7 +305,7 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
         yield "adapters over a quantised base are counted in fp32"
     if str(given.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
         yield "priced with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
-    if _rows(given, "dataset:resolutions") and not _rows(given, BUCKETS):
+    if rows_of(given, "dataset:resolutions") and not rows_of(given, BUCKETS):
         yield "resolutions are areas: priced as squares, and buckets of other sides have as many pixels"
 
 

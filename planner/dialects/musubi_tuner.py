@@ -5,11 +5,11 @@ Latents and prompts are cached by scripts of their own, one encoder at a time, a
 
 from __future__ import annotations
 
-from planner.dialects.musubi_tuner_words import DIALECT
+from planner.dialects.musubi_tuner_words import CARRIES, DIALECT
 from planner.dialects.shared import checkpoints_saved_on_cpu, swap_in_place
 from planner.run import Run, Term
 
-__all__ = ["DIALECT", "TERMS"]
+__all__ = ["CARRIES", "DIALECT", "TERMS"]
 
 
 def modulation_in_16_bits(run: Run) -> None:

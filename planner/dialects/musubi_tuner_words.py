@@ -25,147 +25,30 @@ from planner.dialects.interface import (
     When,
 )
 from planner.dialects.musubi_files import files
-from planner.dialects.parts import EXPANDABLE, GPUS, NODES, given_flags, known_model, launched, one_of, usual, word_for
+from planner.dialects.musubi_tuner_data import (
+    AT,
+    BATCH,
+    ENCODER_FP8,
+    EXTRACTION,
+    FAMILIES,
+    FRAMES,
+    NETWORKS,
+    SCALED,
+    SCRIPT,
+    SIZE,
+    WHICH,
+    dataset_key,
+    family_of,
+    model_of,
+    say_model,
+    say_shape,
+    shape_of,
+)
+from planner.dialects.parts import EXPANDABLE, GPUS, NODES, given_flags, launched, one_of, usual, word_for
 from planner.documents import flat
-from planner.errors import VplanError, quoted
-from planner.job import QUANTISED, Bucket
+from planner.job import QUANTISED
 from planner.plan import Plan
 from planner.script import Program, Script
-
-AT = "musubi-tuner 30c658c"
-FAMILIES: dict[str, tuple[str, Settings]] = {
-    "wan2.1-t2v-1.3b": ("wan", {"--task": "t2v-1.3B"}),
-    "wan2.1-t2v-14b": ("wan", {"--task": "t2v-14B"}),
-    "wan2.1-i2v-14b-480p": ("wan", {"--task": "i2v-14B"}),
-    "wan2.1-i2v-14b-720p": ("wan", {"--task": "i2v-14B"}),
-    "wan2.2-t2v-a14b": ("wan", {"--task": "t2v-A14B"}),
-    "wan2.2-i2v-a14b": ("wan", {"--task": "i2v-A14B"}),
-    "hunyuan-video": ("hv", {}),
-    "hunyuan-video-1.5": ("hv_1_5", {"--task": "t2v"}),
-    "qwen-image": ("qwen_image", {}),
-    "qwen-image-edit": ("qwen_image", {"--model_version": "edit"}),
-    "z-image": ("zimage", {}),
-    "flux.1-kontext-dev": ("flux_kontext", {}),
-    "flux.2-dev": ("flux_2", {"--model_version": "dev"}),
-    "flux.2-klein-4b": ("flux_2", {"--model_version": "klein-base-4b"}),
-    "flux.2-klein-9b": ("flux_2", {"--model_version": "klein-base-9b"}),
-    "krea-2": ("krea2", {}),
-}
-"""Model -> the beginning of its script's name (src/musubi_tuner/*_train_network.py), and what names it there."""
-
-ENCODER_FP8 = {
-    "wan": "--fp8_t5",
-    "hv": "--fp8_llm",
-    "hv_1_5": "--fp8_vl",
-    "qwen_image": "--fp8_vl",
-    "zimage": "--fp8_llm",
-    "flux_kontext": "--fp8_t5",
-    "flux_2": "--fp8_text_encoder",
-}
-NETWORKS = {"hv": "lora", "zimage": "lora_zimage", "flux_kontext": "lora_flux"}
-SCALED = frozenset({"wan", "qwen_image", "zimage", "hv_1_5", "flux_2", "flux_kontext", "krea2"})
-_SCRIPT = "src/musubi_tuner/{}_train_network.py"
-_WHICH = ("script", "--task", "--model_version", "--dit", "--dit_high_noise", "--offload_inactive_dit")
-
-
-def _family(model: str) -> str:
-    return FAMILIES.get(model, ("wan", {}))[0]  # of a model it has not, another binding says so
-
-
-def _candidates(given: Settings) -> list[str]:
-    """The models that a command may mean by its script and task."""
-    script = str(given.get("script", ""))
-    found = []
-    for name, (family, words) in FAMILIES.items():
-        plain = words or {"--model_version": None}
-        if script.endswith(_SCRIPT.format(family)) and all(given.get(key) == value for key, value in plain.items()):
-            found.append(name)
-    return found
-
-
-def _model_of(given: Settings) -> Fields:
-    candidates = _candidates(given)
-    named = given.get("model") or known_model(given.get("--dit"))
-    if not candidates:
-        said = given.get("--task") or given.get("--model_version") or given.get("script")
-        fix = "we price " + ", ".join(FAMILIES)
-        raise VplanError(f"which model {quoted(said)} trains is not known here", fix)
-    model = named if named in candidates else candidates[0]
-    fields: Fields = {"model": model, "experts": None, "inactive_expert": "absent"}
-    if catalog.model(model).experts > 1:
-        fields["experts"] = "high" if "high" in str(given.get("--dit", "")).lower() else "low"
-        if given.get("--dit_high_noise"):
-            fields["experts"] = "both"
-            fields["inactive_expert"] = "cpu" if given.get("--offload_inactive_dit") else "gpu"
-    return fields
-
-
-def _say_model(fields: Fields) -> Settings:
-    model, experts, inactive = fields["model"], fields["experts"], fields["inactive_expert"]
-    if model not in FAMILIES:
-        why = f"of our models it trains {', '.join(FAMILIES)}"
-        raise NotSaidError(Inexpressible("model", model, next(iter(FAMILIES)), why))
-    family, words = FAMILIES[model]
-    said: Settings = {"script": _SCRIPT.format(family), **words, "--dit": f"models/{model}.safetensors"}
-    if catalog.model(model).experts == 1 or experts != "both":
-        if inactive != "absent":
-            why = (
-                "there is no other expert"
-                if catalog.model(model).experts == 1
-                else "one expert is loaded, which trains"
-            )
-            raise NotSaidError(Inexpressible("inactive_expert", inactive, "absent", why))
-        if catalog.model(model).experts == 1:
-            return said
-        return said | {"--dit": f"models/{model}-{experts or 'low'}.safetensors"}
-    if inactive == "cpu" and fields["swap_blocks"]:
-        why = f"--offload_inactive_dit does not go with --blocks_to_swap ({AT} wan_train_network.py)"
-        raise NotSaidError(Inexpressible("inactive_expert", inactive, "gpu", why))
-    said |= {"--dit": f"models/{model}-low.safetensors", "--dit_high_noise": f"models/{model}-high.safetensors"}
-    return said | ({"--offload_inactive_dit": True} if inactive == "cpu" else {})
-
-
-# ---- the dataset's file
-
-_SIZE, _BATCH = "dataset:general.resolution", "dataset:general.batch_size"
-_FRAMES, _EXTRACTION = "dataset:datasets[0].target_frames", "dataset:datasets[0].frame_extraction"
-SHAPE = ("frames", "height", "width", "batch_size", "buckets")
-LONGEST = 129
-"""``max_frames`` of datasets that take whole clips (dataset/config_utils.py)."""
-
-
-def _shape_of(given: Settings) -> Fields:
-    model = catalog.model(_model_of(given)["model"])
-    usual = model.shape
-    size = _own(given, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]]
-    width, height = size if isinstance(size, list) else (size, size)
-    lengths = _own(given, "target_frames") or [usual.default_frames]
-    if _own(given, "frame_extraction") == "full":
-        lengths = [int(_own(given, "max_frames") or LONGEST)]
-    lengths = sorted({int(length) for length in lengths}) if model.kind == "video" else [1]
-    buckets = () if len(lengths) == 1 else tuple(Bucket(frames=each, height=height, width=width) for each in lengths)
-    batch = int(_own(given, "batch_size") or 1)
-    return {"frames": lengths[-1], "height": height, "width": width, "batch_size": batch, "buckets": buckets}
-
-
-def _own(given: Settings, key: str) -> Any:
-    """A key of the first dataset, or of all of them."""
-    return given.get(f"dataset:datasets[0].{key}", given.get(f"dataset:general.{key}"))
-
-
-def _say_shape(fields: Fields) -> Settings:
-    sizes = {(bucket.height, bucket.width) for bucket in fields["buckets"]}
-    lengths = sorted(bucket.frames for bucket in fields["buckets"]) or [fields["frames"]]
-    odd = len(sizes) > 1 or any(bucket.batch_size for bucket in fields["buckets"]) or len(set(lengths)) < len(lengths)
-    image = catalog.model(fields["model"]).kind == "image"
-    if odd or (sizes and (sizes != {(fields["height"], fields["width"])} or image or len(lengths) == 1)):
-        why = "a dataset has one size and one batch size, with several lengths"
-        raise NotSaidError(Inexpressible("buckets", fields["buckets"], (), why))
-    if fields["frames"] != lengths[-1]:
-        raise NotSaidError(Inexpressible("frames", fields["frames"], lengths[-1], "the longest bucket counts"))
-    said: Settings = {_SIZE: [fields["width"], fields["height"]], _BATCH: fields["batch_size"]}
-    return said if image else said | {_FRAMES: lengths}
-
 
 # ---- numbers, adapters, steps
 
@@ -205,14 +88,14 @@ def _say_formats(fields: Fields) -> Settings:
     said: Settings = {"--mixed_precision": "no" if fields["autocast"] == "none" else fields["autocast"]}
     if weights == "fp8":
         said["--fp8_base"] = True
-        said |= {"--fp8_scaled": True} if _family(fields["model"]) in SCALED else {}
+        said |= {"--fp8_scaled": True} if family_of(fields["model"]) in SCALED else {}
     return said
 
 
 def _targets_of(given: Settings) -> Fields:
     """Adapters on every linear layer of the blocks but modulation (networks/lora_*.py), without Wan's feed-forward
     where a pattern leaves it out."""
-    profile = catalog.model(_model_of(given)["model"])
+    profile = catalog.model(model_of(given)["model"])
     narrow = any("exclude_patterns" in str(each) and "ffn" in str(each) for each in given.get("--network_args") or ())
     wide = on_all_linear(profile, _formats_of(given)["weights_dtype"])
     return {"lora_targets": None if narrow else wide}
@@ -225,7 +108,7 @@ def _say_targets(fields: Fields) -> Settings:
     said: Settings = {"--network_module": f"networks.{_network(profile.name)}"}
     if all_of_them and asked == frozenset(all_of_them):
         return said
-    wan = _family(profile.name) == "wan"
+    wan = family_of(profile.name) == "wan"
     if asked == frozenset(profile.lora.targets) and (wan or not all_of_them):
         return said | ({"--network_args": ["exclude_patterns=[r'.*ffn.*']"]} if wan else {})
     why = f"adapters are on every linear layer of the blocks ({AT} networks/{_network(profile.name)}.py)"
@@ -233,16 +116,16 @@ def _say_targets(fields: Fields) -> Settings:
 
 
 def _network(model: str) -> str:
-    return NETWORKS.get(_family(model), f"lora_{_family(model)}")
+    return NETWORKS.get(family_of(model), f"lora_{family_of(model)}")
 
 
 def _encoder_of(given: Settings) -> Fields:
-    flag = ENCODER_FP8.get(_family(_model_of(given)["model"]), "")
+    flag = ENCODER_FP8.get(family_of(model_of(given)["model"]), "")
     return {"text_encoder_dtype": "fp8" if given.get(flag) else "bf16"}
 
 
 def _say_encoder(fields: Fields) -> Settings:
-    wanted, flag = fields["text_encoder_dtype"], ENCODER_FP8.get(_family(fields["model"]))
+    wanted, flag = fields["text_encoder_dtype"], ENCODER_FP8.get(family_of(fields["model"]))
     if wanted == "fp8" and flag:
         return {flag: True}
     if wanted != "bf16":
@@ -267,13 +150,13 @@ VAE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": 
 
 
 def _vae_of(given: Settings) -> Fields:
-    usual = "bfloat16" if str(given.get("script", "")).endswith(_SCRIPT.format("wan")) else "float16"
+    usual = "bfloat16" if str(given.get("script", "")).endswith(SCRIPT.format("wan")) else "float16"
     return {"vae_dtype": one_of(VAE_DTYPES, "--vae_dtype")(given.get("--vae_dtype", usual))}
 
 
 def _say_vae(fields: Fields) -> Settings:
     word = word_for(VAE_DTYPES, "vae_dtype", "bf16")(fields["vae_dtype"])
-    usual = "bfloat16" if _family(fields["model"]) == "wan" else "float16"
+    usual = "bfloat16" if family_of(fields["model"]) == "wan" else "float16"
     return {} if word == usual else {"--vae_dtype": word}
 
 
@@ -301,9 +184,9 @@ def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Seve
 
 _ENCODER_FLAGS = tuple(dict.fromkeys(ENCODER_FP8.values()))
 CARRIES = {
-    _SIZE: ("width", "height"),
-    _BATCH: ("batch_size",),
-    _FRAMES: ("frames", "buckets"),
+    SIZE: ("width", "height"),
+    BATCH: ("batch_size",),
+    FRAMES: ("frames", "buckets"),
     "--dit": ("model", "experts"),
     "--task": ("model",),
     "--fp8_base": ("weights_dtype",),
@@ -314,10 +197,10 @@ CARRIES = {
 
 TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
-    _several(_model_of, _say_model, _WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
+    _several(model_of, say_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
              inactive_expert="absent; with both experts gpu, or cpu by --offload_inactive_dit"),
     Fixed("method", "lora", "its network scripts train LoRA"),
-    _several(_shape_of, _say_shape, (_SIZE, _BATCH, _FRAMES, _EXTRACTION), frames="target_frames", height="resolution",
+    _several(shape_of, say_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
              width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
     Value("lora_rank", "--network_dim", 4, int, source="networks/lora.py"),
     Value("lora_dropout", "--network_dropout", 0.0, float),
@@ -404,7 +287,7 @@ def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
 
 def notes(given: Settings, fields: Fields) -> Iterator[str]:
     """What it does without being asked."""
-    narrow = "--network_args" in given and _family(fields["model"]) == "wan"
+    narrow = "--network_args" in given and family_of(fields["model"]) == "wan"
     if not narrow and (said := note(catalog.model(fields["model"]), fields["lora_targets"])):
         yield said
     yield f"latents and prompts are cached before training ({AT})"
@@ -414,7 +297,7 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
         yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
     if given.get("--block_swap_h2d_only"):
         yield "--block_swap_h2d_only holds a ring of two blocks more than is counted"
-    if _own(given, "frame_extraction") == "full":
+    if dataset_key(given, "frame_extraction") == "full":
         yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
 
 
@@ -436,7 +319,7 @@ DIALECT: Dialect = Dialect(
     name="musubi-tuner",
     title="musubi-tuner",
     source="https://github.com/kohya-ss/musubi-tuner at 30c658c",
-    scripts=tuple(_SCRIPT.format(family) for family in dict.fromkeys(family for family, _ in FAMILIES.values())),
+    scripts=tuple(SCRIPT.format(family) for family in dict.fromkeys(family for family, _ in FAMILIES.values())),
     table=TABLE,
     gather=gather,
     remarks=remarks,

@@ -108,3 +108,13 @@ def test_no_flag_is_gone_or_unknown(name: str, data: st.DataObject, tmp_path_fac
 def test_gone_flags_are_in_the_lists() -> None:
     """What older advice says is known as gone, so that it is told and never written."""
     assert flags.script("diffsynth", "examples/wanvideo/model_training/train.py").flags["--training_strategy"].gone
+
+
+@pytest.mark.parametrize("name", ["accelerate", "ai-toolkit", "diffusion-pipe", "musubi-tuner"])
+def test_what_carries_what_is_said_of_bindings_with_several_fields(name: str) -> None:
+    """Each line's comment names the one or two fields that it carries, not all of its binding."""
+    dialect, carries = dialects.dialect(name), dialects.module(name).CARRIES
+    settings_of = {binding.fields: set(binding.settings) for binding in dialect.bindings}
+    for setting, fields in carries.items():
+        owners = [own for own, settings in settings_of.items() if setting in settings]
+        assert owners and set(fields) <= set(owners[0]), setting
