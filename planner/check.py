@@ -8,36 +8,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from planner import catalog, dialects, margin
+from planner import dialects, margin
+from planner.case import Case, settle
 from planner.dialects.interface import (
     EDIT,
     Dialect,
     Fields,
-    Given,
     Move,
     NotSaidError,
-    Reading,
     Remark,
     Settings,
     is_edit,
     nearest,
-    read,
     write,
 )
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import Played, describe, of_run, outside_bytes, replayed
-from planner.facts import GpuProfile, ModelProfile
-from planner.job import QUANTISED, Job, Machine, Strategy
+from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
 from planner.run import Facts, Run
 from planner.screen import Screen
-from planner.shapes import check_blocks, job_for
+from planner.shapes import check_blocks
+
+__all__ = ["Case", "Checked", "Fix", "Outcome", "Pricing", "check_case", "settle"]
 
 MOST_PARTS = 3
 """Changes of more parts are another way of training, not a small change."""
@@ -45,45 +44,6 @@ MOST_PARTS = 3
 
 WORTH = 100 << 20
 """Bytes that a change must save to be told of when it is not enough."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One command on one machine, in our words."""
-
-    dialect: Dialect
-    given: Given
-    reading: Reading
-    job: Job
-    strategy: Strategy
-    machine: Machine
-    model: ModelProfile
-    gpu: GpuProfile
-    notes: tuple[str, ...]
-    version: str = ""
-    """of the trainer's memory terms, where its code was edited"""
-
-    @property
-    def trainer(self) -> str:
-        """Whose memory terms apply."""
-        return f"{self.dialect.name}@{self.version}" if self.version else self.dialect.name
-
-    @property
-    def fields(self) -> Fields:
-        """Everything the dialect's table speaks of."""
-        machine = {"gpus": self.machine.gpus, "nodes": self.machine.nodes}
-        return {**self.job.__dict__, **self.strategy.__dict__, **machine, "version": self.version}
-
-    def changed(self, changes: Mapping[str, Any]) -> Case:
-        """The same command with some fields different."""
-        job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
-        inside = {name: value for name, value in changes.items() if name in Strategy.model_fields}
-        return replace(
-            self,
-            job=job,
-            strategy=self.strategy.replace(**inside),
-            version=str(changes.get("version", self.version)),
-        )
 
 
 @dataclass(frozen=True)
@@ -158,74 +118,6 @@ class Checked:
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             **({"today": self.today} if self.today else {}),
         }
-
-
-def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
-    """The case of what was given. `told` says what the command does not (model, frames, height, width); `machine`
-    holds the fields of Machine that were typed, its card among them."""
-    settings = dict(given.settings)
-    settings |= {name: value for name, value in told.items() if value is not None}
-    notes: list[str] = []
-    count, card = catalog.parse_gpus(str(machine["gpu"]))
-    said = {name: value for name, value in machine.items() if value is not None}
-    settings["gpus"] = said["gpus"] = _gpus(settings, said, count, notes)
-    settings["nodes"] = said["nodes"] = int(said.get("nodes") or settings.get("nodes") or 1)
-    given = replace(given, settings=settings)
-    reading = read(dialect, given)
-    profile = catalog.model(reading.job["model"])
-    fields = {name: value for name, value in reading.job.items() if value is not None}
-    fields |= {name: value for name, value in told.items() if value is not None and name != "model"}
-    job = job_for(profile, fields)
-    if "height" not in fields and not job.buckets:
-        notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
-    if max(shape.frames for shape in job.shapes) > profile.shape.max_frames:
-        notes.append(f"{job.frames} frames is longer than the model was trained on ({profile.shape.max_frames})")
-    said |= {"gpu": card.name, "unified": said.get("unified", card.unified)}
-    where = Machine.read(said)
-    if where.host_ram is None:
-        notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
-    strategy = resolve(job, Strategy.read(reading.strategy), where)
-    try:
-        check_blocks(profile, strategy)
-        check(job, strategy, where)
-    except VplanError as error:
-        raise VplanError(f"the command contradicts itself: {error.message}", f"in our words: {error.fix}") from None
-    strategy = _recorded(job, strategy, where, notes)
-    if not strategy.expandable_segments:
-        notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
-    words = (*reading.notes, *notes)
-    return Case(dialect, given, reading, job, strategy, where, profile, card, words)
-
-
-def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:
-    """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
-    in bf16."""
-    wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
-    for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
-        asked = strategy.replace(**changes)
-        try:
-            facts(job, asked, machine)
-        except NotRecordedError:
-            if strategy.weights_dtype not in QUANTISED:
-                raise
-            continue
-        if what:
-            notes.append(f"{strategy.weights_dtype} as this trainer has it is not recorded: priced with {what}")
-        return asked
-    raise AssertionError("bf16 is recorded of every model")
-
-
-def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[str]) -> int:
-    """GPUs of one node: as typed, as the launcher says, as CUDA_VISIBLE_DEVICES lists, else one."""
-    if said.get("gpus") or count > 1:
-        return int(said.get("gpus") or count)
-    if settings.get("gpus"):
-        return int(settings["gpus"])
-    if visible := settings.get("visible"):
-        notes.append(f"{visible} GPUs, as CUDA_VISIBLE_DEVICES lists")
-        return int(visible)
-    notes.append("1 GPU: the launcher and CUDA_VISIBLE_DEVICES do not say how many (--gpus)")
-    return 1
 
 
 # ---- what happens
@@ -441,9 +333,8 @@ def changed_words(dialect: Dialect, before: Fields, after: Fields, fields: froze
     for name, value in new.items():
         if not name.startswith("launch:") and old.get(name) != value:
             yield _typed(name, value)
-    for name in old:
-        if name not in new:
-            yield f"without {name.rpartition(':')[2]}"
+    for name in old if not new else ():  # else what is said now stands for what was said
+        yield f"without {name.rpartition(':')[2]}"
 
 
 def _typed(name: str, value: object) -> str:

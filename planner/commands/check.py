@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import dialects
-from planner.check import Checked, Fix, check_case, settle
+from planner.case import settle
+from planner.check import Checked, Fix, check_case
 from planner.commands import USAGE
 from planner.commands.answer import VERDICTS, bar, verdict_line
 from planner.commands.common import Verb, examples, json_option, output_option, show, table, verdict_exit_code

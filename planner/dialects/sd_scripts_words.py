@@ -36,15 +36,13 @@ from planner.dialects.parts import (
     usual,
     word_for,
 )
+from planner.dialects.sd_scripts_engine import AT, FULL, LORA, engine, say_engine, swapped
 from planner.documents import flat
 from planner.errors import VplanError
-from planner.job import SPLIT
 from planner.plan import Plan
 from planner.rules import DEEPSPEED
 from planner.script import Script
 
-AT = "sd-scripts 48d368f"
-FULL, LORA = "flux_train.py", "flux_train_network.py"
 ONLY_LORA = frozenset({"lora"})
 DATASET = "dataset:"
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
@@ -138,62 +136,6 @@ def _say_size(fields: Fields) -> Settings:
     }
 
 
-def _engine(settings: Settings) -> Fields:
-    """Weights are loaded in the mixed precision's format and stay so in full training; adapters are fp32 unless all is
-    asked for in 16 bits; --fp8_base is for a frozen base. ZeRO by its own flags."""
-    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
-    half = precision if precision in ("bf16", "fp16") else "fp32"
-    fp8 = settings.get("--fp8_base") or settings.get("--fp8_base_unet")
-    lora = str(settings.get("script")).endswith(LORA)
-    sixteen = settings.get("--full_bf16") or settings.get("--full_fp16")
-    fields = {
-        "weights_dtype": "fp8" if fp8 and lora else half,
-        "adapter_dtype": half if sixteen else "fp32",
-        "autocast": half if half != "fp32" else "none",
-        "master_weights": "none",
-        "offload_optimizer": "none",
-        "offload_gradients": "none",
-        "offload_params": "none",
-        "sharding": "ddp" if int(settings.get("gpus", 1)) * int(settings.get("nodes", 1)) > 1 else "none",
-    }
-    if settings.get("--deepspeed") and int(settings.get("--zero_stage", 2)):
-        stage = int(settings.get("--zero_stage", 2))
-        where = str(settings.get("--offload_optimizer_device", "none"))
-        params = str(settings.get("--offload_param_device", "none")) if stage == 3 else "none"
-        fields |= {**DEEPSPEED, "sharding": f"zero-{stage}", "offload_optimizer": where, "offload_params": params}
-        fields["offload_gradients"] = where
-    return fields
-
-
-def _say_engine(fields: Fields) -> Settings:
-    settings: Settings = {"script": FULL if fields["method"] == "full" else LORA}
-    if fields["sharding"] == "fsdp":
-        raise NotSaidError(Inexpressible("sharding", "fsdp", "zero-3", "its engine is DeepSpeed"))
-    if fields["sharding"] in SPLIT:
-        settings |= {"--deepspeed": True, "--zero_stage": str(fields["sharding"])[-1], "--mixed_precision": "bf16"}
-        for field, flag in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
-            if fields[field] != "none":
-                settings[f"--offload_{flag}_device"] = fields[field]
-    else:
-        half = fields["autocast"]
-        if half != "none":
-            settings["--mixed_precision"] = half
-        if fields["weights_dtype"] == "fp8":
-            settings["--fp8_base"] = True
-        if fields["method"] == "full" or fields["adapter_dtype"] == half:
-            settings |= {f"--full_{half}": True} if half != "none" else {}
-    said = _engine(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
-    alone = {"adapter_dtype"} if fields["method"] == "full" else set()
-    wrong = [name for name in said if said[name] != fields[name] and name not in alone]
-    if wrong:
-        why = f"its number formats follow --mixed_precision, its engines --deepspeed ({AT})"
-        raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
-    del settings["script"]
-    if "--zero_stage" in settings:
-        settings["--zero_stage"] = int(settings["--zero_stage"])
-    return settings
-
-
 OPTIMIZERS = {
     "AdamW": "adamw",
     "AdamW8bit": "adamw-8bit",
@@ -213,12 +155,6 @@ def _optimizer(settings: Settings) -> Fields:
 def _say_optimizer(fields: Fields) -> Settings:
     word = word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])
     return {"--optimizer_type": word} if word != "AdamW" else {}
-
-
-def swapped(blocks: int) -> int:
-    """Blocks in host RAM for --blocks_to_swap: half as many double blocks, and twice the rest of single ones, which are
-    half as large (library/flux_models.py enable_block_swap)."""
-    return blocks // 2 + (blocks - blocks // 2) * 2
 
 
 def _say_swap(fields: Fields) -> Settings:
@@ -347,6 +283,10 @@ FACTORED = ("--optimizer_type Adafactor", "--fused_backward_pass", "--max_grad_n
 ADAFACTOR_ARGS = '--optimizer_args "relative_step=False" "scale_parameter=False" "warmup_init=False"'
 
 
+def _several(fields: Fields) -> bool:
+    return int(fields["gpus"]) * int(fields["nodes"]) > 1
+
+
 def _full(fields: Fields) -> bool:
     return bool(fields["method"] == "full")
 
@@ -406,8 +346,8 @@ DIALECT = Dialect(
                 *("offload_optimizer", "offload_gradients", "offload_params"),
             ),
             ("--mixed_precision", "--full_bf16", "--full_fp16", "--fp8_base", "--deepspeed", "--zero_stage"),
-            _engine,
-            _say_engine,
+            engine,
+            say_engine,
             {
                 "weights_dtype": "bf16, fp16, fp32; fp8 for a frozen base",
                 "adapter_dtype": "fp32, bf16 (--full_bf16)",
@@ -437,7 +377,7 @@ DIALECT = Dialect(
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits", said=_rate),
-        Move({"grad_buckets": "view"}, "free", when=lambda fields: fields["gpus"] * fields["nodes"] > 1),
+        Move({"grad_buckets": "view"}, "free", when=_several),
         Move(
             {"optimizer": "adafactor", "optimizer_step": "backward"},
             "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
@@ -446,6 +386,10 @@ DIALECT = Dialect(
         ),
         Move(
             {"swap_blocks": 0}, "blocks move for every step", values=tuple(swapped(count) for count in range(4, 36, 4))
+        ),
+        *(
+            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are split over the GPUs", when=_several)
+            for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
         ),
         Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits", when=lambda fields: not _full(fields)),
     ),
