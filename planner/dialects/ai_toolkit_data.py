@@ -12,6 +12,7 @@ from planner.dialects.interface import (
     Settings,
 )
 from planner.dialects.parts import known_model
+from planner.dialects.values import listed, number, whole
 from planner.errors import VplanError, quoted
 from planner.job import QUANTISED, Bucket, ValidationShape
 
@@ -64,12 +65,12 @@ def say_model(fields: Fields) -> Settings:
 
 def shape_of(given: Settings) -> Fields:
     """The samples' shapes."""
-    sides = given.get(f"{DATA}resolution", 512)
-    frames = int(given.get(f"{DATA}num_frames", 1))
+    frames = whole(given.get(f"{DATA}num_frames", 1), "num_frames")
     step = catalog.model(model_of(given)["model"]).shape.size_multiple  # buckets are made of multiples
-    sizes = sorted(int(side) // step * step or step for side in (sides if isinstance(sides, list) else [sides]))
-    shapes = tuple(Bucket(frames=frames, height=side, width=side) for side in sizes)
-    batch = int(given.get(f"{DATA}batch_size") or given.get(f"{TRAIN}batch_size") or 1)
+    sides = [whole(side, "resolution") for side in listed(given.get(f"{DATA}resolution") or 512)]
+    sizes = sorted({side // step * step or step for side in sides})
+    shapes = tuple(Bucket.read({"frames": frames, "height": side, "width": side}, "the dataset") for side in sizes)
+    batch = whole(given.get(f"{DATA}batch_size") or given.get(f"{TRAIN}batch_size") or 1, "batch_size")
     shape = {"frames": frames, "height": sizes[-1], "width": sizes[-1], "batch_size": batch}
     return {**shape, "buckets": shapes if len(shapes) > 1 else ()}
 
@@ -98,11 +99,11 @@ def validation_of(given: Settings) -> Fields:
     if given.get(f"{TRAIN}disable_sampling") or given.get(f"{MODEL}quantize"):
         return {"validation_mode": "off", "validation": None}
     shape = shape_of(given)
-    guided = float(given.get(f"{SAMPLE}guidance_scale", 7)) > 1
-    sizes = {name: int(given.get(f"{SAMPLE}{name}", 512)) for name in ("width", "height")}
+    guided = number(given.get(f"{SAMPLE}guidance_scale", 7), "guidance_scale") > 1
+    sizes = {name: whole(given.get(f"{SAMPLE}{name}", 512), f"sample.{name}") for name in ("width", "height")}
     rules = catalog.model(model_of(given)["model"]).shape
     sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
-    frames = int(given.get(f"{SAMPLE}num_frames", 1))
+    frames = whole(given.get(f"{SAMPLE}num_frames", 1), "sample.num_frames")
     frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
     found = ValidationShape.read({"frames": frames, "cfg": guided, **sizes})
     own = ValidationShape.read({name: shape[name] for name in ("frames", "height", "width")})

@@ -40,6 +40,7 @@ from planner.dialects.interface import (
     When,
 )
 from planner.dialects.parts import EXPANDABLE, one_of, usual, word_for
+from planner.dialects.values import number, whole
 from planner.documents import flat
 from planner.errors import VplanError, quoted
 from planner.job import QUANTISED
@@ -126,7 +127,10 @@ def _rank_of(given: Settings) -> Fields:
     if not any(name.startswith(NETWORK) for name in given) or kind != "lora":
         raise VplanError(f"network.type {quoted(kind)} is not priced here", "we price network.type lora")
     rank = given.get(f"{NETWORK}linear", given.get(f"{NETWORK}rank")) or 4
-    return {"lora_rank": int(rank), "lora_dropout": float(given.get(f"{NETWORK}dropout") or 0.0)}
+    return {
+        "lora_rank": whole(rank, "linear"),
+        "lora_dropout": number(given.get(f"{NETWORK}dropout") or 0.0, "dropout"),
+    }
 
 
 def _say_rank(fields: Fields) -> Settings:
@@ -136,7 +140,7 @@ def _say_rank(fields: Fields) -> Settings:
 
 def _accumulation_of(given: Settings) -> Fields:
     steps = given.get(f"{TRAIN}gradient_accumulation", given.get(f"{TRAIN}gradient_accumulation_steps")) or 1
-    return {"gradient_accumulation": int(steps)}
+    return {"gradient_accumulation": whole(steps, "gradient_accumulation")}
 
 
 def _say_accumulation(fields: Fields) -> Settings:

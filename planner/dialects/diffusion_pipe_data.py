@@ -13,6 +13,7 @@ from planner.dialects.interface import (
     Settings,
 )
 from planner.dialects.parts import known_model
+from planner.dialects.values import listed, whole
 from planner.errors import VplanError, quoted
 from planner.job import Bucket
 
@@ -88,19 +89,26 @@ def shape_of(given: Settings) -> Fields:
     """The size buckets, or the resolutions as squares with every frame bucket."""
     model = catalog.model(model_of(given)["model"])
     usual = model.shape
-    listed = rows_of(given, BUCKETS)
-    if not listed:
+    rows = rows_of(given, BUCKETS)
+    if not rows:
         sizes = rows_of(given, "dataset:resolutions") or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
-        frames = given.get("dataset:frame_buckets") or ([usual.default_frames] if "dataset" not in given else [1])
-        listed = [[*(size if isinstance(size, list) else (size, size)), each] for size in sizes for each in frames]
-    step = usual.size_multiple  # buckets are made of multiples
-    listed = [[*(int(side) // step * step or step for side in each[:2]), each[2]] for each in listed]
-    shapes = [Bucket(frames=each[2], height=each[1], width=each[0]) for each in listed]
+        frames = listed(given.get("dataset:frame_buckets") or (1 if "dataset" in given else usual.default_frames))
+        rows = [[*(size if isinstance(size, list) else (size, size)), each] for size in sizes for each in frames]
+    shapes = [_bucket(row, usual.size_multiple) for row in rows]
     worst = max(shapes, key=lambda one: (one.frames * one.height * one.width, one.frames))
-    batch = given.get(BATCH, 1)
-    batch = max(int(each[1]) for each in rows_of(given, BATCH)) if rows_of(given, BATCH) else int(batch)
+    batches = [row[-1] if isinstance(row, list) and row else row for row in rows_of(given, BATCH)]
+    batch = max(whole(each, "micro_batch_size_per_gpu") for each in batches or [given.get(BATCH, 1)])
     shape = {"frames": worst.frames, "height": worst.height, "width": worst.width, "batch_size": batch}
     return {**shape, "buckets": tuple(shapes) if len(shapes) > 1 else ()}
+
+
+def _bucket(row: Any, step: int) -> Bucket:
+    """[width, height, frames] as a bucket; sides are made multiples, as its buckets are."""
+    if not isinstance(row, list) or len(row) != 3:
+        raise VplanError(f"the size {quoted(row)} of the dataset is not understood", "write [width, height, frames]")
+    width, height, frames = (whole(each, "a size of the dataset") for each in row)
+    sides = {"width": width // step * step or step, "height": height // step * step or step}
+    return Bucket.read({"frames": frames, **sides}, where="the dataset")
 
 
 def rows_of(given: Settings, key: str) -> list[Any]:

@@ -38,6 +38,7 @@ from planner.dialects.interface import (
     When,
 )
 from planner.dialects.parts import EXPANDABLE, GPUS, NODES, launched, one_of, usual, word_for
+from planner.dialects.values import number, whole
 from planner.documents import flat
 from planner.errors import VplanError, quoted
 from planner.job import QUANTISED
@@ -112,8 +113,8 @@ def _method_of(given: Settings) -> Fields:
         raise VplanError(f"adapter.type {quoted(kind)} is not priced here", "we price lora, and no adapter at all")
     return {
         "method": "lora" if kind else "full",
-        "lora_rank": int(given.get("config:adapter.rank", 16)),
-        "lora_dropout": float(given.get("config:adapter.dropout", 0.0)),
+        "lora_rank": whole(given.get("config:adapter.rank", 16), "adapter.rank"),
+        "lora_dropout": number(given.get("config:adapter.dropout", 0.0), "adapter.dropout"),
     }
 
 
@@ -174,12 +175,15 @@ def _say_steps(fields: Fields) -> Settings:
 
 
 def _spread_of(given: Settings) -> Fields:
-    stages = int(given.get("config:pipeline_stages", 1))
+    stages = whole(given.get("config:pipeline_stages", 1), "pipeline_stages")
     if stages > 1:
         fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not priced here"
         raise VplanError(fault, "write pipeline_stages = 1")
     world = given.get("gpus", 1) * given.get("nodes", 1)
-    return {"sharding": "ddp" if world > 1 else "none", "swap_blocks": int(given.get("config:blocks_to_swap", 0))}
+    return {
+        "sharding": "ddp" if world > 1 else "none",
+        "swap_blocks": whole(given.get("config:blocks_to_swap", 0), "blocks_to_swap"),
+    }
 
 
 def _say_spread(fields: Fields) -> Settings:
@@ -238,7 +242,8 @@ TABLE: tuple[Binding | When, ...] = (
     _several(_steps_of, _say_steps, ("config:optimizer.type", "config:optimizer.gradient_release"),
              optimizer="optimizer.type", optimizer_step="foreach; backward by gradient_release on one GPU",
              offload_optimizer="none, cpu with adamw"),
-    Value("gradient_accumulation", "config:gradient_accumulation_steps", 1, int),
+    Value("gradient_accumulation", "config:gradient_accumulation_steps", 1,
+          lambda value: whole(value, "gradient_accumulation_steps")),
     _several(_spread_of, _say_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
              sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
     When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),

@@ -12,6 +12,7 @@ from planner.dialects.interface import (
     Settings,
 )
 from planner.dialects.parts import known_model
+from planner.dialects.values import listed, whole
 from planner.errors import VplanError, quoted
 from planner.job import Bucket
 
@@ -124,14 +125,15 @@ def shape_of(given: Settings) -> Fields:
     """The samples' shapes."""
     model = catalog.model(model_of(given)["model"])
     usual = model.shape
-    size = dataset_key(given, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]]
-    width, height = size if isinstance(size, list) else (size, size)
-    lengths = dataset_key(given, "target_frames") or [usual.default_frames]
+    size = listed(dataset_key(given, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]])
+    width, height = (whole(side, "resolution") for side in (size[0], size[-1]))
+    lengths = listed(dataset_key(given, "target_frames") or usual.default_frames)
     if dataset_key(given, "frame_extraction") == "full":
-        lengths = [int(dataset_key(given, "max_frames") or LONGEST)]
-    lengths = sorted({int(length) for length in lengths}) if model.kind == "video" else [1]
-    buckets = () if len(lengths) == 1 else tuple(Bucket(frames=each, height=height, width=width) for each in lengths)
-    batch = int(dataset_key(given, "batch_size") or 1)
+        lengths = [dataset_key(given, "max_frames") or LONGEST]
+    lengths = sorted({whole(each, "target_frames") for each in lengths}) if model.kind == "video" else [1]
+    shapes = tuple(Bucket.read({"frames": each, "height": height, "width": width}, "the dataset") for each in lengths)
+    buckets = shapes if len(shapes) > 1 else ()
+    batch = whole(dataset_key(given, "batch_size") or 1, "batch_size")
     return {"frames": lengths[-1], "height": height, "width": width, "batch_size": batch, "buckets": buckets}
 
 

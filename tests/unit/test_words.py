@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from planner import dialects
 from planner.dialects import interface
@@ -14,7 +19,7 @@ from planner.errors import VplanError
 from planner.export import fields_of
 from planner.job import Job, Strategy
 from planner.plan import Plan
-from planner.script import of_file
+from planner.script import Script, of_file, of_words
 from tests.unit.drawn_plans import nearest, plans
 
 OURS = ("musubi-tuner", "diffusion-pipe", "ai-toolkit")
@@ -47,9 +52,9 @@ def test_files_read_back_as_the_plan(name: str, asked: Plan) -> None:
     ignored = (
         {"references"} | MEANINGLESS[plan.job.method] | ({"grad_buckets"} if wanted["sharding"] != "ddp" else set())
     )
-    for field, value in back.items():
-        if field not in ignored:
-            assert value == wanted[field], field
+    for said_of, value in back.items():
+        if said_of not in ignored:
+            assert value == wanted[said_of], said_of
     assert not [note for note in reading.notes if "not here" in note]
 
 
@@ -156,3 +161,51 @@ def test_what_is_not_priced_is_one_clear_line(name: str, text: str, says: str, t
     (tmp_path / name).write_text(text)
     with pytest.raises(VplanError, match=says):
         interface.read(*dialects.recognise(of_file(tmp_path / name)))
+
+
+_ANY = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=8), st.just([]), st.just({}),
+    st.lists(st.one_of(st.integers(-2, 2000), st.text(max_size=3)), max_size=4),
+)  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_whatever_a_config_holds_ends_in_an_answer_or_one_clear_line(data: st.DataObject) -> None:
+    """Any key of a real config with any value in its place is read, or refused by a VplanError."""
+    name, texts = data.draw(
+        st.sampled_from(
+            [("musubi-tuner", MUSUBI_DATA), ("diffusion-pipe", PIPE), ("pipe data", PIPE_DATA), ("ai", TOOLKIT)]
+        )
+    )
+    tree = yaml.safe_load(texts) if name == "ai" else tomllib.loads(texts)
+    tables = [table for table in _tables(tree) if table]
+    table = data.draw(st.sampled_from(tables))
+    table[data.draw(st.sampled_from(sorted(table)))] = data.draw(_ANY)
+    given_config = {"musubi-tuner": {}, "diffusion-pipe": tree, "pipe data": tomllib.loads(PIPE), "ai": tree}[name]
+    dataset = tree if "data" in name or name == "musubi-tuner" else tomllib.loads(PIPE_DATA)
+    try:
+        if name == "musubi-tuner":
+            words = of_words(MUSUBI.replace("\\\n", " ").split())
+            script = _Held(words.name, words.programs, documents={"data.toml": dataset})
+        else:
+            script = _Held("config.toml", config=given_config, documents={"data.toml": dataset})
+        interface.read(*dialects.recognise(script))
+    except VplanError as error:
+        assert "\n" not in error.message
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, dict):
+        return [value, *(table for inner in value.values() for table in _tables(inner))]
+    return [table for inner in value for table in _tables(inner)] if isinstance(value, list) else []
+
+
+@dataclass(frozen=True)
+class _Held(Script):
+    """A script whose files are in memory."""
+
+    documents: dict[str, Any] = field(default_factory=dict)
+
+    def document(self, path: str) -> dict[str, Any] | None:
+        return self.documents.get(path)

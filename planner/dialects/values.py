@@ -1,0 +1,34 @@
+"""Values of other people's config files, which may be anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.errors import VplanError, quoted
+
+MOST = 10**9
+
+
+def whole(value: Any, name: str) -> int:
+    """A whole number; a VplanError that names the key for anything else."""
+    found = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MOST:
+        raise VplanError(f"{name} {quoted(value)} is no whole number", "write a number without a point")
+    return found
+
+
+def number(value: Any, name: str) -> float:
+    """A number; a VplanError that names the key for anything else."""
+    try:
+        if not isinstance(value, int | float | str) or isinstance(value, bool) or not abs(float(value)) <= MOST:
+            raise ValueError
+        return float(value)
+    except ValueError:
+        raise VplanError(f"{name} {quoted(value)} is no number", "write a number") from None
+
+
+def listed(value: Any) -> list[Any]:
+    """A list as it is, anything else as the only item of one."""
+    return list(value) if isinstance(value, list) else [value]
