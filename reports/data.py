@@ -84,7 +84,7 @@ class PlanData:
     note: str
     phases: tuple[through.PhaseParts, ...]
     timeline: through.Timeline
-    capacity: "Capacity"
+    capacity: Capacity
     ladder: tuple[str, ...]
     """in words, by rung of the capacity map"""
     measured: Mapping[Shape, tuple[str, ...]]
