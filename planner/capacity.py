@@ -7,14 +7,14 @@ strategy loses to fragmentation, so the next cells of it need fewer. Pure, given
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planner import margin, wishes
+from planner import margin
 from planner.estimate import outside_bytes
-from planner.facts import GpuProfile, ModelProfile
+from planner.extent import lengths, sizes, usable
+from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 from planner.layout import kernels
 from planner.peaks import PeakForms, peak_forms
@@ -28,7 +28,6 @@ from planner.suggest import Search
 from planner.ways import ladder, looks
 from planner.wishes import Wish
 
-COLUMNS, ROWS = 12, 8
 UNKNOWN_LOSS = (1.0, 1.10)
 """Reserved over allocated before a replay told: what is allocated is a lower bound, and 10 % above it is more than
 fragmentation takes where segments expand."""
@@ -40,11 +39,10 @@ USUAL_LOSS = 1.05
 """The same where it is guessed: for the longest clip by a strategy of which nothing was replayed."""
 ONE = 2**40
 """A round number of bytes, to read the margin's share off."""
+STRIDE = 16
+"""Of the values for the longest clip, how many are left out at first."""
 LONGEST = 400
 """Values that are tried for the longest clip: 1,597 frames at four frames a step."""
-AREAS = (0.25, 0.4, 0.63, 1.0, 1.5, 2.25, 3.0, 4.0)
-"""Rows of the map, as shares of the job's own pixels."""
-
 Shape = tuple[int, int, int]
 """Frames (of an image model: the batch), height, width."""
 
@@ -93,46 +91,6 @@ class Longest:
 
 
 # ---- the map
-
-
-def axis(model: ModelProfile) -> Wish:
-    """What is long about a sample: its frames, or of an image model the batch."""
-    return wishes.frames(model) if model.kind == "video" else wishes.batch(model)
-
-
-def usable(model: ModelProfile) -> list[int]:
-    """The lengths a model takes (of an image model: the batches), rising."""
-    values = [value for value in axis(model).values if isinstance(value, int)]
-    if model.kind == "image":
-        return list(model.shape.batches) or values
-    return [value for value in values if not model.shape.window or value <= model.shape.max_frames]
-
-
-def lengths(model: ModelProfile, job: Job) -> tuple[int, ...]:
-    """The columns: evenly spread from the shortest to twice the usual or the job's own, which is among them."""
-    values, own = usable(model), axis(model).read(job)
-    assert isinstance(own, int)
-    usual = model.shape.default_frames if model.kind == "video" else COLUMNS // 2
-    last = sum(value <= 2 * max(own, usual) for value in values) - 1
-    count = min(COLUMNS, last + 1)
-    chosen = {values[round(index * last / max(count - 1, 1))] for index in range(count)}
-    if own not in chosen:
-        chosen.remove(min(chosen, key=lambda value: abs(value - own)))
-    return tuple(sorted(chosen | {own}))
-
-
-def sizes(model: ModelProfile, job: Job) -> tuple[tuple[int, int], ...]:
-    """The rows: a quarter to four times the job's pixels in its own form, listed sizes where they are near."""
-    if model.shape.only_listed:
-        return tuple(sorted(set(model.shape.resolutions), key=lambda size: size[0] * size[1])[:ROWS])
-    area, multiple = job.height * job.width, model.shape.size_multiple
-    upright = [size for size in model.shape.resolutions if (size[0] > size[1]) == (job.height > job.width)]
-    found = {(job.height, job.width)}
-    for share in (share for share in AREAS if share != 1):
-        scaled = [max(1, round(side * math.sqrt(share) / multiple)) * multiple for side in (job.height, job.width)]
-        near = [size for size in upright if abs(size[0] * size[1] / (area * share) - 1) < 0.2]
-        found.add(near[0] if near else (scaled[0], scaled[1]))
-    return tuple(sorted(found, key=lambda size: (size[0] * size[1], size)))
 
 
 Known = dict[tuple[int, int], int]
@@ -306,20 +264,41 @@ class Mapper:
         reach = {way: self._reach(way, shapes) for way in ways}
         best, by = 0, None
         for way in sorted(ways, key=lambda way: -reach[way]):
-            found = _last(best, reach[way], lambda count, way=way: self._host_fits(shapes[count - 1], way))  # type: ignore[misc]
-            found = _last(best, found, lambda count, way=way: self._encodes(shapes[count - 1], way, lossless))  # type: ignore[misc]
+            found = self._reached(way, shapes, best, reach[way], lossless)
             if found > best:
                 best, by = found, way
+            fewer = self._fewer_swapped(way, shapes[(found + reach[way]) // 2 - 1]) if found < reach[way] else None
+            if fewer is not None:  # where RAM is short, blocks that stay make room for a longer clip's checkpoints
+                found = self._reached(fewer, shapes, best, self._reach(fewer, shapes), lossless)
+                if found > best:
+                    best, by = found, fewer
         return (shapes[best - 1][0], by) if best else (0, None)
+
+    def _reached(self, way: Strategy, shapes: Sequence[Shape], low: int, high: int, lossless: bool) -> int:
+        """How many of the shapes fit the host's RAM too, and can be encoded."""
+        found = _last(low, high, lambda count: self._host_fits(shapes[count - 1], way))
+        return _last(low, found, lambda count: self._encodes(shapes[count - 1], way, lossless))
+
+    def _fewer_swapped(self, way: Strategy, shape: Shape) -> Strategy | None:
+        """The way with no more blocks swapped than the RAM holds beside such a clip; None where that is no other."""
+        if not way.swap_blocks:
+            return None
+        found = self.search.most_in_ram(self.forms.at(shape), way.replace(swap_blocks=0))
+        return found if 0 < found.swap_blocks < way.swap_blocks else None
 
     def _reach(self, way: Strategy, shapes: Sequence[Shape]) -> int:
         """How many of the shapes, from the shortest, fit the card by what they allocate."""
 
-        def fits(count: int) -> bool:
-            nbytes = self.forms.allocated(self.search, way, [self.forms.at(shapes[count - 1])])
-            return self._fits(way, nbytes[0], 0)
+        def fitting(some: Sequence[Shape]) -> int:
+            allocated = self.forms.allocated(self.search, way, [self.forms.at(shape) for shape in some])
+            return sum(self._fits(way, nbytes, 0) for nbytes in allocated)
 
-        return _last(0, len(shapes), fits)
+        coarse = fitting(shapes[::STRIDE])  # the same for all cards; what is between is asked where it matters
+        if not coarse:
+            return 0
+        start = (coarse - 1) * STRIDE + 1
+        between = shapes[start : start + STRIDE - 1]
+        return start + (fitting(between) if between else 0)
 
     def _fits(self, way: Strategy, allocated: int, beside: int) -> bool:
         question, losses = self.search.question, self.forms.lost

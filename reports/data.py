@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import vplan
-from planner import accuracy, capacity, catalog, through, typed
+from planner import accuracy, capacity, catalog, extent, through, typed
 from planner import ways as ways_of
 from planner.accuracy import Compared, Prediction
 from planner.capacity import Capacity, Forms, Longest, Mapper, Shape
@@ -30,6 +30,8 @@ from planner.units import gib
 
 NEAREST = 6
 """Measured rows of a model that are compared on a plan's page; `vplan accuracy` compares them all."""
+LARGE_GB = 40
+"""Beside such cards stands more host RAM."""
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
 
 VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
@@ -159,11 +161,13 @@ class Builder:
         """The capacity map."""
         return Mapper(self.search, forms).map(rungs)
 
-    def longest(self, rungs: Sequence[Look], forms: Forms) -> tuple[Longest, ...]:
-        """The longest clip of each class of card."""
+    def longest(self, rungs: Sequence[Look], forms: Forms, large: bool | None = None) -> tuple[Longest, ...]:
+        """The longest clip of each class of card; of the small cards alone, or of the large ones."""
         machines = []
         for group in catalog.gpu_classes():
             card = catalog.gpu(group.name)
+            if large is not None and (card.class_gb >= LARGE_GB) is not large:
+                continue
             self.cards[card.name] = card
             ram = catalog.default_host_ram(card, self.plan.machine.gpus)
             machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
@@ -220,7 +224,7 @@ class Builder:
 
 def in_turn(builder: Builder, rungs: Sequence[Look]) -> tuple[Any, ...]:
     """The parts that take long, one after another: (phases, timeline), map, longest, compared."""
-    forms = Forms(builder.screen, builder.plan.job, capacity.axis(builder.model))
+    forms = Forms(builder.screen, builder.plan.job, extent.axis(builder.model))
     return builder.steps(), builder.map(rungs, forms), builder.longest(rungs, forms), builder.compared()
 
 

@@ -56,7 +56,7 @@ def command(asked: Asked, strict: bool, output: str | None, report: str | None, 
         write_plan(Plan.of(found, trainer=asked.trainer), output)
 
     if report:
-        write_report(report, [(output or request.machine.gpu, Plan.of(found, trainer=asked.trainer))])
+        write_report(report, [(output or "plan.toml", Plan.of(found, trainer=asked.trainer))])
 
     def render(console: Console) -> None:
         headline(console, request, found)

@@ -89,7 +89,7 @@ def command(
         if output:
             write_plan(found.suggestion.to_plan(asked.trainer), output)
         if report:
-            write_report(report, [(output or found.request.machine.gpu, found.suggestion.to_plan(asked.trainer))])
+            write_report(report, [(output or "plan.toml", found.suggestion.to_plan(asked.trainer))])
         said = found.to_json(time.perf_counter() - started)
         show(said, as_json, lambda console: _print_one(console, found, output))
         return verdict_exit_code(found.suggestion.plan.verdict, strict=strict)

@@ -16,11 +16,12 @@ import pytest
 import reports
 from planner import catalog, typed
 from planner.accuracy import compare
-from planner.capacity import Cell, lengths, sizes
+from planner.capacity import Cell
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate import estimate
 from planner.evidence import read_rows
+from planner.extent import lengths, sizes
 from planner.job import Bucket, Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Environment, Evidence, Measured, Plan
