@@ -9,7 +9,8 @@ import click
 from planner.commands import USAGE
 from planner.commands.common import Verb, examples, write_report
 from planner.errors import VplanError
-from planner.evidence import read_rows
+from planner.evidence import own_row, read_rows
+from planner.ledger import OURS, Ledger, default_path
 from planner.plan import read_plan
 from planner.rows import rows_by_id
 
@@ -32,12 +33,13 @@ def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str) -> None:
     """Write a page about a plan: what it needs and when, what each switch saved, how far the card goes.
 
     One file that loads nothing: it can be mailed, printed, and read without JavaScript. Several plans stand side by
-    side. Nothing is opened.
+    side. Your own probes of these models are on it. Nothing is opened.
     """
     if len(paths) > MOST:
         raise VplanError(f"{len(paths)} plans do not fit on a page", f"name up to {MOST}", USAGE)
     plans = [(Path(path).name, read_plan(path)) for path in paths]
-    known, probes = [], []
+    mine = [row for row in Ledger(default_path()).rows(OURS) if row.runner == "real"]
+    known, probes = [own_row(row) for row in mine], [row.to_json() for row in mine]
     for path in rows:
         read, notes = read_rows(path)
         known += read
