@@ -39,10 +39,13 @@ def checkpoint_offload(run: Run) -> None:
     ran = [(moment.module_list, moment.block) for moment, _ in run.step.stretches if moment.passes == "forward"]
     order = [block for block in dict.fromkeys(ran) if block in inputs]
     before = dict(zip(order[1:], order, strict=False))
+    # The last block's backward may come in parts, around what stands between it and the head.
+    backward = [(at, moment) for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward"]
+    over = {(moment.module_list, moment.block): at for at, moment in backward}
     gone: set[Block] = set()
     brought: set[Block] = set()
     woven: list[tuple[Moment, list[int]]] = []
-    for moment, events in run.step.stretches:
+    for at, (moment, events) in enumerate(run.step.stretches):
         block = (moment.module_list, moment.block)
         if block not in inputs or moment.passes not in ("forward", "backward"):
             woven.append((moment, events))
@@ -56,7 +59,8 @@ def checkpoint_offload(run: Run) -> None:
                     woven.append((SERVICE._replace(passes=name), inputs[fetched]))
                     brought.add(fetched)
             kept = [event for event in events if event >= 0 or ~event not in inputs[block]]
-            woven.append((moment, [*kept, *(~buffer for buffer in inputs[block])]))
+            leaving = [~buffer for buffer in inputs[block]] if at == over[block] else []
+            woven.append((moment, [*kept, *leaving]))
     run.step.stretches = woven
 
 

@@ -12,7 +12,17 @@ from planner.case import settle
 from planner.check import Checked, Fix, check_case
 from planner.commands import USAGE
 from planner.commands.answer import VERDICTS, bar, verdict_line
-from planner.commands.common import Verb, examples, json_option, output_option, show, table, verdict_exit_code
+from planner.commands.common import (
+    Verb,
+    examples,
+    json_option,
+    output_option,
+    report_option,
+    show,
+    table,
+    verdict_exit_code,
+    write_report,
+)
 from planner.commands.flags import field_options
 from planner.commands.oom import explained
 from planner.errors import VplanError
@@ -51,6 +61,7 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 @click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
 @field_options(Machine, without=("links", "unified"), show_defaults=False)
 @output_option("the plan that the command is")
+@report_option
 @json_option
 def command(
     words: tuple[str, ...], path: str | None, error: str | None, output: str | None, as_json: bool, **said: Any
@@ -61,7 +72,7 @@ def command(
     read as text; nothing of it runs.
     """
     script = None if error and not words and path is None else _script(words, path)
-    strict, search = said.pop("strict"), not said.pop("no_fixes")
+    strict, search, report = said.pop("strict"), not said.pop("no_fixes"), said.pop("report")
     told = {name: said.pop(name) for name in ("model", "frames", "height", "width")}
     if error:
         why = explained(error, script, told, said)
@@ -72,8 +83,11 @@ def command(
         raise VplanError("no card is named", "add --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
     dialect, given = dialects.recognise(script)
     found = check_case(settle(dialect, given, told, said), search)
+    plan = Plan.of(found.outcome.estimate, trainer=found.case.trainer)
     if output:
-        write_plan(Plan.of(found.outcome.estimate, trainer=found.case.trainer), output)
+        write_plan(plan, output)
+    if report:
+        write_report(report, [(output or plan.trainer, plan)])
     show(found.to_json(), as_json, lambda console: _print(console, found))
     return verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
 

@@ -14,7 +14,17 @@ import click
 
 from planner import catalog, home
 from planner.commands import answer
-from planner.commands.common import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show
+from planner.commands.common import (
+    DOES_NOT_FIT,
+    DONE,
+    Verb,
+    examples,
+    json_option,
+    output_option,
+    report_option,
+    show,
+    write_report,
+)
 from planner.commands.progress import Progress
 from planner.commands.request import Asked, Request, request_options
 from planner.errors import VplanError
@@ -93,8 +103,11 @@ NO_GPU = (
 )
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N", help="Of the simulated machine.")
 @output_option("the plan")
+@report_option
 @json_option
-def command(asked: Asked, prefer: str, allow: str | None, output: str | None, as_json: bool, **said: Any) -> int:
+def command(
+    asked: Asked, prefer: str, allow: str | None, output: str | None, report: str | None, as_json: bool, **said: Any
+) -> int:
     """Find the best plan by measuring: probe the suggested plan, correct the estimate, try what could be 5 % better.
 
     What you type is never traded; the rest is searched. Every probe is a fresh process of real steps. The study goes on
@@ -117,7 +130,7 @@ def command(asked: Asked, prefer: str, allow: str | None, output: str | None, as
     tuner = Tuner(question, screen, goal, _applied(question) if real else lambda job, way: True)
     with _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress):
         why = tuning.run(progress.show)
-    return _Answer(request, tuning, why).give(output, as_json)
+    return _Answer(request, tuning, why).give(output, report, as_json)
 
 
 def _goal(asked: Asked, request: Request, prefer: str) -> Goal:
@@ -224,8 +237,8 @@ class _Answer:
         self.why = why
         self.best = tuning.tuner.best
 
-    def give(self, output: str | None, as_json: bool) -> int:
-        """Writes the plan, says the answer, and returns the exit code."""
+    def give(self, output: str | None, report: str | None, as_json: bool) -> int:
+        """Writes the plan and the page, says the answer, and returns the exit code."""
         best, tuner = self.best, self.tuning.tuner
         others: tuple[Estimate, ...]
         if best is None:
@@ -237,6 +250,8 @@ class _Answer:
         plan = self._plan(found, others)
         if output and best is not None:
             write_plan(plan, output)
+        if report:
+            write_report(report, [(output or "plan.toml", plan)], probes=[row.to_json() for row in self.tuning.probes])
         said = {
             "plan": {**found.to_json(), "evidence": [each.to_json() for each in plan.evidence]},
             "probes": [row.to_json() for row in self.tuning.probes],

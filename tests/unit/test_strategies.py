@@ -9,10 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner import catalog
 from planner.errors import VplanError
 from planner.estimate import NCCL_BYTES, estimate
 from planner.host import disk_bytes, host_ram
-from planner.job import Machine, Strategy
+from planner.job import Job, Machine, Strategy
+from planner.library import facts
+from planner.rules import resolve
 from tests.unit.hand_made import (
     ADAPTER,
     BATCH,
@@ -107,6 +110,15 @@ def test_an_optimizer_in_host_ram_leaves_nothing_of_itself() -> None:
         "optimizer": LOADED + BATCH + BLOCKS * ADAPTER,
     }
     assert after(run) == LOADED
+
+
+def test_offloaded_checkpoints_leave_once_where_a_backward_comes_in_parts() -> None:
+    model, gpu = catalog.model("sd3.5-large"), catalog.gpu("h100-80gb")
+    job = Job(model=model.name, method="full", frames=1, height=1024, width=1024)
+    strategy = Strategy(weights_dtype="bf16", autocast="none", gradient_checkpointing="offload")
+    machine = Machine(gpu=gpu.name, host_ram=64 * 2**30)
+    known = facts(job, resolve(job, strategy, machine), machine, model, gpu)
+    assert estimate(job, strategy, machine, known).verdict == "tight"  # plays to its end: nothing is freed twice
 
 
 def test_offloaded_gradients_leave_at_the_end_of_their_block() -> None:
