@@ -229,7 +229,8 @@ class CachingAllocator:
         if index < len(free):
             # get_free_block: by size, then address. But a block that can grow counts as large as it can become, so that
             # best fit does not nibble at the end of the segment while a slightly larger hole would do.
-            if self._expandable:
+            following = free[index][2].following
+            if following is not None and following.state == _UNMAPPED:
                 last = len(free) - 1
                 while index < last and _room_bytes(free[index + 1][2]) < _room_bytes(free[index][2]):
                     index += 1
