@@ -25,7 +25,7 @@ import psutil
 import vplan
 from planner import catalog, doctor
 from planner.applied import settled
-from planner.errors import VplanError
+from planner.errors import VplanError, quoted
 from planner.job import Machine, Strategy
 from planner.measurement import ProbeRow, row_id
 from planner.monitor import CONTEXT_BYTES
@@ -70,6 +70,8 @@ def probe(
     _check_installed(plan.strategy)
     if history and device == "cpu":
         raise VplanError("the allocator's history is of a GPU", "leave out --record-history, or --device cpu")
+    if history and not Path(history).absolute().parent.is_dir():
+        raise VplanError(f"there is no folder for {quoted(str(history))}", "make it, or name another file")
     card = catalog.parse_gpus(plan.machine.gpu)[1]
     request = {
         "plan": {"schema": 1, **{part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}},
@@ -287,11 +289,16 @@ LIBRARIES = {
 """What an optimizer or a format of the weights needs beside torch and diffusers."""
 
 
+def libraries(strategy: Strategy) -> tuple[str, ...]:
+    """What a strategy needs beside torch and diffusers."""
+    split = ("deepspeed",) if strategy.sharding.startswith("zero") else ()
+    return (*LIBRARIES.get(strategy.optimizer, ()), *LIBRARIES.get(strategy.weights_dtype or "", ()), *split)
+
+
 def _check_installed(strategy: Strategy) -> None:
     """Name what is missing before a process is started for nothing."""
     needed = ["torch", "diffusers", "peft", "accelerate"]
-    needed += LIBRARIES.get(strategy.optimizer, ()) + LIBRARIES.get(strategy.weights_dtype or "", ())
-    for package in needed:
+    for package in (*needed, *libraries(strategy)):
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"a probe of this plan needs {package}", "install it: pip install 'vplan[train]'")
 
