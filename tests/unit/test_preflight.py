@@ -49,6 +49,7 @@ def plan(strategy: dict[str, Any] | None = None, gpus: int = 1, **said: Any) -> 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(home.VARIABLE, str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     write_plan(plan(), "plan.toml")
 
@@ -238,8 +239,7 @@ def test_what_was_measured_here_counts_for_more_than_the_estimate(monkeypatch: p
         assert answer["need"]["basis"] == "recorded" and levels(answer)["versions"] == "warning"
 
 
-def test_what_ran_out_of_memory_here_is_no_proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(home.VARIABLE, str(tmp_path))
+def test_what_ran_out_of_memory_here_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ready(plan())
     row = ProbeRow(
         id=row_id(asked),
