@@ -274,7 +274,8 @@ class _Answer:
             message = last.details.get("message", last.measured.outcome)
             log = last.details.get("log")
             fault = f"no probe ran to its end; the last: {message}" + (f" (log: {log})" if log else "")
-            raise VplanError(fault, "see the log; `vplan doctor` says what is missing", FAILED)
+            fix = "see the log and `vplan doctor`; once it is mended, begin anew: --study NAME"
+            raise VplanError(fault, fix, FAILED)
 
     def _plan(self, found: Estimate, others: tuple[Estimate, ...]) -> Plan:
         row = self.tuning.rows.get(row_id(Plan(job=found.job, strategy=found.strategy, machine=found.machine)))
