@@ -143,8 +143,10 @@ def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the ranks see: ours without other launchers' words."""
+    """What the ranks see: ours without other launchers' words, and cards in NVML's order, in which they were looked
+    at (CUDA's own is the fastest first)."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    kept.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if device == "cpu":
         kept["DS_ACCELERATOR"] = "cpu"
         kept.setdefault("OMP_NUM_THREADS", "1")

@@ -166,11 +166,13 @@ def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMI
 
     A VplanError when there is no such device (exit 1), or when the process failed (exit 4, with its last words).
     """
+    from planner import launch  # which knows what this module does
+
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="vplan-calibrate-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / LOG
         write_json(Path(folder) / REQUEST, {"device": device})
-        ended = run_worker(vplan.command("worker", "calibrate", folder), log, time_limit)
+        ended = run_worker(vplan.command("worker", "calibrate", folder), log, time_limit, launch.environment(device))
         told = read_json(Path(folder) / result_file(0))
         if refused := told.get("refused"):
             raise VplanError(refused["message"], refused["fix"])
