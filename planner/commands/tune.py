@@ -117,7 +117,7 @@ def command(
     """
     real = said["runner_name"] == "real"
     gpu = _own_gpu() if real else None
-    request = asked.settle(gpu=asked.gpu or gpu, searched=True)
+    request = asked.settle(gpu=None if asked.gpu else gpu, searched=True)  # of --gpu auto the card is known
     if asked.trainer != "vplan":
         raise VplanError(
             f"the plan is for {asked.trainer}, and tune measures vplan's own step", 'write trainer = "vplan"'
