@@ -95,7 +95,7 @@ def wait(
     """
     began, said = time.monotonic(), ""
     while True:
-        short = [card for card in cards if (card["free_bytes"] or math.inf) < _target(card, need)]
+        short = [card for card in cards if card["free_bytes"] is not None and card["free_bytes"] < _target(card, need)]
         waited = time.monotonic() - began
         if not short or waited >= seconds:
             return cards, waited

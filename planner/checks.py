@@ -95,11 +95,11 @@ def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -
     """Room for the checkpoints that are kept, the one being written, and the cache of the data."""
     if found is None:
         return
-    there = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
     try:
+        there = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
         free = shutil.disk_usage(there).free
-    except OSError as error:
-        yield Check("disk", "error", f"cannot look at {there}: {error.strerror}", "name another --output", WRONG)
+    except OSError as error:  # a folder above that others may not enter is one too
+        yield Check("disk", "error", f"cannot look at {output}: {error.strerror}", "name another --output", WRONG)
         return
     need = (keep + 1) * found.disk_bytes + cache_bytes
     parts = f"{keep + 1} checkpoints of {found.disk_bytes / 1e9:.2f} GB"

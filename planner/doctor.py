@@ -92,7 +92,7 @@ def visible() -> tuple[Facts, list[Facts]]:
     """The same of the cards that CUDA shows a process started here, in its order: `CUDA_VISIBLE_DEVICES` may name some,
     by number or by UUID, MIG slices too. What stands behind one that is not there does not count, as CUDA has it.
 
-    NVML counts from the bus; so does CUDA with CUDA_DEVICE_ORDER=PCI_BUS_ID, and among like cards.
+    NVML counts from the bus; so do our own processes (`planner.launch.environment`), and CUDA among like cards.
     """
     driver, cards = gpus()
     said = os.environ.get("CUDA_VISIBLE_DEVICES")

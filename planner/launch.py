@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import vplan
 from planner.errors import VplanError
 from planner.plan import Plan
-from planner.probe import LIBRARIES
+from planner.probe import libraries
 from planner.process import Ended, read_json, watch_worker, write_json
 from planner.record import Count, CountOrZero, Flag, NotNegative, Positive, Record
 from planner.units import KIB
@@ -143,8 +143,10 @@ def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the ranks see: ours without other launchers' words."""
+    """What the ranks see: ours without other launchers' words, and cards in NVML's order, in which they were looked
+    at (CUDA's own is the fastest first)."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    kept.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if device == "cpu":
         kept["DS_ACCELERATOR"] = "cpu"
         kept.setdefault("OMP_NUM_THREADS", "1")
@@ -244,9 +246,7 @@ def check_installed(plan: Plan, log_with: str | None) -> None:
     """Name what is missing before anything starts."""
     strategy = plan.strategy
     needed = ["torch", "diffusers", "peft", "accelerate", "safetensors"]
-    needed += LIBRARIES.get(strategy.optimizer, ()) + LIBRARIES.get(strategy.weights_dtype or "", ())
-    needed += ["deepspeed"] if strategy.sharding.startswith("zero") else []
-    for package in needed:
+    for package in (*needed, *libraries(strategy)):
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"training this plan needs {package}", "install it: pip install 'vplan[train]'")
     if log_with and importlib.util.find_spec(log_with) is None:

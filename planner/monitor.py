@@ -136,6 +136,9 @@ def processes(handle: Any) -> dict[int, int | None]:
     for kind in KINDS:
         try:
             running = getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle)
+        except pynvml.NVMLLibraryMismatchError:  # older than R510; it is no NVMLError
+            refused.append(pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+            continue
         except pynvml.NVMLError as error:
             refused.append(error)
             continue

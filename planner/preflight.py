@@ -18,6 +18,7 @@ from planner.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, 
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import estimate
 from planner.learned import with_learned
+from planner.ledger import Ledger, default_path
 from planner.library import facts
 from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
@@ -88,7 +89,7 @@ def preflight(plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text
         cards = cards_of(plan)
     found, checks = estimated(plan, must=asked.device == "cuda" and not asked.probe)
     need = needed(plan, found, cards)
-    if need and need.basis == "measured" and not (found and found.limit == "host"):
+    if need and need.basis == "measured" and not (found and (found.basis == "measured" or found.limit == "host")):
         checks = [Check("plan", "ok", f"fits: {format_gib(need.high_bytes)} when it was measured on such a card")]
     waited = 0.0
     if need and cards and asked.wait_seconds:
@@ -170,7 +171,12 @@ def _probed(
     from planner.probe import probe
 
     say("probing: a few real steps ...")
-    row = probe(plan, device=device, command="vplan preflight --probe").to_json()
+    found = probe(plan, device=device, command="vplan preflight --probe")
+    try:
+        Ledger(default_path()).append(found)
+    except VplanError as error:  # one that cannot be kept is still an answer
+        say(f"warning: {error}")
+    row = found.to_json()
     seen, said = row["measured"], row["details"].get("message", "")
     outcome, where = seen["outcome"], f" in {seen['phase']}" if seen["phase"] else ""
     if outcome in ("oom", "host-oom"):

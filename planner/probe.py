@@ -25,7 +25,7 @@ import psutil
 import vplan
 from planner import catalog, doctor
 from planner.applied import settled
-from planner.errors import VplanError
+from planner.errors import VplanError, quoted
 from planner.job import Machine, Strategy
 from planner.measurement import ProbeRow, row_id
 from planner.monitor import CONTEXT_BYTES
@@ -70,6 +70,8 @@ def probe(
     _check_installed(plan.strategy)
     if history and device == "cpu":
         raise VplanError("the allocator's history is of a GPU", "leave out --record-history, or --device cpu")
+    if history and not Path(history).absolute().parent.is_dir():
+        raise VplanError(f"there is no folder for {quoted(str(history))}", "make it, or name another file")
     card = catalog.parse_gpus(plan.machine.gpu)[1]
     request = {
         "plan": {"schema": 1, **{part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}},
@@ -164,11 +166,13 @@ def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMI
 
     A VplanError when there is no such device (exit 1), or when the process failed (exit 4, with its last words).
     """
+    from planner import launch  # which knows what this module does
+
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="vplan-calibrate-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / LOG
         write_json(Path(folder) / REQUEST, {"device": device})
-        ended = run_worker(vplan.command("worker", "calibrate", folder), log, time_limit)
+        ended = run_worker(vplan.command("worker", "calibrate", folder), log, time_limit, launch.environment(device))
         told = read_json(Path(folder) / result_file(0))
         if refused := told.get("refused"):
             raise VplanError(refused["message"], refused["fix"])
@@ -287,11 +291,16 @@ LIBRARIES = {
 """What an optimizer or a format of the weights needs beside torch and diffusers."""
 
 
+def libraries(strategy: Strategy) -> tuple[str, ...]:
+    """What a strategy needs beside torch and diffusers."""
+    split = ("deepspeed",) if strategy.sharding.startswith("zero") else ()
+    return (*LIBRARIES.get(strategy.optimizer, ()), *LIBRARIES.get(strategy.weights_dtype or "", ()), *split)
+
+
 def _check_installed(strategy: Strategy) -> None:
     """Name what is missing before a process is started for nothing."""
     needed = ["torch", "diffusers", "peft", "accelerate"]
-    needed += LIBRARIES.get(strategy.optimizer, ()) + LIBRARIES.get(strategy.weights_dtype or "", ())
-    for package in needed:
+    for package in (*needed, *libraries(strategy)):
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"a probe of this plan needs {package}", "install it: pip install 'vplan[train]'")
 

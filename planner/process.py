@@ -130,7 +130,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """What a worker has told so far; nothing when it ended before it told anything."""
-    if not path.exists():
-        return {}
-    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return told
+    with contextlib.suppress(FileNotFoundError):  # another computer may remove it just now
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return told
+    return {}

@@ -52,7 +52,7 @@ def slurm_script(
         return "\n".join([*lines, f"srun {shlex.join(words)}", ""])
     return "\n".join([
         *lines,
-        'main=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'main=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node must not meet",
         f"words=({shlex.join(words)})",
         """srun --kill-on-bad-exit=1 bash -c 'exec "$@" --node-rank "$SLURM_NODEID"' vplan \\""",

@@ -28,6 +28,9 @@ TRIES = 10
 DRIVERS = {"psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
 """Package that has a module, where its name is another."""
 
+BEGINNING = b'{"op_code":'
+"""Of a journal (optuna/storages/journal/_storage.py). What begins otherwise is somebody's file, and stays as it is."""
+
 TORN = "Invalid log format."
 """What Optuna says of a journal's last line that was not written to its end (optuna/storages/journal/_file.py)."""
 
@@ -49,7 +52,12 @@ def is_url(storage: str) -> bool:
 
 def shown(storage: str) -> str:
     """A storage as messages name it: without a password."""
-    return quoted(re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", storage))
+    return quoted(without_password(storage))
+
+
+def without_password(text: str) -> str:
+    """A text with the password of any URL in it left out."""
+    return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
 
 
 def opened(optuna: Any, storage: str) -> Any:
@@ -59,6 +67,9 @@ def opened(optuna: Any, storage: str) -> Any:
     journal = optuna.storages.journal
     path = Path(storage).expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not BEGINNING.startswith(_head(path)):
+        fix = "name another with --storage; a database is named by its URL, as sqlite:///study.db"
+        raise VplanError(f"{shown(storage)} is no study's journal", fix)
     lock = journal.JournalFileOpenLock(str(path)) if sys.platform == "win32" else _Lock(path)
     _mend(path, lock)
     return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
@@ -117,6 +128,11 @@ def _mend(path: Path, lock: Any) -> None:
             os.truncate(path, len(whole + newline))
     finally:
         lock.release()
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(BEGINNING))
 
 
 def _is_whole(path: Path) -> bool:

@@ -129,6 +129,7 @@ class Tuning:
         except (KeyboardInterrupt, VplanError):  # a plan that cannot run here, a full disk: it is others' to measure
             self.study.give_up(taken)
             raise
+        self.rows[row_id(taken.plan)] = row  # the study's has no details: what was said, and where the log is
         self._tell(taken, row)
         self._learn()
         watch(self, "choosing")
@@ -146,12 +147,12 @@ class Tuning:
     def _learn(self) -> None:
         """Hears what others, and earlier days, have told the study."""
         self.told = self.study.told()
-        self.probes = [told.row for told in self.told if told.row and not told.known]
         for told in self.told:
             name = row_id(told.plan)
             if told.row is not None and name not in self.rows:
                 self.rows[name] = told.row
                 self.tuner.tell(told.plan.job, told.plan.strategy, told.row.measured)
+        self.probes = [self.rows[row_id(told.plan)] for told in self.told if told.row and not told.known]
 
     def _seed(self) -> None:
         """Adds what the ledger knows of this question, measured where we measure, to the study."""
@@ -170,6 +171,7 @@ class Tuning:
                 and Setup.of(row.env) == self.setup
                 and row.id == row_id(plan)
                 and row.id not in known
+                and not failed(row)  # its cause may be mended
             ):
                 known.add(row.id)
                 self.study.add(plan, row, self._result(plan, row))
@@ -177,7 +179,8 @@ class Tuning:
     def _tidy(self) -> None:
         """Tells or gives up the plans of workers that died."""
         for taken in self.study.abandoned():
-            rows = self.ledger.find(taken.plan, self.setup, self.runner.name)
+            found = self.ledger.find(taken.plan, self.setup, self.runner.name)
+            rows = [row for row in found if not failed(row)]  # one that failed may be of an earlier study
             if rows:
                 self._tell(taken, rows[-1])
             else:

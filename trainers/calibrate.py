@@ -76,11 +76,14 @@ class Calibrating:
         import torch
 
         try:
+            self.report.tell(phase="context")
             if self.on_gpu:
                 torch.zeros(1, device=self.device)
-            self.report.tell(phase="context", context_bytes=self.outside())
-            self.report.tell(phase="kernels", **self.kernels())
-            self.report.tell(phase="rates", rates=self.rates())
+            self.report.tell(context_bytes=self.outside())
+            self.report.tell(phase="kernels")
+            self.report.tell(**self.kernels())
+            self.report.tell(phase="rates")
+            self.report.tell(rates=self.rates())
         finally:
             if self.watch:
                 self.report.tell(missing=self.watch.missing)

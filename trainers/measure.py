@@ -15,7 +15,7 @@ import torch
 from planner import catalog
 from planner.errors import VplanError
 from planner.monitor import DeviceMemory
-from trainers import step
+from trainers import checkpoint, step
 from trainers.kernels import Kernels
 from trainers.meter import Meter, Told
 from trainers.probed import Probed, Wanted
@@ -30,6 +30,8 @@ def measure(wanted: Wanted, report: Told) -> None:
     device = find_device(wanted.device)
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(DeviceMemory(_uuid(device))) if device.type == "cuda" else None
+        if watch:
+            torch.cuda.set_device(device)  # which makes a context of any card but the first
         meter = Meter(device, watch, report)
         _tell_device(meter)
         if wanted.history:
@@ -144,7 +146,7 @@ def requested_bytes(message: str) -> int | None:
 
 
 def find_device(name: str) -> torch.device:
-    """The device to measure on; a VplanError when there is no GPU."""
+    """The device to measure on, not touched yet; a VplanError when there is no GPU."""
     if name == "cpu":
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -154,7 +156,6 @@ def find_device(name: str) -> torch.device:
     if local >= torch.cuda.device_count():
         fault = f"the plan is for GPU {local + 1} of this machine, and torch sees {torch.cuda.device_count()}"
         raise VplanError(fault, "plan for fewer GPUs, or look at CUDA_VISIBLE_DEVICES")
-    torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 
@@ -215,7 +216,7 @@ def attention_kernels(probed: Probed) -> str:
 
 def _write_history(wanted: Wanted, meter: Meter) -> None:
     """The allocator's events on this device as plain numbers, and where in them each phase begins."""
-    if wanted.history is None:
+    if wanted.history is None or not checkpoint.is_first():  # one file, of the first rank
         return
     events = torch.cuda.memory._snapshot()["device_traces"][meter.device.index]
     times = [event.get("time_us", 0) for event in events]

@@ -81,6 +81,8 @@ def command(
     card = None if device == "cpu" else _card()
     if share is not None and Path(share).is_dir():
         raise VplanError(f"--share {quoted(share)} is a folder", "name a file, as --share rows.jsonl")
+    if share is not None and not Path(share).absolute().parent.is_dir():
+        raise VplanError(f"there is no folder for --share {quoted(share)}", "make it, or name another file")
     click.echo("measuring the device ...", err=True)
     found = Calibration.read(measure_device(device), "what the device told")
     path = calibration.write(found)

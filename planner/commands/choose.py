@@ -67,7 +67,7 @@ def _suggest(asked: Asked, path: Path) -> None:
 
 
 def _card_here() -> str:
-    _, cards = doctor.gpus()
+    _, cards = doctor.visible()
     known = [card["known_as"] for card in cards if card.get("known_as")]
     if not known:
         raise VplanError("no --gpu, and no card that we know is here", "add one, as --gpu 24GB", USAGE)

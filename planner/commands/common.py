@@ -80,8 +80,9 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
     Imported when it is asked for: most answers need no templates.
     """
     import reports
+    from planner.storage import without_password
 
-    reports.write(path, plans, command=typed_line(), **more)
+    reports.write(path, plans, command=without_password(typed_line()), **more)
     click.echo(f"wrote {path}", err=True)
 
 

@@ -117,7 +117,7 @@ def command(
     """
     real = said["runner_name"] == "real"
     gpu = _own_gpu() if real else None
-    request = asked.settle(gpu=asked.gpu or gpu, searched=True)
+    request = asked.settle(gpu=None if asked.gpu else gpu, searched=True)  # of --gpu auto the card is known
     if asked.trainer != "vplan":
         raise VplanError(
             f"the plan is for {asked.trainer}, and tune measures vplan's own step", 'write trainer = "vplan"'
@@ -148,12 +148,15 @@ def _goal(asked: Asked, request: Request, prefer: str) -> Goal:
 
 
 def _own_gpu() -> str:
-    """The name of this machine's first GPU; a VplanError without one."""
-    from planner.doctor import gpus
+    """The name of the first GPU that CUDA shows here; a VplanError without one, or without what measures on it."""
+    from planner.doctor import visible
 
-    _, cards = gpus()
+    _, cards = visible()
     if not cards or not cards[0].get("name"):
         raise VplanError(NO_GPU)
+    for package in ("torch", "diffusers"):
+        if importlib.util.find_spec(package) is None:
+            raise VplanError(f"tune measures real runs, which need {package}", "install it: pip install 'vplan[train]'")
     return str(cards[0]["name"])
 
 
@@ -173,11 +176,10 @@ def _setup(gpu: str | None, runner: Runner, question: Question) -> Setup:
 def _applied(question: Question) -> Allowed:
     """Whether our own step applies a strategy on this machine."""
     from planner.applied import settled
-    from planner.probe import LIBRARIES
+    from planner.probe import libraries
 
     def allowed(job: Job, way: Strategy) -> bool:
-        needed = (*LIBRARIES.get(way.optimizer, ()), *LIBRARIES.get(way.weights(job.method), ()))
-        if any(importlib.util.find_spec(package) is None for package in needed):
+        if any(importlib.util.find_spec(package) is None for package in libraries(way)):
             return False
         try:
             settled(Plan(job=job, strategy=way, machine=question.machine))
@@ -193,6 +195,7 @@ def _tuning(
     tuner: Tuner, screen: Screen, gpu: str | None, said: dict[str, Any], prefer: str
 ) -> Iterator[tuple[Tuning, Progress]]:
     """A worker of the question's study, with its progress on stderr."""
+    from planner.storage import without_password
     from planner.study import Study
     from planner.tuning import Limits, Tuning
 
@@ -211,7 +214,7 @@ def _tuning(
     storage = said["storage"] or str(home.folder() / "studies" / f"{name}.journal")
     limits = Limits(said["max_probes"], said["max_minutes"] * 60, said["steps"], said["time_limit"])
     tuning = Tuning(tuner, Study(storage, name, asks), runner, ledger, limits, setup)
-    with Progress(name, storage) as progress:
+    with Progress(name, without_password(storage)) as progress:
         yield tuning, progress
 
 
@@ -271,7 +274,8 @@ class _Answer:
             message = last.details.get("message", last.measured.outcome)
             log = last.details.get("log")
             fault = f"no probe ran to its end; the last: {message}" + (f" (log: {log})" if log else "")
-            raise VplanError(fault, "see the log; `vplan doctor` says what is missing", FAILED)
+            fix = "see the log and `vplan doctor`; once it is mended, begin anew: --study NAME"
+            raise VplanError(fault, fix, FAILED)
 
     def _plan(self, found: Estimate, others: tuple[Estimate, ...]) -> Plan:
         row = self.tuning.rows.get(row_id(Plan(job=found.job, strategy=found.strategy, machine=found.machine)))

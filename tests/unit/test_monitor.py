@@ -121,6 +121,12 @@ def test_a_childs_memory_is_the_trees(library: Library) -> None:
             ["tree_bytes, others_bytes: NVML says Insufficient Permissions"],
             GIB,
         ),
+        # a driver older than R510
+        (
+            lambda lib: lib.lists.update(dict.fromkeys(lib.lists, pynvml.NVMLLibraryMismatchError())),
+            ["tree_bytes, others_bytes: NVML says Function Not Found"],
+            GIB,
+        ),
         # a card that falls off the bus in the middle
         (
             lambda lib: setattr(lib, "used", steady(0, lib.error("GPU_IS_LOST"))),

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from planner import cards, doctor
+from planner import cards, doctor, home
 from planner.cards import parse_wait
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
+from planner.ledger import Ledger, default_path
+from planner.measurement import ProbeRow, row_id
 from planner.plan import Environment, Evidence, Measured, Plan, read_plan, write_plan
 from planner.preflight import Asked, estimated, preflight, ready
 from planner.units import GIB, MIB
@@ -47,6 +49,7 @@ def plan(strategy: dict[str, Any] | None = None, gpus: int = 1, **said: Any) -> 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(home.VARIABLE, str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     write_plan(plan(), "plan.toml")
 
@@ -234,6 +237,22 @@ def test_what_was_measured_here_counts_for_more_than_the_estimate(monkeypatch: p
         assert result.exit_code == 3
         answer = json.loads(result.stdout)
         assert answer["need"]["basis"] == "recorded" and levels(answer)["versions"] == "warning"
+
+
+def test_what_ran_out_of_memory_here_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ready(plan())
+    row = ProbeRow(
+        id=row_id(asked),
+        job=asked.job,
+        strategy=asked.strategy,
+        machine=asked.machine.replace(gpu="rtx-4090"),
+        measured=Measured(outcome="oom", phase="train"),
+        env=proof(1).env,
+    )
+    Ledger(default_path()).append(row)
+    Driver(monkeypatch, [H100])  # which has room enough
+    result = run("plan.toml", "--json")
+    assert result.exit_code == 3 and levels(json.loads(result.stdout))["plan"] == "error"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
 from planner.measurement import ProbeRow, row_id
 from planner.plan import Environment, Measured, Plan
+from planner.storage import without_password
 from planner.study import GRACE_SECONDS, WORKER, Result, Study, Taken
 from tests.unit.searching import QUESTION
 
@@ -139,12 +140,21 @@ def test_half_a_line_at_the_end_of_a_journal_is_taken_away(study: Study) -> None
     assert taken(again).plan == plan()
 
 
-def test_a_journal_that_is_none_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("not a journal\nat all\n")
+@pytest.mark.parametrize("held", [b"not a journal\nat all\n", b"SQLite format 3\0\n\xff\n half a page"])
+def test_a_file_that_is_no_journal_is_refused_and_stays(held: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    path.write_bytes(held)
+    with pytest.raises(VplanError, match="is no study's journal"):
+        Study(str(path), "one", QUESTION)
+    assert path.read_bytes() == held
+
+
+def test_a_damaged_journal_is_refused(study: Study) -> None:
+    path = Path(study.storage)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"}", b"", 1) + b"{}\n")
     with pytest.raises(VplanError, match="is damaged"):
         Study(str(path), "one", QUESTION)
-    assert path.read_text() == "not a journal\nat all\n"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +170,11 @@ def test_a_storage_that_does_not_answer_is_one_line(storage: str, said: str) -> 
     with pytest.raises(VplanError, match=said) as refusal:
         Study(storage, "one", QUESTION)
     assert "secret" not in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_line_to_share_has_no_password() -> None:
+    line = "vplan tune a -o me@here --storage postgresql://me:secret@db:5432/vplan --seed 1"
+    assert without_password(line) == line.replace("secret", "***")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

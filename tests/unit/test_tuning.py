@@ -90,6 +90,9 @@ def test_a_machine_on_which_nothing_runs_is_not_tried_for_ever(whole: tuple[Path
     tuning.runner.runner.crash = 1.0  # type: ignore[attr-defined]
     assert "failed for another reason" in searched(tuning)
     assert [row.measured.outcome for row in tuning.probes] == ["crash"] * 3 and tuning.tuner.best is None
+    anew = worker(tmp_path, str(tmp_path / "anew.journal"))
+    searched(anew)
+    assert anew.tuner.best is not None  # what crashed was no fault of the plans
 
 
 class Stopped:
