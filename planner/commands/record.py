@@ -124,7 +124,7 @@ def command(
             home.forget(entry.profile.name)
         raise
     answer = {
-        "folder": str(home.tapes() if kept else folder),
+        "folder": str(home.tapes() if kept or any(catalog.model(name).is_own for name in names) else folder),
         "checked": check,
         "own": [entry.to_json() for entry in kept],
         "tapes": [{"model": entry.task.model, "variant": entry.task.variant, "bytes": entry.nbytes} for entry in done],
