@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -38,7 +39,7 @@ from trainers.step import DTYPES
 
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
-    TypeError, ValueError, VplanError,
+    TypeError, ValueError, VplanError, SafetensorError, av.error.FFmpegError,
 )  # fmt: skip
 """What a pipeline or a codec may raise. Training is worth more than a sample."""
 
