@@ -163,7 +163,7 @@ class Samples:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write(frames, path, float(model_fps(self.profile) or 1))
                 made.append(path.name)
-        except FAILURES as error:
+        except (*FAILURES, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # the last is no RuntimeError
             return made, _why(error)
         return made, None
 
