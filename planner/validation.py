@@ -50,6 +50,10 @@ def prompts(plan: Plan, said: Mapping[str, Any]) -> tuple[str, ...]:
     if plan.strategy.validation_mode == "off" and asked:
         fault = f"--{asked[0].replace('_', '-')}, and the plan makes no samples (validation_mode off)"
         raise VplanError(fault, "add --validation-mode on, so that they are planned for too")
+    is_input = catalog.model(plan.job.model).config.get("guidance_embeds")
+    if said.get("validation_guidance") is not None and not plan.job.guided and not is_input:
+        fix = "leave it out, or write cfg = true into the plan's validation"
+        raise VplanError("--validation-guidance, and the plan samples without guidance (cfg = false)", fix)
     file = said["validation_prompts"]
     found = [*said["validation_prompt"], *(_lines(Path(file).expanduser()) if file else ())]
     if len(found) > MAX_PROMPTS:

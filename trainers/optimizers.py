@@ -16,6 +16,9 @@ LOOP = {"foreach": False}
 FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
 """torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
 
+WAYS = ("foreach", "fused")
+"""Settings of a torch optimizer's group that say how it steps."""
+
 
 class MuonAndAdamW:
     """torch's Muon over the matrices, and AdamW over what is no matrix, which Muon does not take.
@@ -226,12 +229,12 @@ class OnHost:
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the weights are the parameters'."""
-        return {"on_host": self.optimizer.state_dict()}
+        """What a checkpoint keeps: the same as of an optimizer beside the parameters, for a run may go on as either."""
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
-        take_up(self.optimizer, state["on_host"])
+        take_up(self.optimizer, state)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
@@ -255,11 +258,15 @@ def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
     """Gives an optimizer a state it has kept, each tensor in the format it was kept in.
 
     ``torch.optim.Optimizer.load_state_dict`` casts states to the parameters' format, and Adafactor and CAME keep those
-    of 16-bit weights in fp32. bitsandbytes keeps its own apart from the rest, and never casts them.
+    of 16-bit weights in fp32. bitsandbytes keeps its own apart from the rest, and never casts them. How it steps is the
+    plan's, not the checkpoint's: a run that ran out of memory may go on with another way.
     """
-    optimizer.load_state_dict(kept)
     if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.load_state_dict(kept)
         return
+    ways = [{name: group[name] for name in WAYS if name in group} for group in optimizer.param_groups]
+    groups = [{**group, **way} for group, way in zip(kept["param_groups"], ways, strict=True)]
+    optimizer.load_state_dict({**kept, "param_groups": groups})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in kept["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -195,14 +195,14 @@ def set_up(
     settings: Settings = DEEPSPEED,
 ) -> tuple[step.Trainee, Alone]:  # fmt: skip
     """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
-    context.split_tokens(model, strategy, next(model.parameters()).device)
+    device = next(model.parameters()).device  # of the computation: what trains may wait in host RAM
+    context.split_tokens(model, strategy, device)
     if strategy.sharding == "fsdp":
-        device = next(model.parameters()).device.type
-        shard(model, profile, job, strategy, init_device_mesh(device, (dist.get_world_size(),)))
+        shard(model, profile, job, strategy, init_device_mesh(device.type, (dist.get_world_size(),)))
     trainable = step.trainable_parameters(model)
-    step.choose_kernels(model, profile, strategy, next(iter(trainable.values())).device)
+    step.choose_kernels(model, profile, strategy, device)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
-    scaler = loss_scaler(job, strategy, next(iter(trainable.values())).device)
+    scaler = loss_scaler(job, strategy, device)
     engine: Alone
     if strategy.sharding == "fsdp":
         engine = Fsdp(trainee)

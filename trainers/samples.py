@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -38,7 +39,7 @@ from trainers.step import DTYPES
 
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
-    TypeError, ValueError, VplanError,
+    TypeError, ValueError, VplanError, SafetensorError, av.error.FFmpegError,
 )  # fmt: skip
 """What a pipeline or a codec may raise. Training is worth more than a sample."""
 
@@ -162,7 +163,7 @@ class Samples:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write(frames, path, float(model_fps(self.profile) or 1))
                 made.append(path.name)
-        except FAILURES as error:
+        except (*FAILURES, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # the last is no RuntimeError
             return made, _why(error)
         return made, None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from planner.applied import scales_loss
 from planner.job import Job, Strategy
@@ -26,6 +27,16 @@ class LossScaler(torch.amp.GradScaler):
         self.step(optimizer)  # type: ignore[arg-type]
         self.update()
         self.skipped += self.get_scale() < before
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:  # type: ignore[override]
+        """torch copies the scale to wherever gradients are without waiting for it, and the CPU does not wait by itself:
+        for gradients in host RAM (`OnHost`) it is there before."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if any(weight.grad is not None and weight.grad.is_cpu for weight in weights):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -46,7 +46,7 @@ def start(
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     together = "WORLD_SIZE" in os.environ
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = backend_of(strategy, device)
     handlers = [InitProcessGroupKwargs(backend=backend)] if together else []
     said: dict[str, Any] = {"kwargs_handlers": handlers}
     if request:
@@ -61,6 +61,15 @@ def start(
     if request and request.log_with:
         accelerator.init_trackers("vplan", {"model": job.model, "method": job.method, **request.settings()})
     return accelerator
+
+
+def backend_of(strategy: Strategy, device: torch.device) -> str:
+    """What ranks talk through. FSDP2's offload leaves weights and gradients in host RAM, where they are clipped and
+    gathered, and NCCL takes nothing from there (torch.distributed.fsdp.CPUOffloadPolicy; accelerate's state.py has the
+    same pair)."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cuda:nccl,cpu:gloo" if strategy.sharding == "fsdp" and strategy.offload_params == "cpu" else "nccl"
 
 
 def _plugin(job: Job, strategy: Strategy) -> Any:

@@ -358,9 +358,13 @@ def _accepted(whole: Any, said: Mapping[str, Any]) -> dict[str, Any]:
     """Those arguments that a pipeline has, its tensors where it works."""
     known = inspect.signature(type(whole).__call__).parameters
     place = whole._execution_device
-    return {
-        name: value.to(place) if isinstance(value, Tensor) else value for name, value in said.items() if name in known
-    }
+
+    def there(value: Any) -> Any:
+        if isinstance(value, list):  # of prompts (Z-Image), or of images
+            return [there(each) for each in value]
+        return value.to(place) if isinstance(value, Tensor) else value
+
+    return {name: there(value) for name, value in said.items() if name in known}
 
 
 def _numbers(made: Any) -> numpy.ndarray[Any, Any]:

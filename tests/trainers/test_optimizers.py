@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from planner.job import Strategy
-from trainers.optimizers import OverMasters, make_optimizer
+from trainers.optimizers import OnHost, Optimizer, OverMasters, make_optimizer, take_up
 
 STRATEGY = Strategy(weights_dtype="bf16", master_weights="fp32")
 
@@ -41,6 +41,38 @@ def test_masters_and_states_are_fp32_and_what_is_fp32_is_its_own_master() -> Non
     assert optimizer.masters[kept] is kept
     states = optimizer.state[half]
     assert all(states[name].dtype == torch.float32 for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[attr-defined]
+
+
+def test_a_run_goes_on_with_its_optimizer_elsewhere_and_stepping_otherwise() -> None:
+    """As after running out of memory: the states are the checkpoint's, where and how it steps is the plan's."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(8, 4) for _ in range(6)]
+
+    def steps(weight: nn.Parameter, optimizer: Optimizer, numbers: range) -> Optimizer:
+        for number in numbers:
+            weight.grad = gradients[number].clone()
+            if isinstance(optimizer, OnHost):
+                optimizer.take_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    def ways(optimizer: Optimizer) -> tuple[object, object]:
+        (group,) = optimizer.param_groups
+        return group["foreach"], group["fused"]
+
+    whole, moved = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(8, 4))
+    steps(whole, make_optimizer({"weight": whole}, Strategy()), range(6))
+    before = make_optimizer({"weight": moved}, Strategy())
+    numbers = iter((range(2), range(2, 4), range(4, 6)))
+    steps(moved, before, next(numbers))
+    for strategy in (Strategy(offload_optimizer="cpu"), Strategy(optimizer_step="loop")):
+        after = make_optimizer({"weight": moved}, strategy)
+        made = ways(after)
+        take_up(after, before.state_dict())
+        assert ways(after) == made != ways(before)
+        before = steps(moved, after, next(numbers))
+    torch.testing.assert_close(moved, whole)
 
 
 def test_muon_steps_matrices_and_adamw_the_rest() -> None:

@@ -176,6 +176,11 @@ def test_prompts_are_typed_or_read_and_nothing_else_is_taken_for_one(tmp_path: P
             validation.prompts(plan, {**said, "validation_prompt": ()})
     with pytest.raises(VplanError, match="cannot read"):
         validation.prompts(plan, {**said, "validation_prompts": str(tmp_path / "none")})
+    unguided = ValidationShape(frames=17, height=480, width=832, cfg=False)
+    with pytest.raises(VplanError, match="samples without guidance"):
+        validation.prompts(
+            plan.replace(job=plan.job.replace(validation=unguided)), {**said, "validation_guidance": 5.0}
+        )
 
 
 def test_image_to_video_begins_with_frames_of_the_data(tmp_path: Path) -> None:

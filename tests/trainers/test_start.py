@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from planner.errors import VplanError  # noqa: E402
 from planner.job import Machine, Strategy  # noqa: E402
-from trainers.start import check  # noqa: E402
+from trainers.start import backend_of, check  # noqa: E402
 
 
 @pytest.fixture
@@ -36,6 +36,13 @@ def test_a_start_as_planned(group: None) -> None:
     started(DistributedType.MULTI_GPU, 2, "fsdp")
     started(DistributedType.DEEPSPEED, 2, "zero-3")
     started(DistributedType.NO, 1, "none", gpus=1)
+
+
+def test_what_waits_in_host_ram_is_gathered_there() -> None:
+    gpu, shares = torch.device("cuda"), Strategy(sharding="fsdp")
+    away = shares.replace(offload_params="cpu", offload_optimizer="cpu")
+    assert [backend_of(each, gpu) for each in (shares, away)] == ["nccl", "cuda:nccl,cpu:gloo"]
+    assert backend_of(away, torch.device("cpu")) == "gloo"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,19 @@ def _with_decode(vae: torch.nn.Module, method: object) -> torch.nn.Module:
     return vae
 
 
+def test_tensors_go_where_the_pipeline_works_those_in_lists_too() -> None:
+    class Pipeline:
+        _execution_device = torch.device("meta")
+
+        def __call__(self, prompt_embeds: object, mask: object, steps: int) -> None:
+            """Takes as much as this."""
+
+    tensor = torch.ones(2)
+    found = validate._accepted(Pipeline(), {"prompt_embeds": [tensor], "mask": tensor, "steps": 2, "fps": 24})
+    assert found["prompt_embeds"][0].is_meta and found["mask"].is_meta and found["steps"] == 2
+    assert "fps" not in found
+
+
 def test_a_scheduler_that_is_none_is_refused() -> None:
     profile = tiny.profile("wan2.1-t2v-1.3b")
     sampler = validate.sampler_of(families.family(profile), profile)
