@@ -63,19 +63,17 @@ class Program:
         each = _count(self.launch, "--nproc_per_node", "--num_gpus")
         if each is None and (whole := _count(self.launch, "--num_processes")):
             each = max(1, whole // (self.nodes or 1))
-        if each is None and self.launcher == "deepspeed":  # localhost:0,1
-            _, colon, listed = str(self.launch.get("--include", "")).partition(":")
-            each = len(listed.split(",")) if colon and "@" not in listed and "$" not in listed else None
+        if each is None:  # accelerate's --gpu_ids 0,1; deepspeed's --include localhost:0,1
+            listed = self.launch.get("--gpu_ids") or str(self.launch.get("--include", "")).partition(":")[2]
+            each = len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", str(listed)) else None
         if each is None and self.launcher in ("python", "torchrun"):
             return 1  # torch/distributed/run.py: --nproc-per-node 1
         return each
 
     @property
     def visible(self) -> int | None:
-        """GPUs that CUDA_VISIBLE_DEVICES lists, or in its place accelerate's --gpu_ids."""
-        said = str(self.launch.get("--gpu_ids", "all"))
-        said = self.environment.get("CUDA_VISIBLE_DEVICES", "") if said == "all" else said
-        listed = [part for part in said.split(",") if part.strip()]
+        """GPUs in CUDA_VISIBLE_DEVICES, if it is set to a list."""
+        listed = [part for part in self.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
         return len(listed) if listed and all("$" not in part for part in listed) else None
 
 

@@ -52,6 +52,8 @@ LAUNCHES = {
     "NCCL_P2P_DISABLE=1 deepspeed --num_gpus=2 train.py --deepspeed": ("deepspeed", "train.py", 2, None),
     "nohup uv run python3.11 -u x/train.py": ("python", "x/train.py", 1, None),
     "deepspeed --include localhost:0,1,2 train.py --deepspeed": ("deepspeed", "train.py", 3, None),
+    "accelerate launch --multi_gpu --gpu_ids=0,1 t.py": ("accelerate", "t.py", 2, None),
+    "accelerate launch --gpu_ids all t.py": ("accelerate", "t.py", None, None),
     "accelerate launch --use_deepspeed --multi_gpu t.py": ("accelerate", "t.py", None, None),
 }
 
