@@ -117,7 +117,7 @@ def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[s
     if settings.get("gpus"):
         return int(settings["gpus"])
     if visible := settings.get("visible"):
-        notes.append(f"{visible} GPUs, as CUDA_VISIBLE_DEVICES lists")
+        notes.append(f"{visible} GPU{'s' if int(visible) > 1 else ''}, as CUDA_VISIBLE_DEVICES lists")
         return int(visible)
     notes.append("1 GPU: the launcher and CUDA_VISIBLE_DEVICES do not say how many (--gpus)")
     return 1

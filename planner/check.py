@@ -35,6 +35,7 @@ from planner.rules import check, resolve
 from planner.run import Facts, Run
 from planner.screen import Screen
 from planner.shapes import check_blocks
+from planner.units import format_gib
 
 __all__ = ["Case", "Checked", "Fix", "Outcome", "Pricing", "check_case", "settle"]
 
@@ -53,8 +54,8 @@ class Outcome:
     estimate: Estimate
     phase: str
     moment: str
-    in_pieces: bool = False
-    """its margin holds without what torch's allocator, as it comes, leaves in pieces"""
+    kept_bytes: int = 0
+    """on the device with what torch's allocator, as it comes, leaves in pieces; 0 where that decides too"""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,12 @@ class Checked:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """How the command was understood, and what its estimate takes for granted."""
-        pieces = "torch's allocator as it comes reserves more than this, and gives it back where memory is short"
-        own = (pieces,) if self.outcome.in_pieces else ()
+        kept = self.outcome.kept_bytes
+        pieces = (
+            f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
+            "gives unused memory back where it runs short (expandable_segments:True keeps less)"
+        )
+        own = (pieces,) if kept else ()
         return (*self.case.notes, *own, *self.outcome.estimate.assumptions)
 
     def to_json(self) -> dict[str, Any]:
@@ -160,8 +165,8 @@ class Pricing:
         if found.verdict == "tight" and found.peak.device_bytes <= found.budget_bytes and found.limit is None:
             lean = of_run(*self._replayed(case, case.strategy.replace(expandable_segments=True)), case.trainer)
             if lean.verdict == "fits":
-                found = lean.replace(strategy=found.strategy)
-                return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment, True)
+                kept, found = found.peak.device_bytes, lean.replace(strategy=found.strategy)
+                return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment, kept)
         if found.verdict == "no" and found.limit == "host" and found.host:
             return Outcome(found, found.host.phase, "host RAM")
         room = found.budget_bytes - outside_bytes(run)
@@ -300,7 +305,10 @@ def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fi
             continue
         lossy = bool(set(outcome.estimate.lossy) & changes.keys())
         cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
-        words = tuple(word for move in moves for word in _words(case, other, move))
+        try:
+            words = tuple(word for move in moves for word in _words(case, other, move))
+        except NotSaidError:  # this script of the trainer has no word for it
+            return None
         return Fix(words, cost, lossy, other, outcome)
     return None
 

@@ -148,6 +148,7 @@ def parse(text: str) -> OomMessage:
     unallocated = said["unallocated"]
     if unallocated is None and said["reserved"] is not None and said["allocated"] is not None:
         unallocated = max(0, said["reserved"] - said["allocated"])
+    own, others = _processes(said["in_use"], words, (said["allocated"] or 0) + (unallocated or 0))
     frame, hint = _traceback(lines[: _opening(lines)])
     which, setting = _WHICH.search(words), _SET.search(plain)
     return OomMessage(
@@ -156,8 +157,8 @@ def parse(text: str) -> OomMessage:
         gpu=int(which[1]) if which else None,
         capacity_bytes=said["allowed"] or said["capacity"],
         free_bytes=said["free"],
-        in_use_bytes=said["in_use"],
-        others_bytes=sum(_bytes(*found) for found in _OTHER.findall(words)),
+        in_use_bytes=own,
+        others_bytes=others,
         allocated_bytes=said["allocated"],
         unallocated_bytes=unallocated,
         expandable_segments=setting[1].lower() == "true" if setting else None,
@@ -165,6 +166,19 @@ def parse(text: str) -> OomMessage:
         hint=hint,
         messages=len(starts),
     )
+
+
+def _processes(own: int | None, words: str, held: int) -> tuple[int | None, int]:
+    """Bytes of the process itself and of the others on the card.
+
+    Torch finds itself by its process number (CUDACachingAllocator.cpp `reportProcessMemoryInfo`). In a container NVML
+    numbers it differently, and it is listed as one of the others: the smallest that can hold what torch holds.
+    """
+    listed = sorted(_bytes(*found) for found in _OTHER.findall(words))
+    if own is None and (able := [nbytes for nbytes in listed if held and nbytes >= held]):
+        own = able[0]
+        listed.remove(own)
+    return own, sum(listed)
 
 
 def _bytes(number: str, unit: str) -> int:

@@ -63,6 +63,9 @@ class Program:
         each = _count(self.launch, "--nproc_per_node", "--num_gpus")
         if each is None and (whole := _count(self.launch, "--num_processes")):
             each = max(1, whole // (self.nodes or 1))
+        if each is None:  # accelerate's --gpu_ids 0,1; deepspeed's --include localhost:0,1
+            listed = self.launch.get("--gpu_ids") or str(self.launch.get("--include", "")).partition(":")[2]
+            each = len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", str(listed)) else None
         if each is None and self.launcher in ("python", "torchrun"):
             return 1  # torch/distributed/run.py: --nproc-per-node 1
         return each
@@ -152,7 +155,8 @@ def _tree(text: str, name: str) -> ast.Module:
         fault = f"{quoted(name)} is no Python we can read: {error.msg} (line {error.lineno})"
         raise VplanError(fault, "correct that line") from None
     except (RecursionError, MemoryError, ValueError) as error:
-        raise VplanError(f"{quoted(name)} is no Python we can read: {error}", "give the file that is run") from None
+        fault = f"{quoted(name)} is no Python we can read: {str(error) or 'it is nested too deeply'}"
+        raise VplanError(fault, "give the file that is run") from None
 
 
 def _program(words: tuple[str, ...], environment: dict[str, str]) -> Program | None:

@@ -7,7 +7,8 @@ No shell runs and nothing is executed or looked up outside the text: a variable 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,12 +16,15 @@ from planner.errors import VplanError
 
 LONGEST = 65_536
 """Characters of one word once its variables are in: `A=$A$A` doubles with every line."""
+MOST = 1 << 20
+"""Characters of one command: `A=(${A[@]} ${A[@]})` doubles too."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
 _VARIABLE = re.compile(rf"\$(?:({NAME})|\{{({NAME})(\[[@*]\])?(?::?-([^}}]*))?\}})")
-_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1(.*)\n(?:.*\n)*?[ \t]*\2[ \t]*(?=\n|$)")
-"""A text given to a command, up to its end word: none of its lines is a command."""
+_HERE = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*)")
+"""Where a text given to a command begins: none of its lines, up to the end word, is a command."""
+_ASSIGNS = frozenset({"export", "declare", "typeset", "local", "readonly"})
 
 _KEYWORDS = frozenset({"if", "then", "else", "elif", "fi", "do", "done", "while", "until", "{", "}", "!", "time"})
 _BETWEEN = frozenset({";", "\n", "&", "|", "&&", "||", ";;"})
@@ -61,7 +65,7 @@ def commands(text: str) -> tuple[list[Line], Variables]:
     variables = Variables()
     lines: list[Line] = []
     current: list[Word] = []
-    for token in [*_tokens(_HERE.sub(r"\3", text.replace("\r\n", "\n"))), "\n"]:
+    for token in [*_tokens(_without_here(text.replace("\r\n", "\n"))), "\n"]:
         if isinstance(token, list):
             current.append(token)
         elif token in _BETWEEN:
@@ -72,6 +76,37 @@ def commands(text: str) -> tuple[list[Line], Variables]:
     return lines, variables
 
 
+def _without_here(text: str) -> str:
+    """The script without its here-documents; one that is never closed stays."""
+    lines = text.split("\n")
+    ends: dict[str, list[int]] = {}
+    for at, line in enumerate(lines):
+        ends.setdefault(line.strip(" \t"), []).append(at)
+    kept: list[str] = []
+    at = 0
+    while at < len(lines):
+        line, at = lines[at], at + 1
+        if found := _HERE.search(line):
+            closing = ends.get(found[2], [])
+            place = bisect_left(closing, at)
+            if place < len(closing):
+                line, at = line[: found.start()] + found[3], closing[place] + 1
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def _expanded(words: Iterable[Word], variables: Variables) -> list[str]:
+    """All words with their variables in them; a VplanError where arrays multiply them without end."""
+    found: list[str] = []
+    length = 0
+    for word in words:
+        found += (more := _expand(word, variables))
+        length += sum(map(len, more)) + len(more)
+        if length > MOST:
+            raise VplanError("a command grows beyond 1 MiB", "write it out")
+    return found
+
+
 def _command(words: list[Word], variables: Variables) -> Line | None:
     """Carry out the assignments of one command and expand its words; None when nothing is left of it."""
     while words and len(words[0]) == 1 and words[0][0].text in _KEYWORDS and not words[0][0].quote:
@@ -79,14 +114,14 @@ def _command(words: list[Word], variables: Variables) -> Line | None:
     front: dict[str, list[str]] = {}
     while words and _assign(words[0], variables, front):
         words = words[1:]
-    if words and words[0] == [Piece("export", "")]:
+    if words and len(words[0]) == 1 and words[0][0].text in _ASSIGNS and not words[0][0].quote:
         for word in words[1:]:
             _assign(word, variables, variables.values)
         words = []
     if not words:
         variables.values |= front
         return None
-    expanded = [text for word in words for text in _expand(word, variables)]
+    expanded = _expanded(words, variables)
     return Line(tuple(expanded), {name: " ".join(value) for name, value in front.items()}) if expanded else None
 
 
@@ -103,8 +138,7 @@ def _assign(word: Word, variables: Variables, into: dict[str, list[str]]) -> boo
     rest = [Piece(word[0].text[found.end() :], ""), *word[1:]]
     before = variables.values.get(name, [])
     if len(rest) == 2 and not rest[0].text and not rest[1].quote and rest[1].text.startswith("("):
-        inside = [token for token in _tokens(rest[1].text[1:-1]) if isinstance(token, list)]
-        items = [found for each in inside for found in _expand(each, variables)]
+        items = _expanded((token for token in _tokens(rest[1].text[1:-1]) if isinstance(token, list)), variables)
         into[name] = [*before, *items] if more else items
     else:
         value = " ".join(_expand(rest, variables, split=False)) if _text(rest) else ""
@@ -132,9 +166,11 @@ def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
             if values:
                 found[-1] += values[0]
                 found += values[1:]
+            if len(found) > LONGEST or len(found[-1]) > LONGEST:
+                break
         found[-1] += piece.text[at:]
-    if any(len(each) > LONGEST for each in found):
-        raise VplanError("a variable grows beyond 64 KiB", "write the command out")
+        if len(found) > LONGEST or any(len(each) > LONGEST for each in found):
+            raise VplanError("a variable grows beyond 64 KiB", "write the command out")
     return found if whole or found != [""] else []
 
 

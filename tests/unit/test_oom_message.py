@@ -48,6 +48,7 @@ OTHERS = (
     "memory, this process has 12.98 GiB memory in use. Of the allocated memory 12.65 GiB is allocated by PyTorch, and "
     "77.68 MiB is reserved by PyTorch but unallocated."
 )
+IN_A_CONTAINER = TORCH_2_9.replace("Including non-PyTorch memory, this process has", "Process 51 has")
 CAPPED = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 50.00 GiB is "
     "free. 23.50 GiB allowed; Including non-PyTorch memory, this process has 22.90 GiB memory in use. Of the "
@@ -66,6 +67,7 @@ def gib(value: float) -> int:
         (TORCH_2_1, (8 * GIB, 1, gib(23.69), gib(16.01), round(7.47 * MIB), 256 * MIB)),
         (TORCH_2_9, (gib(3.15), 0, gib(39.56), gib(31.66), gib(4.11), 0)),
         (OTHERS, (876 * MIB, 0, gib(23.68), gib(12.65), round(77.68 * MIB), gib(10.25))),
+        (IN_A_CONTAINER, (gib(3.15), 0, gib(39.56), gib(31.66), gib(4.11), 0)),
         (CAPPED, (2 * GIB, 0, gib(23.5), 22 * GIB, 10 * MIB, 0)),
         (TORCH_2_1.replace("CUDA", "HIP"), (8 * GIB, 1, gib(23.69), gib(16.01), round(7.47 * MIB), 256 * MIB)),
     ],

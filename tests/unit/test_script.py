@@ -17,7 +17,7 @@ from planner.script import of_file, of_words
 from planner.shell import commands
 
 SHELL = r"""#!/bin/bash
-export DATA="/data/my set" N=3
+declare -x DATA="/data/my set" N=3
 ARGS=(--a "b c" # of words
   --n $N)
 FLAGS="--x 1"
@@ -51,6 +51,9 @@ LAUNCHES = {
     "python -m torch.distributed.run --nproc_per_node=3 a.py": ("torchrun", "a.py", 3, None),
     "NCCL_P2P_DISABLE=1 deepspeed --num_gpus=2 train.py --deepspeed": ("deepspeed", "train.py", 2, None),
     "nohup uv run python3.11 -u x/train.py": ("python", "x/train.py", 1, None),
+    "deepspeed --include localhost:0,1,2 train.py --deepspeed": ("deepspeed", "train.py", 3, None),
+    "accelerate launch --multi_gpu --gpu_ids=0,1 t.py": ("accelerate", "t.py", 2, None),
+    "accelerate launch --gpu_ids all t.py": ("accelerate", "t.py", None, None),
     "accelerate launch --use_deepspeed --multi_gpu t.py": ("accelerate", "t.py", None, None),
 }
 
@@ -78,6 +81,8 @@ BAD = {
     "large.sh": b"a" * (2 << 20),
     "nothing.sh": b"A=1\n",
     "grows.sh": b"A=aaaaaaaa\n" + b"A=$A$A\n" * 40 + b"python x.py $A\n",
+    "array.sh": b"A=(a b)\n" + b"A=(${A[@]} ${A[@]})\n" * 40,
+    "open_texts.sh": b"cat <<END\n" * 50_000,
     "itself.yaml": b"a: &a [*a]\n",
     "bomb.yaml": b"a0: &a0 {x: 1}\n"
     + b"".join(b"a%d: &a%d {p: *a%d, q: *a%d}\n" % (n, n, n - 1, n - 1) for n in range(1, 25)),
