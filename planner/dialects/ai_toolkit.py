@@ -14,10 +14,11 @@ __all__ = ["CARRIES", "DIALECT", "TERMS"]
 
 
 def loaded_on_the_cpu(run: Run) -> None:
-    """Weights are read into host RAM, quantised block by block on the GPU where that is asked for, and moved there
-    (toolkit/models/wan21/wan21.py ``load_model``; with `low_vram` they are quantised on the CPU)."""
+    """Weights are read into host RAM and moved to the GPU (toolkit/models/wan21/wan21.py ``load_wan_transformer`` at
+    1bf2f2e: ``from_pretrained``, then ``to(device)``). Not priced: without `low_vram` they are quantised there behind
+    that, so that the whole model lies on the GPU in 16 bits for a moment."""
     run.loads_on_cpu = True
 
 
 TERMS: tuple[Term, ...] = (loaded_on_the_cpu, cache_emptied)
-"""``cache_emptied``: ``flush`` behind loading (toolkit/basic.py)."""
+"""``cache_emptied``: ``flush`` behind every step of loading (the same; toolkit/basic.py at 0657f36)."""
