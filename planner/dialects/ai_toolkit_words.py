@@ -262,6 +262,8 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
         yield said
     if given.get(f"{MODEL}quantize") and not given.get(f"{TRAIN}disable_sampling"):
         yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
+    if given.get(f"{MODEL}quantize") and not given.get(f"{MODEL}low_vram"):
+        yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised: not priced"
     if given.get(f"{MODEL}layer_offloading"):
         yield "layer_offloading is not priced: this is what it needs without"
     if fields["text_encoder"] == "resident":
