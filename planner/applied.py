@@ -21,22 +21,20 @@ VALUES: dict[str, tuple[object, ...]] = {
     "master_weights": ("none", "fp32"),
     "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"),
     "optimizer_step": ("foreach", "fused", "loop", "backward"),
-    "gradient_accumulation": (1,),
-    "ema": ("none",),
-    "sharding": ("none",),
+    "ema": ("none", "gpu", "cpu"),
+    "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
     "offload_optimizer": ("none", "cpu"),
     "offload_gradients": ("none", "cpu"),
-    "offload_params": ("none",),
+    "offload_params": ("none", "cpu"),
     "text_encoder": ("cached",),
     "vae": ("cached",),
-    "validation_mode": ("off",),
-    "group_offload": ("none",),
+    "validation_mode": ("off", "on", "offload"),
+    "group_offload": ("none", "block", "leaf"),
     "attention": ("sdpa", "flash", "cudnn", "efficient"),
     "compile": ("none", "blocks"),
-    "context_parallel": (1,),
     "inactive_expert": ("absent",),
 }
-"""Strategy fields of which only some values are applied."""
+"""Strategy fields of which only some values are applied, by training and by a probe, which sets up the same."""
 
 EVERY_VALUE = frozenset({
     "adapter_dtype",
@@ -45,7 +43,8 @@ EVERY_VALUE = frozenset({
     "checkpointed_blocks",
     "expandable_segments",
     "swap_blocks",
-    # What these act on is refused above, so no value of theirs means anything yet.
+    "gradient_accumulation",
+    "context_parallel",
     "grad_buckets",
     "text_encoder_dtype",
     "vae_dtype",
@@ -56,23 +55,6 @@ EVERY_VALUE = frozenset({
     "compute_dtype",
 })  # fmt: skip
 """Strategy fields that may say anything."""
-
-
-COUNTED = ("gradient_accumulation", "context_parallel")
-"""Of which training takes any number."""
-
-TRAINED: dict[str, tuple[object, ...]] = {
-    **{field: applied for field, applied in VALUES.items() if field not in COUNTED},
-    "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
-    "offload_params": ("none", "cpu"),
-    "ema": ("none", "gpu", "cpu"),
-    "validation_mode": ("off", "on", "offload"),
-    "group_offload": ("none", "block", "leaf"),
-}
-"""The same of `vplan train`, which has a loop around the step, and other processes beside it."""
-
-PROBED: dict[str, tuple[object, ...]] = {**TRAINED, "optimizer": VALUES["optimizer"]}
-"""The same of a probe, which sets up what training does and keeps nothing."""
 
 
 def settled(plan: Plan, *, trained: bool = False) -> Plan:
@@ -101,15 +83,13 @@ def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: M
     """What is asked for and not applied, and what to write instead."""
     if machine.nodes > 1:
         yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
-    yield from _neither(profile, job, strategy, PROBED)
+    yield from _neither(profile, job, strategy)
     yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
 
 
-def _neither(
-    profile: ModelProfile, job: Job, strategy: Strategy, values: dict[str, tuple[object, ...]]
-) -> Iterator[tuple[str, str]]:
+def _neither(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What nobody applies, and values of fields that are none of those listed."""
     if job.method == "sample":
         yield "method sample", "write method = lora or full"
@@ -123,7 +103,7 @@ def _neither(
     yield from _compiled(strategy, weights)
     if "nvme" in (strategy.offload_optimizer, strategy.offload_params):  # its states could not be kept and taken up
         yield "offload to nvme, of which no checkpoint is kept yet,", "use cpu in its place"
-    for field, applied in values.items():
+    for field, applied in VALUES.items():
         value = getattr(strategy, field)
         if value not in applied:
             yield f"{field} {value}", f"write {field} = {' or '.join(map(str, applied))}"
@@ -143,7 +123,7 @@ def _compiled(strategy: Strategy, weights: str) -> Iterator[tuple[str, str]]:
 
 def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What training asks for beside the step's own switches."""
-    yield from _neither(profile, job, strategy, TRAINED)
+    yield from _neither(profile, job, strategy)
     yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
