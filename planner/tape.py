@@ -94,6 +94,8 @@ class Tape:
     rounded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     patterns: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
     """Templates taken apart once, as `planner.program` lays them out."""
+    shares: dict[str, float] = field(default_factory=dict, repr=False)
+    """`recorded_share` of the parameters it was asked for: a search asks for the same ones a hundred times."""
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
@@ -107,6 +109,11 @@ class Tape:
 
     def recorded_share(self, name: str) -> float:
         """Recorded blocks per block of the full model, for the run a parameter's block is in; 1 outside the blocks."""
+        if name not in self.shares:
+            self.shares[name] = self._recorded_share(name)
+        return self.shares[name]
+
+    def _recorded_share(self, name: str) -> float:
         block = self.block_of(name)
         if block is None:
             return 1.0
