@@ -27,15 +27,14 @@ from planner.dialects.interface import (
     write,
 )
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate import Played, describe, of_run, outside_bytes, replayed
+from planner.estimate import describe, judged, outside_bytes
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
-from planner.run import Facts, Run
+from planner.run import Facts
 from planner.screen import Screen
 from planner.shapes import check_blocks
-from planner.units import format_gib
 
 __all__ = ["Case", "Checked", "Fix", "Outcome", "Pricing", "check_case", "settle"]
 
@@ -54,8 +53,6 @@ class Outcome:
     estimate: Estimate
     phase: str
     moment: str
-    kept_bytes: int = 0
-    """on the device with what torch's allocator, as it comes, leaves in pieces; 0 where that decides too"""
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,7 @@ class Checked:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """How the command was understood, and what its estimate takes for granted."""
-        kept = self.outcome.kept_bytes
-        pieces = (
-            f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
-            "gives unused memory back where it runs short (expandable_segments:True keeps less)"
-        )
-        own = (pieces,) if kept else ()
-        return (*self.case.notes, *own, *self.outcome.estimate.assumptions)
+        return (*self.case.notes, *self.outcome.estimate.assumptions)
 
     def to_json(self) -> dict[str, Any]:
         """The object of DESIGN section 9."""
@@ -154,19 +145,11 @@ class Pricing:
         return held and (high if verdict == "fits" else low) <= budget
 
     def outcome(self, case: Case) -> Outcome:
-        """What happens, and where it ends if it does not fit.
-
-        Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
-        back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
-        what lies in pieces, as long as the run is expected within the card with its pieces too.
-        """
-        run, played = self._replayed(case, case.strategy)
-        found = of_run(run, played, case.trainer)
-        if found.verdict == "tight" and found.peak.device_bytes <= found.budget_bytes and found.limit is None:
-            lean = of_run(*self._replayed(case, case.strategy.replace(expandable_segments=True)), case.trainer)
-            if lean.verdict == "fits":
-                kept, found = found.peak.device_bytes, lean.replace(strategy=found.strategy)
-                return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment, kept)
+        """What happens, and where it ends if it does not fit."""
+        known = self.facts(case.job, case.strategy, case.machine)
+        run, played, found, kept = judged(case.job, case.strategy, case.machine, known, case.trainer)
+        if kept:
+            return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         if found.verdict == "no" and found.limit == "host" and found.host:
             return Outcome(found, found.host.phase, "host RAM")
         room = found.budget_bytes - outside_bytes(run)
@@ -180,10 +163,6 @@ class Pricing:
         if first is not ended:  # it had room before there were gradients and states beside it
             return Outcome(found, "train", "encoding the next batch beside gradients and optimizer states")
         return Outcome(found, phase, moment)
-
-    def _replayed(self, case: Case, strategy: Strategy) -> tuple[Run, list[Played]]:
-        known = self.facts(case.job, strategy, case.machine)
-        return replayed(case.job, strategy, case.machine, known, case.trainer)
 
 
 def _phase(phase: str, moment: str) -> str:

@@ -12,7 +12,7 @@ from planner import catalog, dialects
 from planner.dialects import compose, interface
 from planner.dialects.interface import Dialect, Fields, NotSaidError, Settings
 from planner.errors import NotRecordedError, VplanError, quoted
-from planner.estimate import estimate
+from planner.estimate import judged
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan, plan_to_toml
@@ -119,7 +119,7 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
     profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
     try:
         known = facts(plan.job, plan.strategy, plan.machine, profile, card)
-        return estimate(plan.job, plan.strategy, plan.machine, known, trainer)
+        return judged(plan.job, plan.strategy, plan.machine, known, trainer).estimate
     except NotRecordedError:
         return None
 
