@@ -180,13 +180,28 @@ def _phase(phase: str, moment: str) -> str:
 def check_case(case: Case, search: bool = True) -> Checked:
     """The whole answer for a case."""
     pricing = Pricing(case)
-    outcome = pricing.outcome(case)
+    try:
+        outcome = pricing.outcome(case)
+    except NotRecordedError as error:
+        raise _in_its_words(case, error, pricing) from None
     fixes: tuple[Fix, ...] = ()
     helps: tuple[Fix, ...] = ()
     if outcome.estimate.verdict != "fits" and search:
         fixes, helps = _fixes(case, outcome, pricing)
     settled = fixes[0].case if fixes else case
     return Checked(case, outcome, fixes, case.reading.ineffective, helps, search, _today(settled, outcome))
+
+
+def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotRecordedError:
+    """The error of a batch that is not recorded, with a smaller one that is, in the trainer's words."""
+    for move in smaller_batches(case.dialect):
+        for step in move.steps(case.fields):
+            other = case.changed(step)
+            with contextlib.suppress(NotRecordedError):
+                pricing.outcome(other)
+                said = " ".join(changed_words(case, other.fields, frozenset(step)))
+                return NotRecordedError(error.message, f"ask for {said}: {move.cost}")
+    return error
 
 
 def _today(case: Case, outcome: Outcome) -> str:

@@ -328,7 +328,8 @@ def _two_on_gpu(fields: Fields) -> bool:
 
 
 MOVES = (
-    Move({"gradient_checkpointing": "full"}),
+    Move({"expandable_segments": True}, "free"),
+    Move({"gradient_checkpointing": "full"}, "one more forward pass"),
     Move({"vae": "cached"}, "disk for the latents"),
     Move({"text_encoder": "cached"}, "disk for the embeddings, and no caption dropout"),
     Move({"validation_mode": "off"}, "no samples while it trains"),

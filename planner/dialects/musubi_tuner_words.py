@@ -302,8 +302,9 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
 
 
 MOVES = (
-    Move({"gradient_checkpointing": "full"}),
-    Move({"grad_buckets": "view"}),
+    Move({"expandable_segments": True}, "free"),
+    Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+    Move({"grad_buckets": "view"}, "free"),
     Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 36, 39)),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
     Move({"optimizer": "adamw-8bit"}),
