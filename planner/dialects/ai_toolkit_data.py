@@ -56,7 +56,8 @@ def model_of(given: Settings) -> Fields:
     named = given.get("model") or by_path or known_model(path)
     model = named if named in (candidates or ARCHES) else next(iter(candidates), None)
     if model is None:
-        raise VplanError(f"model.arch {quoted(arch)} is not priced here", f"we price {', '.join(ARCHES)}")
+        what = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
+        raise VplanError(f"{what} is not priced here", f"we price {', '.join(ARCHES)}")
     return {"model": model, **_experts_of(given, model)}
 
 
