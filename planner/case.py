@@ -30,7 +30,7 @@ class Case:
     gpu: GpuProfile
     notes: tuple[str, ...]
     version: str = ""
-    """of the trainer's memory terms, where its code was edited"""
+    """of the trainer's memory terms, where its code was edited or a setting decides"""
 
     @property
     def trainer(self) -> str:
@@ -89,7 +89,7 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
     if not strategy.expandable_segments:
         notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
     words = (*reading.notes, *notes)
-    return Case(dialect, given, reading, job, strategy, where, profile, card, words)
+    return Case(dialect, given, reading, job, strategy, where, profile, card, words, reading.version)
 
 
 def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from planner.dialects.interface import (
     EDIT,
     Dialect,
     Fields,
+    Fixed,
     Move,
     NotSaidError,
     Remark,
@@ -27,15 +29,14 @@ from planner.dialects.interface import (
     write,
 )
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate import Played, describe, of_run, outside_bytes, replayed
+from planner.estimate import describe, judged, outside_bytes
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan
 from planner.rules import check, resolve
-from planner.run import Facts, Run
+from planner.run import Facts
 from planner.screen import Screen
 from planner.shapes import check_blocks
-from planner.units import format_gib
 
 __all__ = ["Case", "Checked", "Fix", "Outcome", "Pricing", "check_case", "settle"]
 
@@ -54,8 +55,6 @@ class Outcome:
     estimate: Estimate
     phase: str
     moment: str
-    kept_bytes: int = 0
-    """on the device with what torch's allocator, as it comes, leaves in pieces; 0 where that decides too"""
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,7 @@ class Checked:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """How the command was understood, and what its estimate takes for granted."""
-        kept = self.outcome.kept_bytes
-        pieces = (
-            f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
-            "gives unused memory back where it runs short (expandable_segments:True keeps less)"
-        )
-        own = (pieces,) if kept else ()
-        return (*self.case.notes, *own, *self.outcome.estimate.assumptions)
+        return (*self.case.notes, *self.outcome.estimate.assumptions)
 
     def to_json(self) -> dict[str, Any]:
         """The object of DESIGN section 9."""
@@ -154,19 +147,11 @@ class Pricing:
         return held and (high if verdict == "fits" else low) <= budget
 
     def outcome(self, case: Case) -> Outcome:
-        """What happens, and where it ends if it does not fit.
-
-        Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
-        back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
-        what lies in pieces, as long as the run is expected within the card with its pieces too.
-        """
-        run, played = self._replayed(case, case.strategy)
-        found = of_run(run, played, case.trainer)
-        if found.verdict == "tight" and found.peak.device_bytes <= found.budget_bytes and found.limit is None:
-            lean = of_run(*self._replayed(case, case.strategy.replace(expandable_segments=True)), case.trainer)
-            if lean.verdict == "fits":
-                kept, found = found.peak.device_bytes, lean.replace(strategy=found.strategy)
-                return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment, kept)
+        """What happens, and where it ends if it does not fit."""
+        known = self.facts(case.job, case.strategy, case.machine)
+        run, played, found, kept = judged(case.job, case.strategy, case.machine, known, case.trainer)
+        if kept:
+            return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         if found.verdict == "no" and found.limit == "host" and found.host:
             return Outcome(found, found.host.phase, "host RAM")
         room = found.budget_bytes - outside_bytes(run)
@@ -180,10 +165,6 @@ class Pricing:
         if first is not ended:  # it had room before there were gradients and states beside it
             return Outcome(found, "train", "encoding the next batch beside gradients and optimizer states")
         return Outcome(found, phase, moment)
-
-    def _replayed(self, case: Case, strategy: Strategy) -> tuple[Run, list[Played]]:
-        known = self.facts(case.job, strategy, case.machine)
-        return replayed(case.job, strategy, case.machine, known, case.trainer)
 
 
 def _phase(phase: str, moment: str) -> str:
@@ -199,13 +180,28 @@ def _phase(phase: str, moment: str) -> str:
 def check_case(case: Case, search: bool = True) -> Checked:
     """The whole answer for a case."""
     pricing = Pricing(case)
-    outcome = pricing.outcome(case)
+    try:
+        outcome = pricing.outcome(case)
+    except NotRecordedError as error:
+        raise _in_its_words(case, error, pricing) from None
     fixes: tuple[Fix, ...] = ()
     helps: tuple[Fix, ...] = ()
     if outcome.estimate.verdict != "fits" and search:
         fixes, helps = _fixes(case, outcome, pricing)
     settled = fixes[0].case if fixes else case
     return Checked(case, outcome, fixes, case.reading.ineffective, helps, search, _today(settled, outcome))
+
+
+def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotRecordedError:
+    """The error of a batch that is not recorded, with a smaller one that is, in the trainer's words."""
+    for move in smaller_batches(case.dialect):
+        for step in move.steps(case.fields):
+            other = case.changed(step)
+            with contextlib.suppress(NotRecordedError):
+                pricing.outcome(other)
+                said = " ".join(changed_words(case, other.fields, frozenset(step)))
+                return NotRecordedError(error.message, f"ask for {said}: {move.cost}")
+    return error
 
 
 def _today(case: Case, outcome: Outcome) -> str:
@@ -230,7 +226,7 @@ def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...]
 
     Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
     """
-    moves = [move for move in case.dialect.moves if _is_change(case, move)]
+    moves = [move for move in (*case.dialect.moves, *smaller_batches(case.dialect)) if _is_change(case, move)]
     enough: dict[frozenset[int], Fix] = {}
     tight: dict[frozenset[int], Fix] = {}
     helps: list[Fix] = []
@@ -278,22 +274,22 @@ def _size(fix: Fix) -> int:
 
 def _is_change(case: Case, move: Move) -> bool:
     fields = case.fields
-    return move.when(fields) and any(move.values or fields.get(name) != value for name, value in move.changes.items())
+    changed = any(fields.get(name) != value for step in move.steps(fields) for name, value in step.items())
+    return move.when(fields) and changed
 
 
 def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fix | None:
     """The fix that these moves together are, or None."""
     changes: dict[str, Any] = {}
     for move in moves:
-        if changes.keys() & move.changes.keys() and any(
-            changes.get(name, value) != value for name, value in move.changes.items()
-        ):
+        if any(changes.get(name, value) != value for name, value in move.changes.items()):
             return None
-        changes |= move.changes
-    counted = next((move for move in moves if move.values), None)
-    for value in counted.values if counted else (None,):
-        if counted:
-            changes |= dict.fromkeys(counted.changes, value)
+        changes |= {} if move.counts else move.changes
+    counted = [move for move in moves if move.counts]
+    together = list(itertools.product(*(move.steps(case.fields) for move in counted)))
+    for at, steps in enumerate(together):
+        for step in steps:
+            changes |= step
         other = case.changed(changes)
         if not pricing.may_be("tight" if len(moves) == 1 and not counted else "fits", other):
             continue
@@ -301,9 +297,9 @@ def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fi
             outcome = pricing.outcome(other)
         except NotRecordedError:
             return None
-        if counted and outcome.estimate.verdict != "fits" and value != counted.values[-1]:
+        if outcome.estimate.verdict != "fits" and at < len(together) - 1:
             continue
-        lossy = bool(set(outcome.estimate.lossy) & changes.keys())
+        lossy = bool(set(outcome.estimate.lossy) & changes.keys()) or _global_batch(other) != _global_batch(case)
         cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
         try:
             words = tuple(word for move in moves for word in _words(case, other, move))
@@ -313,46 +309,87 @@ def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fi
     return None
 
 
+def _global_batch(case: Case) -> int:
+    """Samples of one GPU in one optimizer step."""
+    return case.job.batch_size * case.strategy.gradient_accumulation
+
+
+def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
+    """Fewer samples in one pass, and as many more passes before the optimizer steps: the same mean gradient. Of a
+    trainer that does not accumulate, fewer samples, which is another training."""
+    said = {name for binding in dialect.bindings if not isinstance(binding, Fixed) for name in binding.fields}
+    if "batch_size" not in said:
+        return ()
+    accumulates = "gradient_accumulation" in said
+
+    def parts(fields: Fields) -> tuple[Fields, ...]:
+        batch, passes = int(fields["batch_size"]), int(fields["gradient_accumulation"])
+        found = []
+        for part in range(batch - 1, 0, -1):
+            if batch % part == 0:
+                more = {"gradient_accumulation": passes * batch // part} if accumulates else {}
+                found.append({"batch_size": part, **more})
+        return tuple(found)
+
+    cost = "as many samples a step, in several passes" if accumulates else "fewer samples a step: another training"
+    fields = ("batch_size", "gradient_accumulation") if accumulates else ("batch_size",)
+    return (Move(dict.fromkeys(fields), cost, by_fields=parts),)
+
+
 def _words(case: Case, other: Case, move: Move) -> Iterator[str]:
     """One entry: what the move's own bindings write anew, and what goes with it."""
     if move.said is not None:
         said = move.said(case.given.settings)
     else:
-        said = list(changed_words(case.dialect, case.fields, other.fields, frozenset(move.changes)))
+        said = list(changed_words(case, other.fields, frozenset(move.changes)))
     if words := [*said, *move.words]:
         yield " ".join(words)
 
 
-def changed_words(dialect: Dialect, before: Fields, after: Fields, fields: frozenset[str]) -> Iterator[str]:
+def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator[str]:
     """What the bindings of these fields write differently: flags as they are typed, launcher's flags behind it."""
     old: Settings = {}
     new: Settings = {}
-    for binding in dialect.bindings:
+    for binding in case.dialect.bindings:
         if not fields & set(binding.fields):
             continue
         with contextlib.suppress(NotSaidError):  # what it is now has no word: it came about by itself
-            old |= binding.say(before)
+            old |= binding.say(case.fields)
         new |= binding.say(after)
-    launcher = [
-        _typed(name, value) for name, value in new.items() if name.startswith("launch:") and old.get(name) != value
-    ]
+    typed = {
+        name: _typed(_where(name, case.given.settings), value, case.dialect.assigns)
+        for name, value in new.items()
+        if old.get(name) != value
+    }
+    launcher = [words for name, words in typed.items() if name.startswith("launch:")]
     if launcher:
         yield " ".join(["accelerate launch", *launcher])
-    for name, value in new.items():
-        if not name.startswith("launch:") and old.get(name) != value:
-            yield _typed(name, value)
+    yield from (words for name, words in typed.items() if not name.startswith("launch:"))
     for name in old if not new else ():  # else what is said now stands for what was said
         yield f"without {name.rpartition(':')[2]}"
 
 
-def _typed(name: str, value: object) -> str:
+FILES = ("config", "dataset")
+
+
+def _where(name: str, given: Settings) -> str:
+    """The setting, or what its user has for that key: the same key of another table, or a flag."""
+    file, _, path = name.partition(":")
+    if name in given or file not in FILES:
+        return name
+    key = path.rpartition(".")[2]
+    tables = (own for own in given if own.startswith(f"{file}:") and own.rpartition(".")[2] == key)
+    return next(itertools.chain(tables, (own for own in (f"--{key}", f"--train_{key}") if own in given)), name)
+
+
+def _typed(name: str, value: object, assigns: str) -> str:
     """A setting as its user types it."""
     if name == "env:expandable_segments":
         return "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     if is_edit(name):
         return name.removeprefix(EDIT)
     where, colon, key = name.rpartition(":")
-    if where in ("config", "dataset"):
-        return f"{key}: {value}"
+    if where in FILES:
+        return f"{key}{assigns}{json.dumps(value, ensure_ascii=False)}"
     words = [] if value is True else value if isinstance(value, list | tuple) else [value]
     return " ".join([key if colon else name, *map(str, words)])

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner import attention, host, margin
 from planner.basis import APART, Correction
@@ -26,7 +26,7 @@ from planner.run import Facts, Run
 from planner.shapes import grid
 from planner.timing import step_seconds, total_flops
 from planner.traffic import step_work, traffic
-from planner.units import MIB
+from planner.units import MIB, format_gib
 from planner.variants import UNPAGED
 
 Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
@@ -82,6 +82,43 @@ def estimate(
     ``layout`` may give runs from a cache, as a search does.
     """
     return of_run(*replayed(job, strategy, machine, facts, trainer, layout), trainer)
+
+
+class Judged(NamedTuple):
+    """What is told of one plan: its run replayed, the estimate, and what pieces of memory leave out of it."""
+
+    run: Run
+    played: list[Played]
+    estimate: Estimate
+    kept_bytes: int = 0
+    """on the device with what torch's allocator, as it comes, leaves in pieces; 0 where that decides too"""
+
+
+def judged(
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
+) -> Judged:
+    """One plan's estimate and verdict, as every command that answers for plans tells it.
+
+    Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
+    back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
+    what lies in pieces, as long as the run is expected within the card with its pieces too. `estimate` is with them,
+    because that is what people measure.
+    """
+    run, played = replayed(job, strategy, machine, facts, trainer, layout)
+    found = of_run(run, played, trainer)
+    expected = found.verdict == "tight" and found.limit is None and found.peak.device_bytes <= found.budget_bytes
+    if not expected or found.strategy.expandable_segments or found.basis == "measured":
+        return Judged(run, played, found)
+    lean = estimate(job, strategy.replace(expandable_segments=True), machine, facts, trainer, layout)
+    if lean.verdict != "fits":
+        return Judged(run, played, found)
+    kept = found.peak.device_bytes
+    pieces = (
+        f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
+        "gives unused memory back where it runs short (expandable_segments:True keeps less)"
+    )
+    told = lean.replace(strategy=found.strategy, assumptions=(pieces, *lean.assumptions))
+    return Judged(run, played, told, kept)
 
 
 def replayed(

@@ -2,8 +2,10 @@
 
 Each expert is a checkpoint of the same architecture, for its side of one timestep. DiffSynth-Studio trains one per run
 and loads no other (examples/wanvideo/model_training/lora/Wan2.2-T2V-A14B.sh); musubi-tuner can hold both, on the GPU or
-in turn (docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``). A sample goes through one, then the other:
-diffusers' pipeline holds both, or brings each when its noise levels come (pipeline_wan.py, ``model_cpu_offload_seq``).
+in turn (docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``), and with block swap the same blocks of both
+wait in host RAM (wan_train_network.py ``load_transformer`` at 30c658c: ``model_high_noise.enable_block_swap``). A
+sample goes through one, then the other: diffusers' pipeline holds both, or brings each when its noise levels come
+(pipeline_wan.py, ``model_cpu_offload_seq``).
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ def idle_weights(run: Run) -> tuple[int, int]:
     return sum(sizes.values()) - adapter, adapter if run.job.experts == "both" else 0
 
 
+def idle_swapped(run: Run) -> int:
+    """Bytes of the other expert's swapped blocks, which wait in host RAM like those of the one that runs."""
+    if not run.strategy.swap_blocks or run.job.method == "full":
+        return 0
+    return sum(run.sizes[buffer] for buffers in run.swapped_blocks.values() for buffer in buffers)
+
+
 def experts(run: Run) -> None:
     """The other expert beside the one that runs: its weights, and when both are trained its adapter and states.
 
@@ -45,7 +54,8 @@ def experts(run: Run) -> None:
         if strategy.offload_params != "none":
             weights = adapter = 0
     if not waits(run):
-        run.add(run.load, weights, "weight" if both else "residents", "other expert", at=0)
+        there = weights - idle_swapped(run)
+        run.add(run.load, there, "weight" if both else "residents", "other expert", at=0)
     if not both or run.samples:
         return
     run.add(run.load, adapter, "weight", "other expert's adapter", at=0)
@@ -90,10 +100,10 @@ def _lent(run: Run) -> int:
 
 
 def host_bytes(run: Run) -> int:
-    """Host RAM of the expert that waits there."""
-    if run.facts.model.experts == 1 or run.strategy.inactive_expert == "absent" or not waits(run):
+    """Host RAM of the expert that waits there, or of those of its blocks that do."""
+    if run.facts.model.experts == 1 or run.strategy.inactive_expert == "absent":
         return 0
-    return idle_weights(run)[0]
+    return idle_weights(run)[0] if waits(run) else idle_swapped(run)
 
 
 def assumption(model: ModelProfile, job: Job) -> str | None:

@@ -12,7 +12,7 @@ from planner import catalog, dialects
 from planner.dialects import compose, interface
 from planner.dialects.interface import Dialect, Fields, NotSaidError, Settings
 from planner.errors import NotRecordedError, VplanError, quoted
-from planner.estimate import estimate
+from planner.estimate import judged
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan, plan_to_toml
@@ -119,7 +119,7 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
     profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
     try:
         known = facts(plan.job, plan.strategy, plan.machine, profile, card)
-        return estimate(plan.job, plan.strategy, plan.machine, known, trainer)
+        return judged(plan.job, plan.strategy, plan.machine, known, trainer).estimate
     except NotRecordedError:
         return None
 
@@ -148,7 +148,8 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         if not take_nearest:
             raise VplanError(f"{dialect.title} cannot do this plan: {faults}", _offer(near, changed, name)) from None
         plan, (settings, fields) = near, said_by(dialect, near)
-    found = priced(plan, name)
+    trainer = _as_written(plan, name)
+    found = priced(plan, trainer)
     if found is not None and found.verdict == "no":
         fault = f"it does not fit as {dialect.title} trains it: {format_gib(found.low_bytes)} at least"
         raise VplanError(fault, _that_fits(dialect, plan, name), 3)
@@ -156,8 +157,14 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     carried = compose.carried(dialect, settings, getattr(own, "CARRIES", None), fields)
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
     left = getattr(own, "left_to_the_script", None)
-    done = Plan.of(found, trainer=name) if found else plan
+    done = Plan.of(found, trainer=trainer) if found else plan
     return Exported(name, done, files, carried, left(plan) if left else {}, changed)
+
+
+def _as_written(plan: Plan, name: str) -> str:
+    """Whose memory terms the files have: the trainer's, of the plan's own version where it is this trainer's."""
+    own, _, version = plan.trainer.partition("@")
+    return plan.trainer if own == name and version in getattr(dialects.module(name), "OLDER", {}) else name
 
 
 def _slurm(plan: Plan) -> Exported:

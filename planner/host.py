@@ -167,11 +167,14 @@ def _loading(run: Run) -> int:
 
     Ours are read one by one out of mapped files (trainers/step.py ``materialise``), so it is the largest in the GPU's
     format. ``from_pretrained`` makes the whole model on the CPU first (``run.loads_on_cpu``), cast shard by shard
-    (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is made.
+    (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is made,
+    unless a trainer quantises what is loaded (``run.quantises_loaded``).
     """
     sizes = [run.sizes[buffer] for buffer in run.named("weight").values()]
     if run.loads_on_cpu and run.strategy.weights(run.job.method) in ("fp32", "bf16", "fp16"):
         return sum(sizes)
+    if run.quantises_loaded:
+        return 2 * run.facts.model.parameters
     return max(sizes, default=0)
 
 

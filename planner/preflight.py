@@ -16,7 +16,7 @@ from planner.applied import settled
 from planner.cards import cards_of, on_card, wait
 from planner.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, on_host, versions
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate import estimate
+from planner.estimate import judged
 from planner.learned import with_learned
 from planner.ledger import Ledger, default_path
 from planner.library import facts
@@ -128,7 +128,7 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
     try:
         known = with_learned(facts(plan.job, plan.strategy, plan.machine, profile, card), plan.trainer)
-        found = estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+        found = judged(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
     except NotRecordedError as error:
         if must:
             raise

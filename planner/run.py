@@ -95,6 +95,9 @@ class Run:
     gathered_bytes: int = 0
     """The most that an engine that splits weights gathers in a forward, with its buffers."""
 
+    before: tuple[Stage, ...] = ()
+    """What is on the GPU for a while before the model's weights come, the allocator's cache emptied behind each."""
+
     leaving: Stage | None = None
     """What was loaded beside the model and goes before the first step."""
 
@@ -120,6 +123,9 @@ class Run:
 
     loads_on_cpu: bool = False
     """Whether a trainer makes the whole model in host RAM before it goes to the GPU."""
+
+    quantises_loaded: bool = False
+    """Whether it is in 16 bits there, and quantised behind that."""
 
     optimizer_launches: int = 0
     """Operators that a trainer's own optimizer launches beyond those recorded."""
@@ -203,6 +209,7 @@ class Run:
         save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
         leaving: list[tuple[PhaseName, Stage]] = [("first_step", self.leaving)] if self.leaving else []
         return [
+            *[("load", stage) for stage in self.before],
             ("load", self.load),
             *leaving,
             *encode,

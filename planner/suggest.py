@@ -14,7 +14,7 @@ from typing import Literal
 
 from planner import margin
 from planner.errors import NotRecordedError
-from planner.estimate import estimate
+from planner.estimate import judged
 from planner.job import SPLIT, Job, Strategy
 from planner.plan import Estimate
 from planner.question import Question, Suggestion, Switch
@@ -231,9 +231,9 @@ class Search:
         key = (job, strategy)
         if key not in self._estimates:
             facts = self.screen.facts(job, strategy, self.question.machine)
-            self._estimates[key] = estimate(
+            self._estimates[key] = judged(
                 job, strategy, self.question.machine, facts, self.screen.trainer, self.screen.lay_out
-            )
+            ).estimate
             found = self._estimates[key]
             bare = strategy.replace(swap_blocks=0)
             ratio = found.peak.device_bytes / self.look(job, strategy).device_bytes

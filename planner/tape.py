@@ -101,9 +101,12 @@ class Tape:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
         for name, fixed in self.regime.items():
             if grid[name] != fixed:
+                if name == "B":  # its code loops over the samples, so that the events grow with the batch
+                    fault = f"{self.model} works through a batch sample by sample, and batch {grid[name]}"
+                    fix = f"use --batch-size 1 or {fixed}, with --gradient-accumulation"
+                    raise NotRecordedError(f"{fault} is not recorded", fix)
                 fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
-                batch = f"use --batch-size 1 or {fixed}, with --gradient-accumulation"
-                raise NotRecordedError(fault, batch if name == "B" else "record another")
+                raise NotRecordedError(fault, "record another")
         known = {**grid, **derived(grid, self.rounded, self.sums)}
         return [known[name] for name in self.atoms]
 

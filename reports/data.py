@@ -15,7 +15,7 @@ from planner import ways as ways_of
 from planner.accuracy import Compared, Prediction
 from planner.capacity import Capacity, Forms, Longest, Mapper, Shape
 from planner.commands.answer import words
-from planner.estimate import after_step_bytes, estimate
+from planner.estimate import after_step_bytes, estimate, judged
 from planner.evidence import Interval, Row
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
@@ -143,7 +143,7 @@ class Builder:
         if plan.estimate is not None:
             return plan.estimate
         known = self._facts(plan.job, plan.strategy, plan.machine)
-        return estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+        return judged(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
 
     def looks(self) -> tuple[Look, ...]:
         """All candidates, and the plan's own way."""

@@ -159,7 +159,7 @@ def _print_fixes(console: Console, found: Checked) -> None:
         return
     console.print()
     if not found.fixes:
-        none = "no switch of this trainer makes it fit; a smaller batch, size or length is not tried"
+        none = "no switch of this trainer makes it fit; a smaller size or shorter clips are not tried"
         console.print(none, style="bold", markup=False)
     for at, fix in enumerate(found.fixes):
         console.print("smallest change:" if at == 0 else "or:", style="bold", markup=False)

@@ -19,7 +19,7 @@ from planner.commands.common import (
 )
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError
-from planner.estimate import estimate
+from planner.estimate import judged
 from planner.learned import with_learned
 from planner.library import facts
 from planner.plan import Plan, write_plan
@@ -50,7 +50,7 @@ def command(asked: Asked, strict: bool, output: str | None, report: str | None, 
         raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
     known = facts(request.job, request.strategy, request.machine, request.model, request.gpu)
     known = with_learned(known, asked.trainer)
-    found = estimate(request.job, request.strategy, request.machine, known, asked.trainer)
+    found = judged(request.job, request.strategy, request.machine, known, asked.trainer).estimate
     found = found.replace(assumptions=(*request.assumptions, *found.assumptions))
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)

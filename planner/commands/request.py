@@ -143,7 +143,9 @@ class Asked:
             said["gpus"] = count
         said.setdefault("unified", card.unified)
         machine = Machine.read(said)
-        if machine.host_ram is None:
+        if machine.host_ram is None and self.plan is not None and self.plan.trainer != "vplan":
+            notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
+        elif machine.host_ram is None:
             machine = machine.replace(host_ram=catalog.default_host_ram(card, machine.gpus))
             notes.append(f"host RAM {format_gib(machine.host_ram or 0)}")
         return machine

@@ -289,7 +289,7 @@ def _assumptions(request: Request, plan: Estimate) -> tuple[str, ...]:
 
 def _on_smaller_cards(request: Request, plan: Estimate, trainer: str) -> tuple[Estimate, ...]:
     """The plan on the cards sold under the same label that give less, where the verdict changes."""
-    from planner.estimate import estimate
+    from planner.estimate import judged
 
     found = []
     for card in catalog.smaller_cards(request.gpu):
@@ -297,7 +297,7 @@ def _on_smaller_cards(request: Request, plan: Estimate, trainer: str) -> tuple[E
             continue
         machine = request.machine.replace(gpu=card.name)
         known = facts(plan.job, plan.strategy, machine, request.model, card)
-        there = estimate(plan.job, plan.strategy, machine, known, trainer)
+        there = judged(plan.job, plan.strategy, machine, known, trainer).estimate
         if there.verdict != plan.verdict:
             found.append(there)
     return tuple(found)

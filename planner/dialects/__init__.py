@@ -97,7 +97,8 @@ def recognise(script: Script) -> tuple[Dialect, Given]:
     for reader in readers:
         for program in script.programs:
             found = flags.find(reader.name, program.script) if reader.name in profiles.trainer_names() else None
-            if found is not None and program.script.endswith(found.path):
+            folder = program.script.rpartition("/")[0]
+            if found is not None and program.script.endswith(found.path) and not (found.path == "train.py" and folder):
                 fault = f"{found.path} of {reader.title} is not read"
                 raise VplanError(fault, f"of it we read {', '.join(reader.scripts)}")
     fault = f"{what} is {title}'s, which we do not read" if title else f"{what} is of no trainer that we read"

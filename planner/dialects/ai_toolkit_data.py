@@ -25,6 +25,8 @@ ARCHES: dict[str, tuple[str, str]] = {
     "wan2.1-t2v-14b": ("wan21", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
     "wan2.1-i2v-14b-480p": ("wan21_i2v", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"),
     "wan2.1-i2v-14b-720p": ("wan21_i2v", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
+    "wan2.2-t2v-a14b": ("wan22_14b", "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16"),
+    "wan2.2-i2v-a14b": ("wan22_14b_i2v", "ai-toolkit/Wan2.2-I2V-A14B-Diffusers-bf16"),
     "wan2.2-ti2v-5b": ("wan22_5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"),
     "qwen-image": ("qwen_image", "Qwen/Qwen-Image"),
     "qwen-image-edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit"),
@@ -36,6 +38,14 @@ ARCHES: dict[str, tuple[str, str]] = {
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""
 
+NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_kwargs.train_low_noise"}
+"""Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
+
+WHOLE = "quantised-whole"
+"""The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
+MOVED_WHOLE = ("wan", "flux")
+"""Starts of families of which `low_vram` decides that."""
+
 
 def model_of(given: Settings) -> Fields:
     """The model that the settings mean, and its expert."""
@@ -46,8 +56,26 @@ def model_of(given: Settings) -> Fields:
     named = given.get("model") or by_path or known_model(path)
     model = named if named in (candidates or ARCHES) else next(iter(candidates), None)
     if model is None:
-        raise VplanError(f"model.arch {quoted(arch)} is not priced here", f"we price {', '.join(ARCHES)}")
-    return {"model": model}
+        what = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
+        raise VplanError(f"{what} is not priced here", f"we price {', '.join(ARCHES)}")
+    return {"model": model, **_experts_of(given, model)}
+
+
+def _experts_of(given: Settings, model: str) -> Fields:
+    """Both experts are always loaded; with `low_vram` the one that does not run waits in host RAM."""
+    if catalog.model(model).experts == 1:
+        return {"experts": None, "inactive_expert": "absent"}
+    trained = [expert for expert, key in NOISE.items() if given.get(key, True)]
+    if not trained:
+        raise VplanError("neither expert is trained", "leave train_high_noise and train_low_noise out of model_kwargs")
+    away = "cpu" if given.get(f"{MODEL}low_vram") else "gpu"
+    return {"experts": trained[0] if len(trained) == 1 else "both", "inactive_expert": away}
+
+
+def version_of(given: Settings, fields: Fields) -> str:
+    """Whether the model goes to the GPU whole before it is quantised."""
+    whole = given.get(f"{MODEL}quantize") and not given.get(f"{MODEL}low_vram")
+    return WHOLE if whole and catalog.model(fields["model"]).family.startswith(MOVED_WHOLE) else ""
 
 
 def say_model(fields: Fields) -> Settings:
@@ -57,7 +85,23 @@ def say_model(fields: Fields) -> Settings:
         why = f"of our models it trains {', '.join(ARCHES)}"
         raise NotSaidError(Inexpressible("model", model, next(iter(ARCHES)), why))
     arch, path = ARCHES[model]
-    return {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}
+    said: Settings = {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}
+    experts, away = fields["experts"], fields["inactive_expert"]
+    if catalog.model(model).experts == 1:
+        if away != "absent":
+            raise NotSaidError(Inexpressible("inactive_expert", away, "absent", "there is no other expert"))
+        return said
+    if experts is None or away == "absent":
+        why = f"both experts are loaded, whichever trains ({AT} wan22_14b_model.py)"
+        found = [Inexpressible("experts", None, "both", why)] if experts is None else []
+        found += [Inexpressible("inactive_expert", away, "cpu", why)] if away == "absent" else []
+        raise NotSaidError(*found)
+    said |= {key: False for expert, key in NOISE.items() if experts not in ("both", expert)}
+    if away == "cpu":
+        return said | {f"{MODEL}low_vram": True}
+    if fields["weights_dtype"] in QUANTISED:  # quantised a block at a time, which keeps the other expert away too
+        raise NotSaidError(Inexpressible("inactive_expert", "gpu", "cpu", "low_vram, which quantising needs, moves it"))
+    return said
 
 
 # ---- shapes: sides of squares, whose area a sample of any other shape gets

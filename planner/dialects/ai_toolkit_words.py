@@ -15,14 +15,17 @@ from planner.dialects.ai_toolkit_data import (
     DATA,
     MODEL,
     NETWORK,
+    NOISE,
     SAMPLE,
     TRAIN,
+    WHOLE,
     model_of,
     say_model,
     say_shape,
     say_validation,
     shape_of,
     validation_of,
+    version_of,
 )
 from planner.dialects.interface import (
     Binding,
@@ -49,7 +52,19 @@ from planner.script import Script
 
 # ---- numbers, adapters, encoders
 
-QTYPES = {"qfloat8": "fp8", "float8": "fp8", "qfloat8_e4m3fn": "fp8"}
+QTYPES = {
+    "qfloat8": "fp8",
+    "float8": "fp8",
+    "qfloat8_e4m3fn": "fp8",
+    "int8": "int8",
+    "qint8": "int8",
+    "uint8": "int8",
+    "qint4": "nf4",
+    "uint4": "nf4",
+    "uint3": "nf4",
+    "uint2": "nf4",
+}
+"""Of 4 bits and fewer as nf4, which needs no less: a scale for each 64 numbers or more beside 4 bits of each."""
 OPTIMIZERS = {
     "adamw": "adamw",
     "adamw8bit": "adamw-8bit",
@@ -57,6 +72,8 @@ OPTIMIZERS = {
     "lion": "lion",
     "prodigy": "prodigy",
 }
+LOW_VRAM = f"{MODEL.removeprefix('config:')}low_vram: true"
+LAYERS = f"{MODEL}layer_offloading_transformer_percent"
 DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}
 
 
@@ -89,6 +106,8 @@ def _say_formats(fields: Fields) -> Settings:
         raise NotSaidError(*refused)
     said: Settings = {f"{TRAIN}dtype": word_for(DTYPES, "compute_dtype", "bf16")(compute)}
     said |= {f"{MODEL}quantize": True, f"{MODEL}qtype": "qfloat8"} if weights == "fp8" else {}
+    if weights == "fp8" and catalog.model(fields["model"]).experts == 1:
+        said[f"{MODEL}low_vram"] = True  # else the model lies on the GPU whole in 16 bits before it is quantised
     if encoder == "fp8":
         return said | {f"{MODEL}quantize_te": True, f"{MODEL}qtype_te": "qfloat8"}
     return said | ({f"{MODEL}quantize_te": False} if weights == "fp8" else {})  # it follows `quantize` otherwise
@@ -155,6 +174,25 @@ def _say_optimizer(fields: Fields) -> Settings:
     return {f"{TRAIN}optimizer": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
 
 
+def _layers_of(given: Settings) -> Fields:
+    """Its share of all linear layers, as so many blocks."""
+    asked = given.get(f"{MODEL}layer_offloading", given.get(f"{MODEL}auto_memory"))
+    if not asked or not given.get(f"{TRAIN}gradient_checkpointing", True):
+        return {"swap_blocks": 0}
+    share = number(given.get(LAYERS, 1.0), "layer_offloading_transformer_percent")
+    blocks = catalog.model(model_of(given)["model"]).blocks
+    return {"swap_blocks": min(blocks - 1, round(min(max(share, 0.0), 1.0) * blocks))}
+
+
+def _say_layers(fields: Fields) -> Settings:
+    blocks, swapped = catalog.model(fields["model"]).blocks, int(fields["swap_blocks"])
+    if not swapped:
+        return {}
+    if swapped >= blocks:
+        raise NotSaidError(Inexpressible("swap_blocks", swapped, blocks - 1, f"the model has {blocks} blocks"))
+    return {f"{MODEL}layer_offloading": True, LAYERS: round(swapped / blocks, 3)}
+
+
 def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
     return Several(tuple(words), settings, of, say, words)
 
@@ -168,6 +206,9 @@ CARRIES: compose.Carries = {
     f"{MODEL}qtype": ("weights_dtype",),
     f"{MODEL}quantize_te": ("text_encoder_dtype",),
     f"{MODEL}qtype_te": ("text_encoder_dtype",),
+    f"{MODEL}low_vram": ("weights_dtype",),
+    f"{MODEL}layer_offloading": ("swap_blocks",),
+    LAYERS: ("swap_blocks",),
     f"{NETWORK}type": ("lora_rank",),
     f"{TRAIN}cache_text_embeddings": ("text_encoder",),
     f"{DATA}cache_latents_to_disk": ("vae",),
@@ -177,7 +218,8 @@ TABLE: tuple[Binding | When, ...] = (
     EXPANDABLE,
     Fixed("gpus", 1, f"one run, one GPU ({AT} run.py)"),
     Fixed("nodes", 1, f"one run, one GPU ({AT} run.py)"),
-    _several(model_of, say_model, (f"{MODEL}arch", f"{MODEL}name_or_path"), model=", ".join(ARCHES)),
+    _several(model_of, say_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
+             experts="model_kwargs.train_high_noise, train_low_noise", inactive_expert="gpu, cpu by low_vram"),
     Fixed("method", "lora", "full fine-tuning with it is not priced here"),
     _several(_rank_of, _say_rank, tuple(f"{NETWORK}{name}" for name in ("type", "linear", "dropout")),
              lora_rank="network.linear", lora_dropout="network.dropout"),
@@ -185,7 +227,8 @@ TABLE: tuple[Binding | When, ...] = (
              frames="num_frames", height="resolution (squares)", width="resolution (squares)",
              batch_size="train.batch_size", buckets="read only"),
     _several(_formats_of, _say_formats, (
-        *(f"{MODEL}{name}" for name in ("quantize", "qtype", "quantize_te", "qtype_te")), f"{TRAIN}dtype"),
+        *(f"{MODEL}{name}" for name in ("quantize", "qtype", "quantize_te", "qtype_te", "low_vram")),
+        f"{TRAIN}dtype"),
         weights_dtype="train.dtype, fp8 by quantize", compute_dtype="train.dtype", autocast="train.dtype",
         text_encoder_dtype="bf16, fp8 by quantize_te"),
     _several(_targets_of, _say_targets, (), lora_targets="all linear layers"),
@@ -207,13 +250,14 @@ TABLE: tuple[Binding | When, ...] = (
             "width", "height", "num_frames", "guidance_scale"))),
         validation_mode="off, on", validation="sample.width, height, num_frames, guidance_scale"),
     Fixed("sharding", "none", "one run, one GPU"),
-    Fixed("swap_blocks", 0, "it streams layers (layer_offloading), which is not priced here"),
+    _several(_layers_of, _say_layers, (f"{MODEL}layer_offloading", LAYERS),
+             swap_blocks="layer_offloading_transformer_percent, as blocks"),
     Choice("compile", {"none": {}, "full": {f"{MODEL}compile": True}, "blocks": {
         f"{MODEL}compile": True, f"{MODEL}block_compile": True}}),
     Fixed("attention", "sdpa"),
-    *usual("trainable", "text_tokens", "references", "experts", "master_weights", "grad_buckets", "offload_optimizer",
-           "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
-           "group_offload", "group_offload_stream", "context_parallel"),
+    *usual("trainable", "text_tokens", "references", "master_weights", "grad_buckets", "offload_optimizer",
+           "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "group_offload",
+           "group_offload_stream", "context_parallel"),
 )  # fmt: skip
 _DEFAULTS: Settings = {f"{TRAIN}gradient_checkpointing": True}
 """What is on where the file is silent, of settings a choice looks at (toolkit/config_modules.py)."""
@@ -251,7 +295,8 @@ def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
     """What does nothing, or nothing any more."""
     if f"{MODEL}auto_memory" in given:
         yield Remark("model.auto_memory", f"it is layer_offloading now ({AT} toolkit/config_modules.py)")
-    if given.get(f"{MODEL}low_vram") and not given.get(f"{MODEL}quantize"):
+    one = catalog.model(fields["model"]).experts == 1  # of two it moves the one that does not run
+    if given.get(f"{MODEL}low_vram") and not given.get(f"{MODEL}quantize") and one:
         yield Remark("model.low_vram", "it says where weights are quantised and loaded, and nothing is quantised")
 
 
@@ -262,10 +307,14 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
         yield said
     if given.get(f"{MODEL}quantize") and not given.get(f"{TRAIN}disable_sampling"):
         yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
-    if given.get(f"{MODEL}quantize") and not given.get(f"{MODEL}low_vram"):
-        yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised: not priced"
-    if given.get(f"{MODEL}layer_offloading"):
-        yield "layer_offloading is not priced: this is what it needs without"
+    if version_of(given, fields):
+        yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised"
+    if fields["swap_blocks"]:
+        yield "layer_offloading is priced as that share of the blocks; below 1.0 it draws the layers by chance"
+    elif given.get(f"{MODEL}layer_offloading") and fields["gradient_checkpointing"] == "none":
+        yield "layer_offloading without gradient_checkpointing is not priced: this is what it needs without"
+    if fields["weights_dtype"] == "nf4":
+        yield f"{given.get(f'{MODEL}qtype')} is priced as nf4, without what an accuracy recovery adapter takes"
     if fields["text_encoder"] == "resident":
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
     if f"{DATA}resolution" not in given:
@@ -274,19 +323,31 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
         yield "quantize_te follows quantize: the text encoder is quantised too"
 
 
+def _two_on_gpu(fields: Fields) -> bool:
+    return bool(fields["inactive_expert"] == "gpu")
+
+
 MOVES = (
-    Move({"gradient_checkpointing": "full"}),
+    Move({"expandable_segments": True}, "free"),
+    Move({"gradient_checkpointing": "full"}, "one more forward pass"),
     Move({"vae": "cached"}, "disk for the latents"),
     Move({"text_encoder": "cached"}, "disk for the embeddings, and no caption dropout"),
     Move({"validation_mode": "off"}, "no samples while it trains"),
+    Move({"version": ""}, "quantised a block at a time", said=lambda given: [LOW_VRAM],
+         when=lambda fields: fields["version"] == WHOLE),
+    Move({"inactive_expert": "cpu"}, "slower where the noise level changes sides", when=_two_on_gpu),
+    Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),
     Move({"optimizer": "adamw-8bit"}),
     Move({"weights_dtype": "fp8"}),
-)
+)  # fmt: skip
 
 
 def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     """config.yaml, and train.sh, which starts it."""
-    said = compose.comments(compose.carried(DIALECT, settings, CARRIES), "config:")
+    carries = CARRIES
+    if catalog.model(plan.job.model).experts > 1:
+        carries = {**CARRIES, f"{MODEL}low_vram": ("inactive_expert",)}
+    said = compose.comments(compose.carried(DIALECT, settings, carries), "config:")
     tree = compose.tree(settings, "config:")["config"]["process"][0]
     dataset = {"folder_path": "data/my_set", "caption_ext": "txt", **tree["datasets"][0]}
     train = {"steps": 2000, "lr": 1e-4, "noise_scheduler": "flowmatch", **tree["train"]}
@@ -318,4 +379,6 @@ DIALECT: Dialect = Dialect(
     notes=notes,
     moves=MOVES,
     files=_files,
+    version=version_of,
+    assigns=": ",
 )

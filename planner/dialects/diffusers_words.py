@@ -56,13 +56,24 @@ SCRIPTS = {
     ("cogvideox-2b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
     ("cogvideox-5b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
     ("cogvideox-5b-i2v", "lora"): "examples/cogvideo/train_cogvideox_image_to_video_lora.py",
+    ("sdxl", "lora"): "examples/dreambooth/train_dreambooth_lora_sdxl.py",
+    ("sdxl", "full"): "examples/text_to_image/train_text_to_image_sdxl.py",
+    ("sd1.5", "lora"): "examples/text_to_image/train_text_to_image_lora.py",
+    ("sd1.5", "full"): "examples/text_to_image/train_text_to_image.py",
 }
 """(model, method) -> its example."""
+
+READ_TOO = ("examples/text_to_image/train_text_to_image_lora_sdxl.py",)
+"""Examples that are read and not written."""
+
+
+def _script(fields: Fields) -> str:
+    return SCRIPTS.get((fields["model"], fields["method"]), "")
 
 
 def gather(script: Script) -> Given | None:
     """A command of one of its examples."""
-    names = {path.rpartition("/")[2] for path in SCRIPTS.values()}
+    names = {path.rpartition("/")[2] for path in (*SCRIPTS.values(), *READ_TOO)}
     found = [program for program in script.programs if program.script.rpartition("/")[2] in names]
     if not found:
         return None
@@ -162,26 +173,39 @@ def _say_optimizer(fields: Fields) -> Settings:
     return said[fields["optimizer"]]
 
 
+def _kept(script: str) -> str:
+    """Where a script has its text encoders. Prompts are encoded once where they are all alike, and SDXL in full
+    computes every embedding before; then their encoders are gone. CogVideoX's stay, and those of texts to images
+    (`encode_prompt` in the loop)."""
+    in_the_loop = "cogvideo" in script or "text_to_image" in script
+    return "resident" if in_the_loop and not script.endswith(BEFORE) else "cached"
+
+
+BEFORE = "train_text_to_image_sdxl.py"
+"""Computes embeddings and latents before training."""
+
+
 def _residence(settings: Settings) -> Fields:
-    """Prompts are encoded once where they are all alike, then their encoders are gone; CogVideoX's stay. Latents are
-    cached by --cache_latents; --offload takes the VAE off the GPU between its turns."""
-    video = _is_video(settings)
+    """Latents are cached by --cache_latents; --offload takes the VAE off the GPU between its turns."""
+    script = str(settings["script"])
     vae = "cached" if settings.get("--cache_latents") else "swapped" if settings.get("--offload") else "resident"
-    return {"text_encoder": "resident" if video else "cached", "vae": vae}
+    return {"text_encoder": _kept(script), "vae": "cached" if script.endswith(BEFORE) else vae}
 
 
 def _say_residence(fields: Fields) -> Settings:
-    script = SCRIPTS.get((fields["model"], fields["method"]), "")
+    script = _script(fields)
     known = flags.script("diffusers", script).flags if script else {}
-    text = "resident" if "cogvideo" in script else "cached"
+    text = _kept(script)
     if fields["text_encoder"] != text:
         why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
         raise NotSaidError(Inexpressible("text_encoder", fields["text_encoder"], text, why))
-    flag = {"cached": "--cache_latents", "swapped": "--offload"}.get(fields["vae"])
-    if flag is None:
+    usual = "cached" if script.endswith(BEFORE) else "resident"
+    flag = {"cached": "--cache_latents", "swapped": "--offload"}.get(fields["vae"], "")
+    if fields["vae"] == usual:
         return {}
     if flag not in known:
-        raise NotSaidError(Inexpressible("vae", fields["vae"], "resident", f"that example has no {flag}"))
+        why = f"that example has no {flag}" if flag else "that example caches latents"
+        raise NotSaidError(Inexpressible("vae", fields["vae"], usual, why))
     return {flag: True}
 
 
@@ -189,7 +213,7 @@ def _switch(field: str, flag: str) -> Several:
     """A switch that only some examples have."""
 
     def say(fields: Fields) -> Settings:
-        script = SCRIPTS.get((fields["model"], fields["method"]), "")
+        script = _script(fields)
         if fields[field] and (not script or flag not in flags.script("diffusers", script).flags):
             raise NotSaidError(Inexpressible(field, True, False, f"that example has no {flag}"))
         return {flag: True} if fields[field] else {}
@@ -198,19 +222,42 @@ def _switch(field: str, flag: str) -> Several:
 
 
 def _validation(settings: Settings) -> Fields:
-    return {"validation_mode": "on" if settings.get("--validation_prompt") else "off"}
+    asked = settings.get("--validation_prompt") or settings.get("--validation_prompts")
+    return {"validation_mode": "on" if asked else "off"}
 
 
 def _say_validation(fields: Fields) -> Settings:
     if fields["validation_mode"] == "offload":
         raise NotSaidError(Inexpressible("validation_mode", "offload", "on", "its pipeline is put on the GPU whole"))
-    return {"--validation_prompt": "a cat walks"} if fields["validation_mode"] == "on" else {}
+    if fields["validation_mode"] == "off":
+        return {}
+    flag, prompt = "--validation_prompt", "a cat walks"
+    several = _script(fields).endswith("train_text_to_image.py")
+    return {"--validation_prompts": [prompt]} if several else {flag: prompt}
+
+
+def _vae_dtype(settings: Settings) -> Fields:
+    """SDXL's own VAE overflows in half precision, and is fp32 (`vae.to(accelerator.device, dtype=torch.float32)`);
+    another one that is named has the mixed precision's format."""
+    own = settings.get("--pretrained_vae_model_name_or_path") is None
+    return {"vae_dtype": "fp32" if "sdxl" in str(settings["script"]) and own else "bf16"}
+
+
+def _say_vae_dtype(fields: Fields) -> Settings:
+    sdxl = fields["model"] == "sdxl"
+    if fields["vae_dtype"] == "bf16" and sdxl:
+        return {"--pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}
+    if fields["vae_dtype"] != ("fp32" if sdxl else "bf16"):
+        raise NotSaidError(Inexpressible("vae_dtype", fields["vae_dtype"], "bf16", "the VAE has --mixed_precision"))
+    return {}
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if "--train_batch_size" not in settings:
         yield f"{fields['batch_size']} samples a step and GPU, the default of --train_batch_size"
-    if fields["text_encoder"] == "cached":
+    if fields["text_encoder"] == "cached" and "text_to_image" in str(settings["script"]):
+        yield f"prompts and latents are computed before training ({AT})"
+    elif fields["text_encoder"] == "cached":
         yield f"prompts are encoded once and their encoders deleted, as with one instance prompt ({AT})"
     if settings.get("--train_text_encoder"):
         yield "--train_text_encoder is not priced: this is what it needs without"
@@ -231,6 +278,8 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
             "--caption_column": "prompt.txt",
             "--video_column": "videos.txt",
         }
+    elif "text_to_image" in str(settings["script"]):
+        extra["--train_data_dir"] = "data/my_set"
     else:
         extra |= {"--instance_data_dir": "data/my_set", "--instance_prompt": "a photo of sks dog"}
     return {"train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher)}
@@ -242,7 +291,7 @@ DIALECT = Dialect(
     name="diffusers",
     title="diffusers' examples",
     source="https://github.com/huggingface/diffusers at 58eb52c",
-    scripts=tuple(dict.fromkeys(SCRIPTS.values())),
+    scripts=(*dict.fromkeys(SCRIPTS.values()), *READ_TOO),
     table=(
         Several(
             JOB,
@@ -254,7 +303,7 @@ DIALECT = Dialect(
             _say_job,
             {
                 "model": ", ".join(sorted({model for model, _ in SCRIPTS})),
-                "method": "lora, full (FLUX.1, SD3), by the script",
+                "method": "lora, full (FLUX.1, SD3, SDXL, SD 1.5), by the script",
                 "lora_rank": "--rank",
                 "batch_size": "--train_batch_size",
                 "frames": "--max_num_frames",
@@ -276,18 +325,22 @@ DIALECT = Dialect(
             ("--cache_latents", "--offload"),
             _residence,
             _say_residence,
-            {"text_encoder": "cached (CogVideoX: resident)", "vae": "resident, cached, swapped"},
+            {"text_encoder": "cached (CogVideoX, SD 1.5: resident)", "vae": "resident, cached, swapped"},
         ),
         _switch("vae_tiling", "--enable_tiling"),
         _switch("vae_slicing", "--enable_slicing"),
         Several(
-            ("validation_mode",), ("--validation_prompt",), _validation, _say_validation, {"validation_mode": "off, on"}
+            ("validation_mode",),
+            ("--validation_prompt", "--validation_prompts"),
+            _validation,
+            _say_validation,
+            {"validation_mode": "off, on"},
         ),
         engine(
             _plain,
             _say_plain,
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
-            context=lambda fields: {"script": SCRIPTS.get((fields["model"], fields["method"]), "")},
+            context=lambda fields: {"script": _script(fields)},
         ),
         Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
         Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
@@ -296,7 +349,14 @@ DIALECT = Dialect(
         NODES,
         *usual("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
         *usual("validation", "compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype"),
-        *usual("vae_dtype", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
+        Several(
+            ("vae_dtype",),
+            ("--pretrained_vae_model_name_or_path",),
+            _vae_dtype,
+            _say_vae_dtype,
+            {"vae_dtype": "bf16; SDXL: fp32"},
+        ),
+        *usual("inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
         *usual("context_parallel"),
     ),
     gather=gather,

@@ -6,7 +6,7 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 from __future__ import annotations
 
 from planner.dialects.diffusion_pipe_words import CARRIES, DIALECT
-from planner.dialects.shared import checkpoints_saved_on_cpu, swap_in_place
+from planner.dialects.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
 from planner.run import Run, Term
 from planner.variants import trained_storage
 
@@ -25,6 +25,12 @@ def kahan_buffer(run: Run) -> None:
     run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
 
 
-TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_saved_on_cpu, kahan_buffer)
+def flux_in_8_bits(run: Run) -> None:
+    """Of FLUX.1 the modulation is cast too (models/flux.py KEEP_IN_HIGH_PRECISION)."""
+    if run.facts.model.family == "flux":
+        modulation_in_8_bits(run)
+
+
+TERMS: tuple[Term, ...] = (flux_in_8_bits, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer)
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers with ``x.to('cpu')`` (utils/unsloth_utils.py)."""

@@ -323,7 +323,8 @@ def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 MOVES = (
-    Move({"gradient_checkpointing": "full"}),
+    Move({"expandable_segments": True}, "free"),
+    Move({"gradient_checkpointing": "full"}, "one more forward pass"),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
     Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 38)),
     Move({"optimizer_step": "backward"}, "no gradient accumulation"),

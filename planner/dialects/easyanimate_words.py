@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner import catalog
+from planner.dialects import flags
 from planner.dialects.interface import (
     Binding,
     Choice,
@@ -72,17 +73,18 @@ def gather(script: Script) -> Given | None:
 
 def gather_videox(script: Script) -> Given | None:
     """A command of the scripts in one of VideoX-Fun's folders, scripts/<model>/."""
-    found = [
+    own = [
         program
         for program in script.programs
         if program.script.rpartition("/")[2] in ("train.py", "train_lora.py")
         and program.script.rpartition("scripts/")[2].count("/") == 1
-        and TELLING & {word.partition("=")[0] for word in program.arguments}
+        and (found := flags.find("videox-fun", program.script)) is not None
+        and program.script.endswith(found.path)
     ]
-    if not found:
+    if not own:
         return None
-    told, notes = launched(found[-1], script, SHIPPED)
-    return given_flags("videox-fun", found[-1], told, [*script.notes, *notes])
+    told, notes = launched(own[-1], script, SHIPPED)
+    return given_flags("videox-fun", own[-1], told, [*script.notes, *notes])
 
 
 def _model(settings: Settings) -> Fields:
@@ -96,17 +98,32 @@ def _say_model(fields: Fields) -> Settings:
     return {"--pretrained_model_name_or_path": known[0] if known else profile.name}
 
 
+def _is_image(model: object) -> bool:
+    return catalog.model(str(model)).kind == "image"
+
+
 def _size(settings: Settings) -> Fields:
-    """Buckets of many shapes hold as many pixels as a square of --video_sample_size."""
-    side = int(settings.get("--video_sample_size", 512))
-    return {"height": side, "width": side}
+    """Buckets of many shapes hold as many pixels as a square of --video_sample_size, or of an image model's
+    --image_sample_size."""
+    image = _is_image(_model(settings)["model"])
+    side = int(settings.get("--image_sample_size" if image else "--video_sample_size", 512))
+    frames = 1 if image else int(settings.get("--video_sample_n_frames", 17))
+    return {"height": side, "width": side, "frames": frames}
 
 
 def _say_size(fields: Fields) -> Settings:
+    image = _is_image(fields["model"])
+    flag = "--image_sample_size" if image else "--video_sample_size"
+    refused = []
     if fields["height"] != fields["width"]:
-        why = "--video_sample_size is one number: clips of all shapes have about as many pixels as that square"
-        raise NotSaidError(Inexpressible("width", fields["width"], fields["height"], why))
-    return {"--video_sample_size": fields["height"]} if fields["height"] != 512 else {}
+        why = f"{flag} is one number: samples of all shapes have about as many pixels as that square"
+        refused.append(Inexpressible("width", fields["width"], fields["height"], why))
+    if image and fields["frames"] != 1:
+        refused.append(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
+    if refused:
+        raise NotSaidError(*refused)
+    said: Settings = {flag: fields["height"]} if fields["height"] != 512 else {}
+    return said | ({"--video_sample_n_frames": fields["frames"]} if not image and fields["frames"] != 17 else {})
 
 
 def _plain(settings: Settings) -> Fields:
@@ -152,7 +169,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "--low_vram moves VAE and text encoder only; the transformer and the optimizer never move"
     if settings.get("--low_vram") and settings["script"] in (FULL, LORA):
         yield f"{AT}: everything is put on the GPU together at the start, before --low_vram moves anything"
-    if "--video_sample_n_frames" not in settings:
+    if "--video_sample_n_frames" not in settings and not _is_image(fields["model"]):
         yield "17 frames, the default of --video_sample_n_frames"
     if "--train_batch_size" not in settings:
         yield "16 samples a step and GPU, the default of --train_batch_size"
@@ -163,6 +180,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     modules = settings.get("--trainable_modules")
     if fields["method"] == "full" and modules not in (None, ["."], "."):
         yield "--trainable_modules is priced as training everything: it needs at most this"
+    if fields["method"] == "lora":
+        yield "adapters are priced on the model's usual layers, whatever --target_name says"
     if settings.get("--enable_text_encoder_in_dataloader"):
         yield "--enable_text_encoder_in_dataloader is not priced: the text encoder counts as on the GPU"
 
@@ -177,8 +196,9 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         "--train_data_meta": "data/my_set/metadata.json",
         "--output_dir": "output",
         "--learning_rate": "2e-05",
-        "--train_mode": "inpaint",
     }
+    if not _is_image(plan.job.model):
+        extra["--train_mode"] = "inpaint"
     if plan.job.method == "full":
         extra["--trainable_modules"] = "."
     if catalog.model(plan.job.model).family == "easyanimate":
@@ -198,9 +218,12 @@ def _table(*own: Binding | When) -> tuple[Binding | When, ...]:
         *own,
         When("method", frozenset({"lora"}), Value("lora_rank", "--rank", 128)),
         Several(
-            ("height", "width"), ("--video_sample_size",), _size, _say_size, {"height": "square", "width": "square"}
+            ("height", "width", "frames"),
+            ("--video_sample_size", "--image_sample_size", "--video_sample_n_frames"),
+            _size,
+            _say_size,
+            {"height": "square", "width": "square", "frames": "--video_sample_n_frames"},
         ),
-        Value("frames", "--video_sample_n_frames", 17),
         Value("batch_size", "--train_batch_size", 16),
         Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
         Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
@@ -282,6 +305,7 @@ DIALECT = Dialect(
 FAMILIES = {
     "wan2.1": ("wan2.1-",),
     "wan2.2": ("wan2.2-",),
+    "flux": ("flux.1-dev",),
     "flux2": ("flux.2-",),
     "qwenimage": ("qwen-image",),
     "z_image": ("z-image",),

@@ -230,8 +230,22 @@ class Move:
     """its words for what was given, where they are not what its bindings write"""
     values: tuple[Any, ...] = ()
     """for one field that counts (blocks): values to find the first of that does it, the dearest last"""
+    by_fields: Callable[[Fields], tuple[Mapping[str, Any], ...]] | None = None
+    """the same of several fields together, by what is now (batch and accumulation)"""
     when: Callable[[Fields], bool] = field(default=lambda fields: True)
     """whether it can be done at all, by what is now"""
+
+
+    @property
+    def counts(self) -> bool:
+        """Whether there are several values to try."""
+        return bool(self.values or self.by_fields)
+
+    def steps(self, fields: Fields) -> tuple[Mapping[str, Any], ...]:
+        """What to try in turn, the mildest first; of most moves one."""
+        if self.by_fields is not None:
+            return self.by_fields(fields)
+        return tuple(dict.fromkeys(self.changes, value) for value in self.values) or (self.changes,)
 
 
 @dataclass(frozen=True)
@@ -257,6 +271,8 @@ class Reading:
     """`gpus` and `nodes`, as far as the launcher says"""
     notes: tuple[str, ...] = ()
     ineffective: tuple[Remark, ...] = ()
+    version: str = ""
+    """of the trainer's memory terms, where a setting decides which apply and no field says it"""
 
 
 @dataclass(frozen=True)
@@ -278,6 +294,10 @@ class Dialect:
     """what it does without being asked, with the source"""
     moves: tuple[Move, ...] = ()
     """what saves memory, the cheapest first"""
+    version: Callable[[Settings, Fields], str] = field(default=lambda given, fields: "")
+    """which of the trainer's `OLDER` terms these settings mean; empty: those of what is written"""
+    assigns: str = " = "
+    """between a key and its value in the trainer's files: TOML's, or YAML's `: `"""
     successor: str = ""
     """the trainer of today, of a script that is gone"""
     files: Callable[[Any, Settings], dict[str, str]] | None = None
@@ -319,6 +339,7 @@ def read(dialect: Dialect, given: Given) -> Reading:
         machine,
         notes=(*given.notes, *dialect.notes(given.settings, fields)),
         ineffective=tuple(dialect.remarks(given.settings, fields)),
+        version=dialect.version(given.settings, fields),
     )
 
 

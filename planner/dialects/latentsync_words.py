@@ -159,6 +159,7 @@ DIALECT = Dialect(
     title="LatentSync",
     source="https://github.com/bytedance/LatentSync at a229c39",
     scripts=("scripts/train_unet.py",),
+    assigns=": ",
     table=(
         Several(("model",), (), _model, _say_model, {"model": MODEL}),
         Fixed("method", "full", "it trains the UNet whole"),

@@ -6,7 +6,7 @@ Latents and prompts are cached by scripts of their own, one encoder at a time, a
 from __future__ import annotations
 
 from planner.dialects.musubi_tuner_words import CARRIES, DIALECT
-from planner.dialects.shared import checkpoints_saved_on_cpu, swap_in_place
+from planner.dialects.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
 from planner.run import Run, Term
 
 __all__ = ["CARRIES", "DIALECT", "TERMS"]
@@ -21,7 +21,13 @@ def modulation_in_16_bits(run: Run) -> None:
                 run.resize(buffer, 2 * run.sizes[buffer])
 
 
-TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_saved_on_cpu)
+def hunyuan_in_8_bits(run: Run) -> None:
+    """HunyuanVideo is cast whole (hunyuan_model/models.py ``load_transformer``)."""
+    if run.facts.model.family == "hunyuan-video":
+        modulation_in_8_bits(run)
+
+
+TERMS: tuple[Term, ...] = (hunyuan_in_8_bits, swap_in_place, checkpoints_saved_on_cpu)
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 

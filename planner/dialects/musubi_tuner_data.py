@@ -37,6 +37,10 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
 }
 """Model -> the beginning of its script's name (src/musubi_tuner/*_train_network.py), and what names it there."""
 
+MEANT = {"edit-2509": "edit", "edit-2511": "edit", "i2v": "t2v"}
+"""Words for models of the same shape -> those of the model we price (Qwen-Image-Edit's later versions; HunyuanVideo 1.5
+has one transformer for both tasks)."""
+
 ENCODER_FP8 = {
     "wan": "--fp8_t5",
     "hv": "--fp8_llm",
@@ -63,6 +67,7 @@ def candidates_of(given: Settings) -> list[str]:
     found = []
     for name, (family, words) in FAMILIES.items():
         plain = words or {"--model_version": None}
+        plain = {key: value for key, value in plain.items() if value is not None or given.get(key) != "original"}
         if script.endswith(SCRIPT.format(family)) and all(given.get(key) == value for key, value in plain.items()):
             found.append(name)
     return found
@@ -70,6 +75,7 @@ def candidates_of(given: Settings) -> list[str]:
 
 def model_of(given: Settings) -> Fields:
     """The model that the settings mean, and its expert."""
+    given = given | {name: MEANT[value] for name in WHICH if (value := given.get(name)) in MEANT}
     candidates = candidates_of(given)
     named = given.get("model") or known_model(given.get("--dit"))
     if not candidates:

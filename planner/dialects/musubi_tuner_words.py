@@ -178,6 +178,24 @@ def _say_samples(fields: Fields) -> Settings:
     return {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}
 
 
+ATTENTION = ("--sdpa", "--flash_attn", "--xformers", "--flash3")
+
+
+def _attention_of(given: Settings) -> Fields:
+    """The first of its words counts (training/trainer_base.py); flash 3 saves what flash 2 does."""
+    words = {"--sdpa": "sdpa", "--flash_attn": "flash", "--xformers": "efficient", "--flash3": "flash"}
+    found = next((kernel for word, kernel in words.items() if given.get(word)), None)
+    return {"attention": found or "sdpa"}
+
+
+def _say_attention(fields: Fields) -> Settings:
+    said = {"sdpa": "--sdpa", "flash": "--flash_attn", "efficient": "--xformers"}
+    if fields["attention"] not in said:
+        why = "--sdpa, --flash_attn or --xformers"
+        raise NotSaidError(Inexpressible("attention", fields["attention"], "sdpa", why))
+    return {said[fields["attention"]]: True}
+
+
 def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
     return Several(tuple(words), settings, of, say, words)
 
@@ -232,7 +250,7 @@ TABLE: tuple[Binding | When, ...] = (
     _several(_vae_of, _say_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
     _several(_samples_of, _say_samples, ("--sample_prompts", "--sample_every_n_epochs"),
              validation_mode="off, on by --sample_prompts"),
-    Choice("attention", {"sdpa": {"--sdpa": True}, "flash": {"--flash_attn": True}}, "--sdpa or --flash_attn"),
+    _several(_attention_of, _say_attention, ATTENTION, attention="--sdpa, --flash_attn; --xformers read as efficient"),
     Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
     *usual("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_tiling", "vae_slicing", "group_offload", "group_offload_stream",
@@ -295,6 +313,8 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
         yield "LoRA rank 4, the default of --network_dim"
     if given.get("--sample_prompts") and fields["validation_mode"] == "off":
         yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
+    if not any(given.get(word) for word in ATTENTION):
+        yield "no attention that trains is asked for, without which it ends at once: priced as with --sdpa"
     if given.get("--block_swap_h2d_only"):
         yield "--block_swap_h2d_only holds a ring of two blocks more than is counted"
     if dataset_key(given, "frame_extraction") == "full":
@@ -302,8 +322,9 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
 
 
 MOVES = (
-    Move({"gradient_checkpointing": "full"}),
-    Move({"grad_buckets": "view"}),
+    Move({"expandable_segments": True}, "free"),
+    Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+    Move({"grad_buckets": "view"}, "free"),
     Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 36, 39)),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
     Move({"optimizer": "adamw-8bit"}),

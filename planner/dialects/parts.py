@@ -56,13 +56,27 @@ def usual(*fields: str, why: str = "") -> list[Fixed]:
 
 
 ALIKE = {
+    "cogvideox-fun-2b-inp": "cogvideox-2b",
+    "cogvideox-fun-5b-inp": "cogvideox-5b",
+    "cogvideox-fun-v1.1-2b-inp": "cogvideox-2b",
+    "cogvideox-fun-v1.1-5b-inp": "cogvideox-5b",
+    "flux.1-fill-dev": "flux.1-dev",
     "flux.1-krea-dev": "flux.1-dev",
+    "flux.1-schnell": "flux.1-dev",
     "flux1-krea-dev": "flux.1-dev",
     "ltx-2-repackage": "ltx-2",
     "qwen-image-edit-2511": "qwen-image-edit",
     "vace-wan2.1-1.3b-preview": "wan2.1-vace-1.3b",
+    "wan2.1-flf2v-14b-720p": "wan2.1-i2v-14b-720p",
+    "wan2.1-fun-14b-control": "wan2.1-i2v-14b-480p",
+    "wan2.1-fun-14b-inp": "wan2.1-i2v-14b-480p",
+    "wan2.1-fun-v1.1-14b-control": "wan2.1-i2v-14b-480p",
+    "wan2.1-fun-v1.1-14b-inp": "wan2.1-i2v-14b-480p",
+    "wan2.2-fun-a14b-control": "wan2.2-i2v-a14b",
+    "wan2.2-fun-a14b-inp": "wan2.2-i2v-a14b",
 }
-"""Other weights of the same shape, by the names that trainers give them -> our model."""
+"""Other weights of the same shape, but for what goes in and a few layers around the blocks, by the names that trainers
+give them -> our model."""
 
 
 @functools.cache

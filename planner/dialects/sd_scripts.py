@@ -7,11 +7,11 @@ GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``
 from __future__ import annotations
 
 from planner.dialects.sd_scripts_words import DIALECT
-from planner.dialects.shared import cache_emptied, checkpoints_saved_on_cpu, swap_in_place
+from planner.dialects.shared import cache_emptied, checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
 from planner.run import Term
 
 __all__ = ["DIALECT", "TERMS"]
 
-TERMS: tuple[Term, ...] = (swap_in_place, checkpoints_saved_on_cpu, cache_emptied)
+TERMS: tuple[Term, ...] = (modulation_in_8_bits, swap_in_place, checkpoints_saved_on_cpu, cache_emptied)
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

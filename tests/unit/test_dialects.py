@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from planner import dialects, host, library
+from planner import catalog, dialects, host, library
 from planner.dialects import diffusers, easyanimate, latentsync, musubi_tuner
 from planner.estimate import NCCL_BYTES, estimate, play
+from planner.experts import idle_weights
 from planner.job import Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import component_bytes
@@ -273,3 +275,56 @@ def test_diffusion_pipe_keeps_what_rounding_withheld_from_16_bit_weights() -> No
 def test_ai_toolkit_reads_weights_into_host_ram_first() -> None:
     assert done_by("ai-toolkit").loads_on_cpu and done_by("ai-toolkit").empty_cache_after_load
     assert not laid_out().loads_on_cpu
+
+
+def test_ai_toolkit_holds_a_model_whole_that_it_quantises_on_the_gpu() -> None:
+    """Two bytes of each parameter before the model is there, unless `low_vram` is on; Kontext always."""
+    quantised = {"weights_dtype": "fp8", "text_encoder": "resident"}
+    plain, whole = (done_by(name, **quantised) for name in ("ai-toolkit", "ai-toolkit@quantised-whole"))
+    assert plain.before == ()
+    assert [whole.sizes[stage.ops[0]] for stage in whole.before] == [2 * MODEL.parameters]
+    assert whole.stages[0] == ("load", whole.before[0]) and whole.stages[1][1] is whole.load
+    assert done_by("ai-toolkit@quantised-whole", text_encoder="resident").before == ()
+    assert host.host_ram(plain, ONE).phases["load"] - host.PROCESS_BYTES >= 2 * MODEL.parameters
+
+
+def test_ai_toolkit_loads_encoders_beside_the_model_that_leave_once_prompts_are_cached() -> None:
+    run = done_by("ai-toolkit", text_encoder_dtype="fp8")
+    parameters = MODEL.text_encoder_parameters
+    assert [run.sizes[stage.ops[0]] for stage in run.before] == [2 * parameters]
+    found = {entry.stage.name: entry for entry in trained(run)}
+    assert found["load"].allocated_after_bytes == pytest.approx(LOADED + parameters, rel=0.01)
+    assert found["encoders leave"].allocated_after_bytes == LOADED
+    away = done_by("ai-toolkit", swap_blocks=2, gradient_checkpointing="full")
+    assert away.leaving is None and away.before == ()
+
+
+def test_layers_that_ai_toolkit_fetches_lie_in_two_rings_of_four() -> None:
+    strategy = {"gradient_checkpointing": "full", "swap_blocks": 2, "text_encoder": "resident"}
+    run = done_by("ai-toolkit", **strategy)
+    rings = [run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op.startswith("layers ahead")]
+    assert rings == [WEIGHTS] * 2  # the hand-made block is one weight
+    assert "swap ring" not in {run.program.op[event] for event in run.load.ops if event >= 0}
+
+
+def test_both_experts_swap_the_same_blocks() -> None:
+    """Of the expert that does not run the same blocks wait in host RAM (musubi-tuner)."""
+    job = JOB.replace(experts="both")
+    model = FACTS.model.model_copy(update={"experts": 2})
+    known = replace(FACTS, model=model)
+    strategy = resolve(job, Strategy(gradient_checkpointing="full", swap_blocks=2, inactive_expert="gpu"), ONE)
+    run = lay_out(job, strategy, ONE, known, GRID, "musubi-tuner")
+    other = next(run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == "other expert")
+    assert other == (BLOCKS - 2) * WEIGHTS + idle_weights(run)[0] - BLOCKS * WEIGHTS
+    assert host.host_ram(run, ONE).parts["weights"] == 2 * 2 * WEIGHTS
+
+
+def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -> None:
+    job = job_for(catalog.model("flux.1-dev"), {"height": 512, "width": 512})
+    strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.facts(job, strategy, ONE)
+    where = grid(known.model, job)
+    ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "sd-scripts"))
+    weights = [sum(run.sizes[buffer] for buffer in run.named("weight").values()) for run in (ours, theirs)]
+    width = known.model.config["num_attention_heads"] * known.model.config["attention_head_dim"]
+    assert weights[0] - weights[1] == (19 * 2 * 6 + 38 * 3) * width * width  # shifts, scales and gates of both streams

@@ -108,7 +108,7 @@ def test_a_length_counted_in_several_is_rounded_up_and_may_be_summed() -> None:
 def test_another_batch_than_recorded_says_what_to_do() -> None:
     data = tiny()
     data["regime"] = {"B": 3}
-    with pytest.raises(VplanError, match="holds B = 3 only, not 2") as caught:
+    with pytest.raises(VplanError, match="batch 2 is not recorded") as caught:
         parse_tape(data).values(GRID)
     assert "--gradient-accumulation" in caught.value.fix
 

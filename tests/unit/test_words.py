@@ -48,7 +48,7 @@ def test_files_read_back_as_the_plan(name: str, asked: Plan) -> None:
         assert found.name == name
         assert not told.unknown and not told.gone  # all of it is in the trainer's own list
         reading = interface.read(found, told)
-    back = {**reading.job, **reading.strategy, **reading.machine}
+    back = {**reading.job, **reading.strategy, **reading.machine, "version": reading.version}
     ignored = (
         {"references"} | MEANINGLESS[plan.job.method] | ({"grad_buckets"} if wanted["sharding"] != "ddp" else set())
     )
@@ -56,6 +56,15 @@ def test_files_read_back_as_the_plan(name: str, asked: Plan) -> None:
         if said_of not in ignored:
             assert value == wanted[said_of], said_of
     assert not [note for note in reading.notes if "not here" in note]
+
+
+def test_a_file_without_low_vram_is_another_version_of_the_memory_terms(tmp_path: Path) -> None:
+    found = {}
+    for name, text in {"": TOOLKIT, "whole": TOOLKIT.replace(", low_vram: true", "")}.items():
+        (tmp_path / "config.yaml").write_text(text)
+        found[name] = interface.read(*dialects.recognise(of_file(tmp_path / "config.yaml"))).version
+    assert found == {"": "", "whole": "quantised-whole"}
+    assert set(dialects.module("ai-toolkit").OLDER) == {"quantised-whole"}
 
 
 @pytest.mark.parametrize("name", OURS)
