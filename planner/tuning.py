@@ -91,6 +91,9 @@ class Tuning:
             if self.study.waiting:
                 self._measure(watch)
                 continue
+            if self.study.being_taken:  # what is chosen meanwhile would be another plan than its own result asks for
+                time.sleep(POLL_SECONDS)
+                continue
             running = [told.plan for told in self.told if told.row is None]
             found = self.tuner.next([(plan.job, plan.strategy) for plan in running])
             if found is not None and len(self.probes) + len(running) < self.limits.probes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from planner import study
 from planner.errors import VplanError
 from planner.ledger import Ledger
 from planner.measurement import ProbeRow
@@ -151,6 +153,32 @@ def test_kills_at_random_moments_lose_nothing(whole: tuple[Path, Tuning], tmp_pa
     best, alone = last.tuner.best, whole[1].tuner.best
     assert best is not None and alone is not None
     assert best.measured.step_seconds <= 1.1 * (alone.measured.step_seconds or 0)  # type: ignore[operator]
+
+
+def die_at(folder: Path, name: str) -> None:
+    """A worker that dies as it takes its second plan: before its name is on it, or right after."""
+    tuning = worker(folder)
+    tuning.limits = replace(tuning.limits, probes=1)
+    searched(tuning)
+    tuning.limits = replace(tuning.limits, probes=2)
+    setattr(study if name == "_me" else tuning, name, lambda _: os._exit(1))
+    searched(tuning)
+
+
+@POSIX
+@pytest.mark.parametrize("moment", ["_me", "_time_limit"])
+def test_a_worker_that_dies_taking_a_plan_changes_no_answer(
+    moment: str, whole: tuple[Path, Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=die_at, args=(tmp_path, moment))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    monkeypatch.setattr(study, "TAKING_SECONDS", 0.0)  # nobody else is about to take it
+    again = worker(tmp_path)
+    assert again.study.being_taken == (moment == "_me")
+    searched(again)
+    assert plans(again.probes) == plans(whole[1].probes)
 
 
 @POSIX
