@@ -24,6 +24,7 @@ from planner.run import Run
 from planner.screen import Look, Screen
 from planner.shapes import grid
 from planner.space import naive
+from planner.strategies import CUBLAS_HANDLES, cublas_bytes
 from planner.suggest import Search
 from planner.ways import ladder, looks
 from planner.wishes import Wish
@@ -35,8 +36,8 @@ KNOWN_LOSS = 0.01
 """The same to either side of the last replay of the strategy."""
 OTHERS_LOSS = 0.03
 """The same to either side of what other strategies were seen to lose."""
-USUAL_LOSS = 1.05
-"""The same where it is guessed: for the longest clip by a strategy of which nothing was replayed."""
+USUAL_LOSS = 1.06
+"""The same where it is guessed: for the longest clips, of which nothing is replayed."""
 ONE = 2**40
 """A round number of bytes, to read the margin's share off."""
 STRIDE = 16
@@ -104,16 +105,15 @@ class Forms:
         self.screen = screen
         self.job = job.replace(buckets=())
         self.wish = wish
-        self.lost: dict[Strategy, float] = {}
-        """Strategy -> reserved over allocated, where a replay told"""
         self.outside: dict[Strategy, int] = {}
         """Strategy -> device bytes that are neither torch's nor CUDA's context"""
         self.encoded: dict[bool, Known] = {}
         """In tiles or not -> device bytes of what is cached before training"""
         self.host: dict[Strategy, Known] = {}
         """Strategy -> host RAM"""
-        self._forms: dict[tuple[object, ...], PeakForms] = {}
-        self._allocated: dict[tuple[object, ...], dict[Job, int]] = {}
+        self._forms: dict[tuple[object, ...], tuple[PeakForms, int]] = {}
+        """What is alike -> its forms, and what of them is cuBLAS's workspace"""
+        self._allocated: dict[tuple[object, ...], dict[Shape, int]] = {}
         self._jobs: dict[Shape, Job] = {}
 
     def at(self, shape: Shape) -> Job:
@@ -122,21 +122,22 @@ class Forms:
             self._jobs[shape] = self.wish.put(self.job.replace(height=shape[1], width=shape[2]), shape[0])
         return self._jobs[shape]
 
-    def allocated(self, search: Search, strategy: Strategy, jobs: Sequence[Job]) -> list[int]:
-        """Of each job, one shape of ours, without what is cached ahead of training."""
-        facts = self.screen.facts(self.job, strategy, search.question.machine)
-        # Cards differ in their attention's kernel. (cuBLAS's workspace too: 24 MiB, of the first card asked about.)
-        alike = strategy, kernels(strategy, search.question.machine, facts)
+    def allocated(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> list[int]:
+        """Of the job at each shape, without what is cached ahead of training."""
+        question = search.question
+        # Cards differ in their attention's kernel, and in a workspace that is there all the time.
+        alike = strategy, kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine))
         known = self._allocated.setdefault(alike, {})
         for one in (True, False):
-            new = [job for job in jobs if job not in known and (job.batch_size == 1) is one]
+            new = [shape for shape in shapes if shape not in known and (self.at(shape).batch_size == 1) is one]
             if new:
-                grids = [grid(search.question.model, job) for job in new]
-                peaks = self._of(search, strategy, new[0], (*alike, one)).at(grids)
+                forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, one))
+                peaks = forms.at([grid(question.model, self.at(shape)) for shape in new]) - laid_out
                 known.update(zip(new, map(int, peaks), strict=True))
-        return [known[job] for job in jobs]
+        workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
+        return [known[shape] + workspace for shape in shapes]
 
-    def _of(self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]) -> PeakForms:
+    def _of(self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]) -> tuple[PeakForms, int]:
         """Of one sample, or of several: those are recordings of their own."""
         if key not in self._forms:
             machine = search.question.machine
@@ -144,7 +145,7 @@ class Forms:
             where = grid(search.question.model, job)
             run = self.screen.lay_out(job, strategy, machine, facts, where, self.screen.trainer)
             self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
-            self._forms[key] = peak_forms(run)
+            self._forms[key] = peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)
         return self._forms[key]
 
 
@@ -166,14 +167,17 @@ class Mapper:
         self.search = search
         self.forms = forms
         self._lost: dict[Strategy, tuple[float, float]] = {}
+        """Strategy -> reserved over allocated, from and to, by its last replay"""
+        self._most_lost: dict[Strategy, float] = {}
+        """The same, the most that any replay of it told"""
+        self._reaches: dict[Strategy, int] = {}
 
     def map(self, rungs: Sequence[Look]) -> Capacity:
         """The whole map over a ladder."""
         model = self.search.question.model
         columns, rows = lengths(model, self.forms.job), sizes(model, self.forms.job)
         shapes = [(length, height, width) for height, width in rows for length in columns]
-        jobs = [self.forms.at(shape) for shape in shapes]
-        allocated = [self.forms.allocated(self.search, rung.strategy, jobs) for rung in rungs]
+        allocated = [self.forms.allocated(self.search, rung.strategy, shapes) for rung in rungs]
         for height, width in reversed(rows):  # what is encoded whole at a row's end is so at all that is smaller
             way = rungs[0].strategy if rungs else None
             if way is None or self.encoding((columns[-1], height, width), way) == way:
@@ -218,11 +222,11 @@ class Mapper:
         train = [found.phases[phase].reserved_bytes for phase in found.phases if phase != "encode"]
         seen = max(train) / allocated
         self._lost[strategy] = max(1.0, seen - KNOWN_LOSS), seen + KNOWN_LOSS
-        self.forms.lost[strategy] = max(seen, self.forms.lost.get(strategy, 1.0))
+        self._most_lost[strategy] = max(seen, self._most_lost.get(strategy, 1.0))
         return _Found(found.verdict, found.peak.device_bytes, True, tiled)
 
     def _usual(self) -> tuple[float, float]:
-        seen = self.forms.lost.values()
+        seen = self._most_lost.values()
         return (max(1.0, min(seen) - OTHERS_LOSS), max(seen) + OTHERS_LOSS) if seen else UNKNOWN_LOSS
 
     def has_ram(self, shape: Shape, strategy: Strategy) -> bool:
@@ -261,13 +265,13 @@ class Mapper:
         job, question = self.forms.job, self.search.question
         shapes = [(value, job.height, job.width) for value in usable(question.model)[:LONGEST]]
         ways = [way for way in strategies if not (lossless and way.lossy_fields(job))]
-        reach = {way: self._reach(way, shapes) for way in ways}
         best, by = 0, None
-        for way in sorted(ways, key=lambda way: -reach[way]):
-            found = self._reached(way, shapes, best, reach[way], lossless)
+        for way in sorted(ways, key=lambda way: -self._reach(way, shapes)):
+            reach = self._reach(way, shapes)
+            found = self._reached(way, shapes, best, reach, lossless)
             if found > best:
                 best, by = found, way
-            fewer = self._fewer_swapped(way, shapes[(found + reach[way]) // 2 - 1]) if found < reach[way] else None
+            fewer = self._fewer_swapped(way, shapes[(found + reach) // 2 - 1]) if found < reach else None
             if fewer is not None:  # where RAM is short, blocks that stay make room for a longer clip's checkpoints
                 found = self._reached(fewer, shapes, best, self._reach(fewer, shapes), lossless)
                 if found > best:
@@ -288,10 +292,13 @@ class Mapper:
 
     def _reach(self, way: Strategy, shapes: Sequence[Shape]) -> int:
         """How many of the shapes, from the shortest, fit the card by what they allocate."""
+        if way not in self._reaches:
+            self._reaches[way] = self._reach_of(way, shapes)
+        return self._reaches[way]
 
+    def _reach_of(self, way: Strategy, shapes: Sequence[Shape]) -> int:
         def fitting(some: Sequence[Shape]) -> int:
-            allocated = self.forms.allocated(self.search, way, [self.forms.at(shape) for shape in some])
-            return sum(self._fits(way, nbytes, 0) for nbytes in allocated)
+            return sum(self._fits(way, nbytes, 0) for nbytes in self.forms.allocated(self.search, way, some))
 
         coarse = fitting(shapes[::STRIDE])  # the same for all cards; what is between is asked where it matters
         if not coarse:
@@ -301,10 +308,9 @@ class Mapper:
         return start + (fitting(between) if between else 0)
 
     def _fits(self, way: Strategy, allocated: int, beside: int) -> bool:
-        question, losses = self.search.question, self.forms.lost
-        lost = losses.get(way, max(losses.values(), default=USUAL_LOSS) + KNOWN_LOSS)
+        question = self.search.question
         outside = question.gpu.context_bytes + self.forms.outside[way] + beside
-        return margin.verdict(int(allocated * lost) + outside, question.budget_bytes) == "fits"
+        return margin.verdict(int(allocated * USUAL_LOSS) + outside, question.budget_bytes) == "fits"
 
     def _host_fits(self, shape: Shape, way: Strategy) -> bool:
         """Whether the host has the RAM; where GPU and CPU share one memory, beside what the GPU takes."""
@@ -313,7 +319,7 @@ class Mapper:
             return self.has_ram(shape, way)
         job = self.forms.at(shape)
         ram = self.search.screen.host_ram_bytes(job, way, question.machine)
-        return self._fits(way, self.forms.allocated(self.search, way, [job])[0], ram)
+        return self._fits(way, self.forms.allocated(self.search, way, [shape])[0], ram)
 
     def _encodes(self, shape: Shape, way: Strategy, lossless: bool) -> bool:
         found = self.encoding(shape, way)
