@@ -257,8 +257,8 @@ def _hears(path: Path, width: int) -> None:
     )
     transformers.WhisperFeatureExtractor().save_pretrained(path / "feature_extractor")
     (path / "mask").mkdir()
-    mask = numpy.full((256, 256), 255, numpy.uint8)
-    mask[128:, 32:224] = 0
+    mask = numpy.full((64, 64), 255, numpy.uint8)
+    mask[32:, 8:56] = 0
     Image.fromarray(mask).save(path / "mask" / "mask.png")
 
 
