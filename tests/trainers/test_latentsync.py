@@ -98,7 +98,8 @@ def test_a_sample_is_the_face_what_is_seen_of_it_and_the_sound_around_each_frame
     audio = WhisperModel.from_pretrained(place.root / "model" / "audio_encoder").eval().encoder
     extractor = tiny_extractor(place)
     heard = clips.sound(place.clips / "0.mp4", 16_000)
-    columns = torch.from_numpy(extractor(heard, sampling_rate=16_000, padding=False, return_tensors="np").input_features)
+    said = extractor(heard, sampling_rate=16_000, padding=False, return_tensors="np")
+    columns = torch.from_numpy(said.input_features)
     with torch.no_grad():
         posterior = vae.encode(covered).latent_dist
         told = audio(torch.nn.functional.pad(columns, (0, 3000 - columns.shape[2])), output_hidden_states=True)
