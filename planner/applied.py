@@ -142,8 +142,8 @@ def _not_in_turn(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     DDP, so it does not come and go."""
     if strategy.sharding in SPLIT:
         yield f"both experts under {strategy.sharding}", "use --sharding ddp, or a run for each: --experts high"
-    if strategy.swap_blocks:
-        yield "swap_blocks of both experts", "use --swap-blocks 0 with --inactive-expert cpu, or a run for each"
+    if strategy.swap_blocks and strategy.inactive_expert == "gpu":
+        yield "swap_blocks beside an idle expert that stays on the GPU whole", "use --inactive-expert cpu"
     if strategy.context_parallel > 1:
         yield "context_parallel of both experts", "use --context-parallel 1, or a run for each: --experts high"
     if job.method == "full" and strategy.inactive_expert == "cpu":

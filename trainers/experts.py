@@ -4,7 +4,8 @@ Each micro-batch of the global batch goes to one expert, drawn by how much of th
 of the boundary; its samples then draw their levels there. So all levels come as often as the density says, every rank
 runs the same expert, and a run that is taken up goes on with the same ones. musubi-tuner trains both the same way
 (docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``). With ``inactive_expert cpu`` what is frozen of the idle
-one waits in pinned host RAM, as much as one expert: when it is to run, the two change places, weight by weight.
+one waits in pinned host RAM, as much as one expert: when it is to run, the two change places, weight by weight. Swapped
+blocks of either stay where they are, and pass through one ring.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.experts import high_share
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from trainers import step, weights
 from trainers.draws import sample_seed
-from trainers.families.noise import share_above
+from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
 from trainers.memory.pinned import host_bytes
-from trainers.memory.swap import ALIGNMENT
 from trainers.quantise import Place, places
 
 PARTS = {"high": "transformer", "low": "transformer_2"}
@@ -36,23 +37,48 @@ PIECE = 2**28
 class Experts(nn.Module):
     """Two models of one architecture, of which one runs at a time. At first it is the one for high noise."""
 
-    def __init__(self, high: nn.Module, low: nn.Module, device: torch.device, *, waits: bool) -> None:
+    def __init__(self, high: nn.Module, low: nn.Module) -> None:
         super().__init__()
         self.transformer, self.transformer_2 = high, low
         self.running = "high"
-        self.waiting = to_host(low, device) if waits else []
-        """the host RAM of the idle one's frozen weights"""
+        self.waiting: list[torch.Tensor] = []
+        """the host RAM of the idle one's frozen weights, but for blocks that are swapped"""
+        self.swaps: dict[str, swap.BlockSwap] = {}
+        self._apart: frozenset[str] = frozenset()
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.get_submodule(PARTS[self.running])(*arguments, **named)
+        return self.part(self.running)(*arguments, **named)
+
+    def part(self, which: str) -> nn.Module:
+        """One of them, by its noise."""
+        return self.get_submodule(PARTS[which])
+
+    def send_idle(self, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
+        """Has the idle one wait in pinned host RAM from now on, and blocks that are swapped of either."""
+        for which in PARTS:
+            blocks = swap.swapped_blocks(self.part(which), profile, strategy)
+            if blocks:
+                self._apart = swap.on_host(blocks)
+                modules = [block for _, block in blocks]
+                self.swaps[which] = swap.BlockSwap(modules, device, self.swaps.get("high"))
+        self.waiting = to_host(list(self._moving("low")), device)
 
     def turn(self, which: str) -> None:
         """Makes one of them the one that runs."""
-        if which != self.running and self.waiting:
-            leaving, coming = (self.get_submodule(PARTS[name]) for name in (self.running, which))
-            for out, back in zip(_frozen(leaving), _frozen(coming), strict=True):
+        if which == self.running:
+            return
+        if self.waiting:
+            for out, back in zip(self._moving(self.running), self._moving(which), strict=True):
                 exchange(out, back)
+        if self.swaps:
+            self.swaps[self.running].let_go()
         self.running = which
+
+    def _moving(self, which: str) -> Iterator[Place]:
+        """Where the tensors are that come and go with an expert."""
+        for name, parameter in self.part(which).named_parameters():
+            if not parameter.requires_grad and name not in self._apart:
+                yield from (place for _, place in places(name, parameter))
 
 
 @torch.no_grad()
@@ -66,11 +92,11 @@ def exchange(one: Place, other: Place) -> None:
     other.put(here)
 
 
-def to_host(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Moves a model's frozen weights into pieces of host RAM, pinned where the other one is on a GPU; one by one, so
-    that no more than a piece is there twice."""
+def to_host(moving: list[Place], device: torch.device) -> list[torch.Tensor]:
+    """Moves tensors into pieces of host RAM, pinned where there is a GPU; one piece after another, so that no more than
+    one is there twice."""
     pieces: list[list[Place]] = [[]]
-    for place in _frozen(model):
+    for place in moving:
         if sum(map(_taken, pieces[-1])) + _taken(place) > PIECE:
             pieces.append([])
         pieces[-1].append(place)
@@ -87,13 +113,7 @@ def to_host(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
 
 
 def _taken(place: Place) -> int:
-    return -(-place.tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _frozen(model: nn.Module) -> Iterator[Place]:
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            yield from (place for _, place in places(name, parameter))
+    return -(-place.tensor.nbytes // swap.ALIGNMENT) * swap.ALIGNMENT
 
 
 def load(
@@ -104,23 +124,27 @@ def load(
 
     They share what checkpoints in host RAM take, for one runs at a time.
     """
-    inputs = InputsOnHost()
+    inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
     found = []
     for which, part in PARTS.items():
         folder = weights.model_folder(root, profile, job.replace(experts=which))
         model = step.build_model(profile, job, strategy, inputs=inputs)
-        waits = which == "low" and strategy.inactive_expert == "cpu"
-        names = [name for name, each in model.named_parameters() if not each.requires_grad] if waits else ()
+        names = swap.on_host(swap.swapped_blocks(model, profile, strategy))
+        if waits and which == "low":
+            names = frozenset(name for name, each in model.named_parameters() if not each.requires_grad)
         of_part = trained.under(f"{part}.") if trained else None
         weights.load(model, weights.published(folder, profile), device, seed, of_part, waiting=names)
         found.append(model)
-    return Experts(*found, device, waits=strategy.inactive_expert == "cpu")
+    pair = Experts(*found)
+    if waits:
+        pair.send_idle(profile, strategy, device)
+    return pair
 
 
 def chosen(profile: ModelProfile, seed: int, number: int, micro: int) -> str:
     """The expert that a micro-batch of a step trains."""
     drawn = sample_seed(seed, "expert", number, micro) / 2**63
-    return "high" if drawn < share_above(profile.training) else "low"
+    return "high" if drawn < high_share(profile.training) else "low"
 
 
 def each(model: nn.Module) -> list[nn.Module]:

@@ -76,7 +76,8 @@ def test_each_expert_learns_what_it_learns_alone_from_the_same_steps(
 def test_an_expert_that_waits_in_host_ram_learns_the_same_and_is_taken_up_there(
     place: runs.Pair, both: Path, tmp_path: Path
 ) -> None:
-    plan = place.plan({"inactive_expert": "cpu", "gradient_checkpointing": "offload"}, experts="both")
+    strategy = {"inactive_expert": "cpu", "gradient_checkpointing": "offload", "swap_blocks": 1}
+    plan = place.plan(strategy, experts="both")
     assert runs.train(place.request(tmp_path, plan, steps=3, checkpoint_every=3))["outcome"] == "ok"
     at = str(tmp_path / "checkpoints" / "step-00000003")
     assert runs.train(place.request(tmp_path, plan, steps=STEPS, resume=at))["outcome"] == "ok"
@@ -86,28 +87,32 @@ def test_an_expert_that_waits_in_host_ram_learns_the_same_and_is_taken_up_there(
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "nf4"])
+@pytest.mark.parametrize(("dtype", "swapped"), [("fp32", 0), ("fp32", 1), ("nf4", 0)])
 def test_host_ram_holds_one_expert_whichever_runs(
-    place: runs.Pair, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+    place: runs.Pair, tmp_path: Path, dtype: str, swapped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all its weights are what they were when it comes back."""
+    """And all its weights are what they were when it comes back. Swapped blocks of both wait beside that."""
     monkeypatch.setattr(experts, "PIECE", 4096)
-    plan = place.plan({"inactive_expert": "cpu", "weights_dtype": dtype}, experts="both")
+    strategy = {"inactive_expert": "cpu", "weights_dtype": dtype, "swap_blocks": swapped}
+    plan = place.plan({**strategy, "gradient_checkpointing": "full"}, experts="both")
     training = Training(place.request(tmp_path, plan, steps=1), runs.Told())
     training.loader.close()
     pair = training.experts
     assert isinstance(pair, experts.Experts) and len(pair.waiting) > 1
     idle = {piece.untyped_storage().data_ptr() for piece in pair.waiting}
+    blocks = [waiting for each in pair.swaps.values() for waiting in each.blocks]
+    assert len(blocks) == 2 * swapped and len({id(each.ring) for each in pair.swaps.values()}) == swapped
     before = {part: frozen(pair.get_submodule(part)) for part in experts.PARTS.values()}
 
     def waits(part: str) -> set[bool]:
         found = pair.get_submodule(part).named_parameters()
-        return {each.untyped_storage().data_ptr() in idle for _, each in found if not each.requires_grad}
+        come = [each for name, each in found if not each.requires_grad and name not in pair._apart]
+        return {each.untyped_storage().data_ptr() in idle for each in come}
 
     def adapters_wait() -> bool:
         return any(each.untyped_storage().data_ptr() in idle for each in training.trainee.trainable.values())
 
-    held = sum(each.nbytes for each in before["transformer_2"].values())
+    held = sum(each.nbytes for name, each in before["transformer_2"].items() if name not in pair._apart)
     assert held <= sum(piece.nbytes for piece in pair.waiting) < held + 256 * 8 * len(before["transformer_2"])
     for which, idle_part in (("high", "transformer_2"), ("low", "transformer"), ("high", "transformer_2")):
         pair.turn(which)
@@ -147,7 +152,7 @@ def test_a_pipeline_takes_a_file_for_each(place: runs.Pair, both: Path) -> None:
     ("strategy", "job", "fault"),
     [
         ({"sharding": "fsdp"}, {}, "both experts under fsdp"),
-        ({"swap_blocks": 1, "gradient_checkpointing": "full"}, {}, "swap_blocks of both experts"),
+        ({"swap_blocks": 1, "gradient_checkpointing": "full"}, {}, "an idle expert that stays on the GPU"),
         ({"inactive_expert": "cpu"}, {"method": "full"}, "full training of experts that wait"),
         ({"inactive_expert": "gpu"}, {"experts": "high"}, "inactive_expert gpu of one that is not trained"),
     ],

@@ -65,13 +65,6 @@ def _stretched(uniform: Tensor, mean: float) -> Tensor:
     return torch.where(uniform < UNIFORM_SHARE, flat, found)
 
 
-def share_above(training: Training) -> float:
-    """How much of a density lies above the boundary between two experts."""
-    assert training.boundary is not None
-    level = torch.tensor(training.boundary, dtype=torch.float64)
-    return 1 - float(_share(_unshifted(level, training.training_shift), training.timestep_sampling))
-
-
 def limits(training: Training, expert: Any) -> tuple[float, float]:
     """The levels that a job trains: all, or those of one expert of two (``high`` or ``low`` noise)."""
     if training.boundary is None or expert not in ("high", "low"):
