@@ -153,9 +153,12 @@ def _sampling_choices(base: Strategy, fixed: Collection[str]) -> Iterator[dict[s
 
 
 def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
-    """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3)."""
+    """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3). Of
+    two experts nothing is, see `planner.layout.refuse_unpriced`."""
     if machine.world == 1:
-        return ("none", "zero-3") if job.method == "full" else ("none",)
+        return ("none", "zero-3") if job.method == "full" and job.experts != "both" else ("none",)
+    if job.experts == "both":
+        return ("ddp",)
     return ("ddp", "zero-3", "fsdp") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3", "fsdp")
 
 
