@@ -32,7 +32,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "group_offload": ("none", "block", "leaf"),
     "attention": ("sdpa", "flash", "cudnn", "efficient"),
     "compile": ("none", "blocks"),
-    "inactive_expert": ("absent",),
+    "inactive_expert": ("absent", "gpu", "cpu"),
 }
 """Strategy fields of which only some values are applied, by training and by a probe, which sets up the same."""
 
@@ -81,6 +81,8 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
 
 def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
+    if job.experts == "both":
+        yield "measuring both experts", "write experts = high or low"
     if machine.nodes > 1:
         yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
     yield from _neither(profile, job, strategy)
@@ -95,8 +97,8 @@ def _neither(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tu
         yield "method sample", "write method = lora or full"
     if job.references not in (0, profile.shape.references, int(profile.shape.takes_references)):
         yield f"references {job.references}", f"write references = {profile.shape.references}"
-    if job.experts == "both":
-        yield "training both experts", "write experts = high or low"
+    if strategy.inactive_expert != "absent" and job.experts != "both":
+        yield f"inactive_expert {strategy.inactive_expert} of one that is not trained", "write inactive_expert = absent"
     weights = strategy.weights(job.method)
     if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
         yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
@@ -127,10 +129,25 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
+    if job.experts == "both":
+        yield from _not_in_turn(job, strategy)
     if profile.experts == 2 and job.experts is None:
-        yield "one of two experts that is not named", "write experts = high or low: a run each"
+        yield "one of two experts that is not named", "write experts = both, or high or low: a run each"
     if profile.experts == 2 and profile.training.boundary is None:
         yield "one of two experts without the noise level between them", "write boundary into its profile"
+
+
+def _not_in_turn(job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """What two experts that take turns cannot do. What is trained has its optimizer's states beside it, and buckets of
+    DDP, so it does not come and go."""
+    if strategy.sharding in SPLIT:
+        yield f"both experts under {strategy.sharding}", "use --sharding ddp, or a run for each: --experts high"
+    if strategy.swap_blocks and strategy.inactive_expert == "gpu":
+        yield "swap_blocks beside an idle expert that stays on the GPU whole", "use --inactive-expert cpu"
+    if strategy.context_parallel > 1:
+        yield "context_parallel of both experts", "use --context-parallel 1, or a run for each: --experts high"
+    if job.method == "full" and strategy.inactive_expert == "cpu":
+        yield "full training of experts that wait in host RAM", "use --inactive-expert gpu, or a run for each"
 
 
 def _not_set_up(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:

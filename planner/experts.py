@@ -11,8 +11,10 @@ sample goes through one, then the other: diffusers' pipeline holds both, or brin
 from __future__ import annotations
 
 import itertools
+import math
+from statistics import NormalDist
 
-from planner.facts import ModelProfile
+from planner.facts import ModelProfile, Training
 from planner.job import Job
 from planner.program import Stage
 from planner.run import Run
@@ -104,6 +106,28 @@ def host_bytes(run: Run) -> int:
     if run.facts.model.experts == 1 or run.strategy.inactive_expert == "absent":
         return 0
     return idle_weights(run)[0] if waits(run) else idle_swapped(run)
+
+
+def high_share(training: Training) -> float:
+    """How much of the density that noise levels are drawn from lies on the high-noise expert's side of the boundary:
+    how many micro-batches are its turn. The share above the boundary taken back through the shift (arXiv 2403.03206,
+    section 5.3.2)."""
+    boundary, shift = training.boundary, training.training_shift
+    assert boundary is not None
+    level = boundary / (shift - (shift - 1) * boundary)
+    return 1 - (level if training.timestep_sampling == "uniform" else NormalDist().cdf(math.log(level / (1 - level))))
+
+
+def exchanged_bytes(run: Run) -> int:
+    """What passes the link in a step, on average, because the expert that waited in host RAM is to run: what is frozen
+    of both but swapped blocks, each time two micro-batches after each other are not the same one's turn."""
+    model = run.facts.model
+    if run.job.experts != "both" or run.samples or not waits(run) or model.training.boundary is None:
+        return 0
+    high = high_share(model.training)
+    swapped = sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
+    moved = 2 * (idle_weights(run)[0] - swapped)
+    return round(2 * high * (1 - high) * run.strategy.gradient_accumulation * moved)
 
 
 def assumption(model: ModelProfile, job: Job) -> str | None:

@@ -31,6 +31,7 @@ SEARCHED = (
     "offload_optimizer",
     "offload_gradients",
     "offload_params",
+    "inactive_expert",
     "swap_blocks",
 )
 """Fields a search sets, in the order in which they can be switched on one after the other."""
@@ -84,6 +85,8 @@ def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Colle
     """The most blocks that a search may swap under a strategy; 0 when the user said how many, or nothing may swap."""
     if "swap_blocks" in fixed or job.method != "lora" or strategy.gradient_checkpointing == "none":
         return 0
+    if job.experts == "both" and strategy.inactive_expert == "gpu":
+        return 0
     if strategy.sharding in ("zero-3", "fsdp") or strategy.compile == "cudagraphs" or model.family == "unet":
         return 0
     return model.blocks - 1
@@ -121,6 +124,8 @@ def _choices(
         "sharding": _shardings(job, machine),
         **_offloads(job),
     }
+    if job.experts == "both":
+        axes["inactive_expert"] = ("gpu", "cpu") if job.method == "lora" else ("gpu",)
     axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
     for values in itertools.product(*axes.values()):
         choice = dict(zip(axes, values, strict=True))
@@ -148,9 +153,12 @@ def _sampling_choices(base: Strategy, fixed: Collection[str]) -> Iterator[dict[s
 
 
 def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
-    """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3)."""
+    """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3). Of
+    two experts nothing is, see `planner.layout.refuse_unpriced`."""
     if machine.world == 1:
-        return ("none", "zero-3") if job.method == "full" else ("none",)
+        return ("none", "zero-3") if job.method == "full" and job.experts != "both" else ("none",)
+    if job.experts == "both":
+        return ("ddp",)
     return ("ddp", "zero-3", "fsdp") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3", "fsdp")
 
 

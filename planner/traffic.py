@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner import nvme
+from planner.experts import exchanged_bytes
 from planner.job import SPLIT
 from planner.run import Run, main_piece
 from planner.timing import KERNELS, Kind, StepWork, Traffic, Work, add, optimizer_work_of, work_of
@@ -71,6 +72,7 @@ def traffic(run: Run) -> Traffic:
         weights = sum(run.sizes[buffer] for buffer in run.named("weight").values())
         host += weights if strategy.group_offload_stream else 0
         host_waiting += 0 if strategy.group_offload_stream else 2 * weights
+    host_waiting += exchanged_bytes(run)
     return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.moved_bytes(run))
 
 

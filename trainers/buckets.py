@@ -104,12 +104,26 @@ def assign(
         usable = int((clip.frames - 1) / steps) + 1
         try:
             bucket = _native(clip, usable, profile, job) if reading.sizes == "native" else _best(clip, usable, job)
+            if profile.shape.window:
+                samples += _windows(clip, bucket, steps, usable)
+                continue
         except VplanError as error:
             unfit.append((clip.name, error.message))
             continue
         indices = _even(clip.frames, bucket.frames) if reading.sampling == "even" else _rising(bucket.frames, steps)
         samples.append(Sample(clip, bucket, indices))
     return tuple(samples), unfit, _notes(samples, rate, reading)
+
+
+def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int) -> list[Sample]:
+    """A clip's windows, one behind the other, each to be trained beside another; frames at its end may fill none."""
+    count = usable // bucket.frames
+    if not clip.fps:
+        raise VplanError("does not say its frame rate")
+    if count < 2:
+        raise VplanError(f"too short: {usable} frames at the model's rate, less than two windows of {bucket.frames}")
+    indices = _rising(count * bucket.frames, step)
+    return [Sample(clip, bucket, indices[at : at + bucket.frames]) for at in range(0, len(indices), bucket.frames)]
 
 
 def _step(clip: Clip, rate: Fraction | None) -> Fraction:
@@ -184,9 +198,12 @@ def _notes(samples: list[Sample], rate: Fraction | None, reading: Reading) -> tu
         return ()
     shapes = Counter(_shown(sample.bucket) for sample in samples)
     notes = ["samples by shape (frames x height x width): " + ", ".join(f"{n} of {s}" for s, n in shapes.items())]
+    if len(of_clips := {sample.clip.name: sample for sample in samples}) < len(samples):
+        notes.append(f"{len(samples)} windows of {len(of_clips)} clips")
+        samples = list(of_clips.values())  # the last of each
     taken = sum(len(sample.indices) for sample in samples)
     cut = [s for s in samples if reading.sampling == "fps" and s.indices[-1] + _step(s.clip, rate) < s.clip.frames]
-    if cut:
+    if cut and len(samples) == sum(shapes.values()):
         unused = sum(int((s.clip.frames - 1) / _step(s.clip, rate)) + 1 - len(s.indices) for s in cut)
         share = unused / (taken + unused)
         notes.append(f"{len(cut)} clips are longer than their shape: {share:.0%} of all frames are not used")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from trainers.clips import UnusableError
 from trainers.data import Dataset, Fault, Sample, refused
 from trainers.families.base import Family
 from trainers.families.encoding import Encoder, Turn
-from trainers.loader import Entry
+from trainers.loader import Entry, in_pairs
 from trainers.shrink import shrink
 from trainers.step import DTYPES, compute_dtype
 from trainers.store import Digests, Store
@@ -76,17 +77,22 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False, show: 
     `skip_bad` it is left out), encoders that give other shapes than the plan's model takes, and a full disk.
     """
     work = Work(setting, show)
-    captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
     clip_keys = work.clip_keys(dataset)
-    text_keys = [work.text_key(caption) for caption in captions]
-    work.encode("captions", work.text_turns, dict(zip(text_keys, captions, strict=True)))
+    if work.family.captioned:
+        captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
+        work.encode("captions", work.text_turns, {work.text_key(caption): caption for caption in captions})
     work.encode("clips", work.clip_turns, dict(zip(clip_keys, dataset.samples, strict=True)), skip_bad=skip_bad)
     store, entries, broken = work.store, [], []
+    files = {sample.clip.path: number for number, sample in enumerate(dataset.samples)}
     for key, sample in zip(clip_keys, dataset.samples, strict=True):
         if skip_bad and (fault := store.fault(key)) is not None:
             broken.append(str(Fault(sample.clip.name, fault)))
             continue
-        entries.append(Entry(store.path(key), store.path(work.text_key(sample.clip.caption)), sample.bucket))
+        text = store.path(work.text_key(sample.clip.caption) if work.family.captioned else key)
+        of_clip = files[sample.clip.path] if setting.profile.shape.window else None
+        entries.append(Entry(store.path(key), text, sample.bucket, of_clip))
+    if setting.profile.shape.window:
+        entries = in_pairs(entries)
     if not entries:
         faults = [Fault(sample.clip.name, "breaks while it is decoded") for sample in dataset.samples]
         raise refused(faults, len(faults))
@@ -120,7 +126,7 @@ class Work:
         self.setting, self.show = setting, show
         self.family: Family = families.family(setting.profile)
         self.clip_turns, self.text_turns = self.family.clip_turns(), self.family.text_turns()
-        if not (self.clip_turns and self.text_turns):
+        if not (self.clip_turns and (self.text_turns or not self.family.captioned)):
             fault = f"samples of family {setting.profile.family} ({setting.profile.name}) cannot be encoded yet"
             raise VplanError(fault, "train a model of another family: `vplan models` lists them")
         self.references = setting.job.references or setting.profile.shape.references
@@ -162,7 +168,7 @@ class Work:
             "encoders": self._model_digest(turns),
             "dtypes": {turn.part: self._dtype_of(turn) for turn in turns},
             # siblings share encoders, and take other things of a clip (a condition, padded frames)
-            "holds": sorted(batch),
+            "holds": sorted(self.family.kept(batch)),
             "stored": str(self.dtype),
         }
         if side == "clip":
@@ -242,9 +248,13 @@ class Work:
         """What one encoder makes of one sample."""
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
         if isinstance(sample, Sample):
-            indices = sample.indices[: turn.frames]
-            frames = clips.frames(sample.clip.path, indices, sample.bucket.height, sample.bucket.width)
-            encoder.size = (sample.clip.height, sample.clip.width)
+            clip, indices = sample.clip, sample.indices[: turn.frames]
+            encoder.size = (clip.height, clip.width)
+            encoder.source, encoder.times = clip.path, tuple(index / clip.fps for index in sample.indices if clip.fps)
+            if turn.frames == 0:
+                frames = numpy.empty((0, sample.bucket.height, sample.bucket.width, 3), numpy.uint8)
+            else:
+                frames = clips.frames(clip.path, indices, sample.bucket.height, sample.bucket.width)
             for name, path in self.beside(sample).items():
                 taken = indices if name == "control" else (0,)
                 beside = clips.frames(path, taken, sample.bucket.height, sample.bucket.width)
@@ -271,9 +281,9 @@ class Work:
         shape = sample.bucket if isinstance(sample, Sample) else self.setting.job.shapes[0]
         job = self.setting.job
         batch = self.family.batch({**grid(self.setting.profile, job, shape), "B": 1}, "meta", self.dtype)
-        fitted = {}
+        fitted, kept = {}, self.family.kept(batch)
         for name, tensor in made.items():
-            wanted = batch[name] if name in self.family.shared else batch[name][0]
+            wanted = kept[name]
             lengths = zip(tensor.shape, wanted.shape, strict=False)
             fits = all(a <= b for a, b in lengths) if name in self.family.ragged else tensor.shape == wanted.shape
             if not fits or tensor.ndim != wanted.ndim:

@@ -1,11 +1,12 @@
-"""One video or image file: what its header says, and its frames at a size. PyAV reads videos, Pillow reads images."""
+"""One video or image file: what its header says, its frames at a size, its sound. PyAV reads videos, Pillow images."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 import numpy
@@ -16,6 +17,9 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 Pixels = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]
 """Frames (F, H, W, 3), RGB."""
+
+Waves = numpy.ndarray[tuple[int, ...], numpy.dtype[Any]]
+"""Samples (T,), between -1 and 1."""
 
 
 class UnusableError(ValueError):
@@ -54,6 +58,34 @@ def frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixel
             raise UnusableError(f"broken image ({_short(error)})") from None
         return numpy.stack([numpy.asarray(_fit(picture, height, width))])
     return _video_frames(path, indices, height, width)
+
+
+def has_sound(path: Path) -> bool:
+    """Whether a file says that there is sound in it."""
+    if path.suffix.lower() in IMAGES:
+        return False
+    try:
+        with av.open(str(path)) as container:
+            return bool(container.streams.audio)
+    except (av.FFmpegError, OSError) as error:
+        raise UnusableError(f"corrupt video ({_short(error)})") from None
+
+
+def sound(path: Path, rate: int) -> Waves:
+    """The sound of a file at so many samples a second, all channels in one; an UnusableError when it breaks."""
+    parts: list[Waves] = []
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.audio:
+                raise UnusableError("no sound in it")
+            resampler = av.AudioResampler(format="s16", layout="mono", rate=rate)
+            for frame in itertools.chain(container.decode(audio=0), [None]):
+                parts += [made.to_ndarray()[0] for made in resampler.resample(frame)]
+    except (av.FFmpegError, OSError) as error:
+        raise UnusableError(f"corrupt sound ({_short(error)})") from None
+    if not parts:
+        raise UnusableError("no sound in it")
+    return numpy.concatenate(parts).astype(numpy.float32) / 32768.0
 
 
 def _image_size(path: Path) -> Media:

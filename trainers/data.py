@@ -73,7 +73,10 @@ def read(folder: Path, profile: ModelProfile, job: Job, reading: Reading | None 
     and larger pictures shrunk. With `sizes = "native"` nothing is shrunk, and what is larger than the plan is a fault.
     """
     reading = reading or Reading()
-    found = _with_companions(scan(folder), profile, job)
+    heard = bool(profile.inputs.get("sound"))
+    found = _with_companions(scan(folder, captioned=not heard), profile, job)
+    if heard:
+        found = _with_sound(found, profile)
     samples, unfit, notes = assign(found.clips, profile, job, reading)
     faults = sorted((*found.faults, *(Fault(*fault) for fault in unfit)))
     if faults and not (reading.skip_bad and samples):
@@ -93,6 +96,19 @@ def _with_companions(found: Scan, profile: ModelProfile, job: Job) -> Scan:
     return Scan(tuple(clip for clip in found.clips if clip.name in has), tuple(sorted((*found.faults, *faults))))
 
 
+def _with_sound(found: Scan, profile: ModelProfile) -> Scan:
+    """Clips that can be heard."""
+    usable, faults = [], list(found.faults)
+    for clip in found.clips:
+        try:
+            if not clips.has_sound(clip.path):
+                raise UnusableError(f"no sound in it, which {profile.title} is told what to draw by")
+            usable.append(clip)
+        except UnusableError as error:
+            faults.append(Fault(_shown(clip.name), str(error)))
+    return Scan(tuple(usable), tuple(sorted(faults)))
+
+
 def refused(faults: list[Fault], total: int) -> VplanError:
     """The error that names the first faults and counts the others."""
     named = "; ".join(map(str, faults[:NAMED]))
@@ -101,10 +117,11 @@ def refused(faults: list[Fault], total: int) -> VplanError:
     return VplanError(f"{len(faults)} of {total} samples cannot be used: {named}{more}", fix)
 
 
-def scan(folder: Path) -> Scan:
+def scan(folder: Path, *, captioned: bool = True) -> Scan:
     """What is in a folder, reading captions, headers and first frames only. Deterministic: by name.
 
-    A VplanError for a folder that is none, is empty, or whose metadata cannot be read at all.
+    Without ``captioned`` a clip needs no caption. A VplanError for a folder that is none, is empty, or whose metadata
+    cannot be read at all.
     """
     try:
         root = folder.resolve(strict=True)
@@ -119,7 +136,10 @@ def scan(folder: Path) -> Scan:
         known = ", ".join((*clips.VIDEOS, *clips.IMAGES))
         raise VplanError(f"there are no videos or images in {folder}", f"put some there ({known}), with captions")
     beside: dict[str, dict[str, str]] = {}
-    captions, faults = _from_table(root, tables[0], beside) if tables else _from_texts(root, names)
+    if not captioned:
+        captions, faults, tables = dict.fromkeys(names, ""), [], []
+    else:
+        captions, faults = _from_table(root, tables[0], beside) if tables else _from_texts(root, names)
     if tables:
         told = {
             *captions,

@@ -18,6 +18,7 @@ from planner.facts import ModelProfile
 from planner.job import Job
 from trainers.average import Average
 from trainers.checkpoint import barrier, gather, is_first
+from trainers.experts import PARTS
 from trainers.parallel import Alone
 from trainers.weights import saved_buffers
 
@@ -29,7 +30,7 @@ def part(profile: ModelProfile, job: Job | None = None) -> str:
     """What pipelines call the model: the prefix of its LoRA weights, and its folder.
 
     The low-noise expert's folder is the second one; its LoRA file is like the other's, and a pipeline is told where it
-    belongs (``load_lora_weights(..., load_into_transformer_2=True)``).
+    belongs (``load_lora_weights(..., load_into_transformer_2=True)``). Of both each is in a folder of its part's name.
     """
     if profile.experts == 2 and job and job.experts == "low":
         return "transformer_2"
@@ -47,10 +48,13 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            if job.method == "lora":
-                save_file(lora_tensors(found, part(profile)), partial / LORA_FILE, metadata={"format": "pt"})
-            else:
-                whole_model(found, profile, engine).save_pretrained(partial / part(profile, job))
+            for prefix, place, model in _parts(partial, profile, job, engine):
+                own = {key.removeprefix(prefix): each for key, each in found.items() if key.startswith(prefix)}
+                place.mkdir(exist_ok=True)
+                if job.method == "lora":
+                    save_file(lora_tensors(own, part(profile)), place / LORA_FILE, metadata={"format": "pt"})
+                else:
+                    whole_model(own, profile, model).save_pretrained(place)
             for path in partial.rglob("*"):
                 checkpoints.sync(path)
             shutil.rmtree(folder, ignore_errors=True)
@@ -62,6 +66,15 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average
     barrier()
 
 
+def _parts(
+    folder: Path, profile: ModelProfile, job: Job, engine: Alone
+) -> list[tuple[str, Path, torch.nn.Module]]:
+    """(how its weights' names begin, where it is written, the model itself) of all that was trained."""
+    if job.experts == "both":
+        return [(f"{name}.", folder / name, engine.plain.get_submodule(name)) for name in PARTS.values()]
+    return [("", folder if job.method == "lora" else folder / part(profile, job), engine.plain)]
+
+
 def lora_tensors(trained: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
 
@@ -70,14 +83,14 @@ def lora_tensors(trained: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {f"{prefix}.{name.replace('.default.', '.')}": tensor for name, tensor in trained.items()}
 
 
-def whole_model(tensors: dict[str, Tensor], profile: ModelProfile, engine: Alone) -> torch.nn.Module:
-    """A plain model on the CPU around trained tensors, whatever engine split the one that trained."""
+def whole_model(tensors: dict[str, Tensor], profile: ModelProfile, trained: torch.nn.Module) -> torch.nn.Module:
+    """A plain model on the CPU around trained tensors, whatever engine split the one that was ``trained``."""
     from accelerate import init_empty_weights
 
     model_class = getattr(diffusers, profile.diffusers_class)
     with init_empty_weights():
         model: torch.nn.Module = model_class.from_config(profile.config)
-    model.load_state_dict({**tensors, **saved_buffers(engine.plain)}, strict=False, assign=True)
+    model.load_state_dict({**tensors, **saved_buffers(trained)}, strict=False, assign=True)
     lacking = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     assert not lacking, lacking[:3]
     return model

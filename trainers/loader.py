@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -41,6 +42,15 @@ class Entry(NamedTuple):
     text: Path
     """prompt embeddings"""
     bucket: Bucket
+    clip: int | None = None
+    """number of the clip that it is a window of, where a model takes another one beside it"""
+
+
+def in_pairs(entries: Iterable[Entry]) -> list[Entry]:
+    """Those windows that have another one of their clip and shape."""
+    found = list(entries)
+    count = Counter((entry.clip, entry.bucket) for entry in found)
+    return [entry for entry in found if count[entry.clip, entry.bucket] > 1]
 
 
 def write_entries(path: Path, entries: Iterable[Entry]) -> None:
@@ -52,7 +62,9 @@ def write_entries(path: Path, entries: Iterable[Entry]) -> None:
         return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(whole)
 
     lines = [
-        {"path": told(entry.path), "text": told(entry.text), "bucket": entry.bucket.to_json()} for entry in entries
+        {"path": told(entry.path), "text": told(entry.text), "bucket": entry.bucket.to_json()}
+        | ({} if entry.clip is None else {"clip": entry.clip})
+        for entry in entries
     ]
     partial = path.with_name(f"{path.name}.part")
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -64,8 +76,10 @@ def read_entries(path: Path) -> list[Entry]:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         root = path.parent
+        buckets = [Bucket.read(line["bucket"], path.name) for line in lines]
         return [
-            Entry(root / line["path"], root / line["text"], Bucket.read(line["bucket"], path.name)) for line in lines
+            Entry(root / line["path"], root / line["text"], bucket, line.get("clip"))
+            for line, bucket in zip(lines, buckets, strict=True)
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, VplanError):
@@ -98,6 +112,10 @@ class Sampler:
         self._shapes: dict[Bucket, list[int]] = {}
         for number, entry in enumerate(self.entries):
             self._shapes.setdefault(entry.bucket, []).append(number)
+        self._windows: dict[tuple[int, Bucket], list[Entry]] = {}
+        for entry in self.entries:
+            if entry.clip is not None:
+                self._windows.setdefault((entry.clip, entry.bucket), []).append(entry)
         self._batch_sizes = {bucket: _batch_size(bucket, job) for bucket in self._shapes}
         self.steps_per_epoch = sum(-(-len(found) // self._global(bucket)) for bucket, found in self._shapes.items())
         self._order = lru_cache(CACHED_ORDERS)(self._shuffled)
@@ -109,6 +127,13 @@ class Sampler:
         """The samples of a step, counted from 0."""
         epoch, index = divmod(number, self.steps_per_epoch)
         return self._order(epoch)[index]
+
+    def other(self, entry: Entry, seed: int) -> Entry | None:
+        """The window that goes with one of the same clip, by the seed of the sample; None where clips are whole."""
+        if entry.clip is None:
+            return None
+        windows = self._windows[entry.clip, entry.bucket]
+        return windows[(windows.index(entry) + 1 + sample_seed(seed, "other") % (len(windows) - 1)) % len(windows)]
 
     def _shuffled(self, epoch: int) -> list[Step]:
         generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
@@ -153,19 +178,20 @@ class Stacker:
         self.profile, self.job, self.kind, self.dtype = profile, job, kind, dtype
         self._templates: dict[Bucket, Batch] = {}
 
-    def batch(self, entries: Sequence[Entry]) -> Batch:
-        """The tensors of some entries of one shape, as the family puts samples together."""
+    def batch(self, entries: Sequence[Entry], others: Sequence[Entry | None] = ()) -> Batch:
+        """The tensors of some entries of one shape, as the family puts samples together; each beside its other."""
         template = self.template(entries[0].bucket)
-        return self.kind.collate([self._sample(entry, template) for entry in entries])
+        samples = [self._sample(entry, template) for entry in entries]
+        for number, other in enumerate(others):
+            if other is not None:
+                samples[number] = self.kind.beside(samples[number], self._sample(other, template))
+        return self.kind.collate(samples)
 
     def template(self, bucket: Bucket) -> Batch:
         """One sample without values: what it holds, but for prompts that may be shorter."""
         if bucket not in self._templates:
             grid = {**catalog.grid(self.profile, self.job, bucket), "B": 1}
-            batch = self.kind.batch(grid, "meta", self.dtype)
-            self._templates[bucket] = {
-                name: tensor if name in self.kind.shared else tensor[0] for name, tensor in batch.items()
-            }
+            self._templates[bucket] = self.kind.kept(self.kind.batch(grid, "meta", self.dtype))
         return self._templates[bucket]
 
     def _sample(self, entry: Entry, template: Batch) -> Batch:
@@ -222,8 +248,10 @@ class Loader:
         wanted = self.sampler.step(step)
         first = (micro * self.sampler.world + self.rank) * wanted.batch_size
         places = range(first, first + wanted.batch_size)
-        batch = self.stacker.batch([self.sampler.entries[wanted.samples[place]] for place in places])
+        seeds = [sample_seed(self.sampler.seed, step, place) for place in places]
+        entries = [self.sampler.entries[wanted.samples[place]] for place in places]
+        others = [self.sampler.other(entry, seed) for entry, seed in zip(entries, seeds, strict=True)]
+        batch = self.stacker.batch(entries, others)
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        seeds = [sample_seed(self.sampler.seed, step, place) for place in places]
         return {**batch, SEEDS: torch.tensor(seeds, dtype=torch.int64)}

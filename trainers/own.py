@@ -90,7 +90,12 @@ def derive(source: Source, name: str) -> Derived:
     config = complete(source.class_name, architecture(source.config), where)
     _check_stacks(config, known[0], where)
     parameters = count(lambda: getattr(diffusers, source.class_name).from_config(config), where, source.class_name)
-    lender = min(known, key=lambda profile: distance(config, complete(profile.diffusers_class, profile.config, where)))
+
+    def unlike(profile: ModelProfile) -> tuple[bool, float]:
+        other = source.is_pipeline and (profile.experts == 2) != source.has_second_expert
+        return other, distance(config, complete(profile.diffusers_class, profile.config, where))
+
+    lender = min(known, key=unlike)
     told: list[str] = []
     vae = _vae(source, config, lender, told)
     encoders, missing = _encoders(source, lender, told)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.zero import DEEPSPEED, Settings
-from trainers import context, step
+from trainers import context, experts, step
 from trainers.engines import deepspeed_config, shard
 from trainers.families import family
 from trainers.optimizers import make_optimizer, take_up
@@ -200,7 +200,8 @@ def set_up(
     if strategy.sharding == "fsdp":
         shard(model, profile, job, strategy, init_device_mesh(device.type, (dist.get_world_size(),)))
     trainable = step.trainable_parameters(model)
-    step.choose_kernels(model, profile, strategy, device)
+    for one in experts.each(model):
+        step.choose_kernels(one, profile, strategy, device)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
     scaler = loss_scaler(job, strategy, device)
     engine: Alone
@@ -208,7 +209,8 @@ def set_up(
         engine = Fsdp(trainee)
     elif strategy.sharding == "ddp":
         kind = family(profile)
-        engine = Ddp(trainee, strategy, any(kind.without_gradient(name, profile.blocks) for name in trainable), scaler)
+        unused = job.experts == "both" or any(kind.without_gradient(name, profile.blocks) for name in trainable)
+        engine = Ddp(trainee, strategy, unused, scaler)
     elif strategy.sharding.startswith("zero"):
         engine = Zero(trainee, job, strategy, settings)
     else:

@@ -24,6 +24,14 @@ INDEX = "model_index.json"
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is fetched of a part on the hub: configs, weights, vocabularies, chat templates."""
 
+MASK = "mask"
+"""Folder of an image that says what of a face is covered."""
+WHERE_FROM = {
+    MASK: "put mask.png there (bytedance/LatentSync, latentsync/utils/mask.png)",
+    "feature_extractor": "put preprocessor_config.json of openai/whisper-tiny there",
+}
+"""Of what no folder that diffusers saved has."""
+
 
 def locate(source: str, parts: Iterable[str]) -> Path:
     """The folder of a model: the one named, or a hub id's snapshot, fetched where it is not there yet.
@@ -57,7 +65,7 @@ def check(root: Path, part: str, class_name: str) -> list[Path]:
     if not folder.is_dir():
         raise VplanError(f"{root.name} has no {part}/", f"name a whole diffusers model: {class_name} is needed there")
     said = _classes(root, part)
-    if class_name not in said:
+    if class_name not in said and class_name.removesuffix("Model") + "ForConditionalGeneration" not in said:
         named = " or ".join(map(quoted, said)) or "something unnamed"
         fault = f"{part}/ of {root.name} is {named}, and this model is trained with a {class_name}"
         raise VplanError(fault, "name the model of the plan, or plan for this one")
@@ -68,7 +76,7 @@ def check_helper(root: Path, part: str) -> list[Path]:
     """Files of a tokenizer or image processor; a VplanError where there are none."""
     files = sorted(path for path in (root / part).glob("*") if path.is_file())
     if not files:
-        raise VplanError(f"{root.name} has no {part}/", "name a whole diffusers model")
+        raise VplanError(f"{root.name} has no {part}/", WHERE_FROM.get(part, "name a whole diffusers model"))
     return files
 
 
@@ -132,15 +140,29 @@ def load(root: Path, part: str, class_name: str, dtype: torch.dtype) -> nn.Modul
 
 
 def load_helper(root: Path, part: str) -> Any:
-    """The tokenizer or image processor in a folder."""
+    """The tokenizer, image processor or feature extractor in a folder, or the mask."""
     import transformers
 
-    auto = transformers.AutoTokenizer if part.startswith("tokenizer") else transformers.AutoImageProcessor
+    if part == MASK:
+        return _mask(root / part)
+    autos = {"tokenizer": transformers.AutoTokenizer, "feature_": transformers.AutoFeatureExtractor}
+    auto = autos.get(part[:9], autos.get(part[:8], transformers.AutoImageProcessor))
     try:
         return auto.from_pretrained(str(root / part), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:160]
         raise VplanError(f"{part}/ of {root.name} cannot be loaded: {reason}", "fetch the model again") from error
+
+
+def _mask(folder: Path) -> Any:
+    """The one image in a folder."""
+    from PIL import Image
+
+    try:
+        with Image.open(folder / "mask.png") as image:
+            return image.convert("L")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise VplanError(f"{folder / 'mask.png'} cannot be read: {error}", WHERE_FROM[MASK]) from None
 
 
 def _class(name: str) -> Any:

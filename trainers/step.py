@@ -78,11 +78,18 @@ class Trainee:
     engine: Engine = field(default_factory=Engine)
 
 
-def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None) -> nn.Module:
+def build_model(
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    config: dict[str, Any] | None = None,
+    inputs: InputsOnHost | None = None,
+) -> nn.Module:
     """The diffusers model with its adapter, dtypes and checkpointing, parameters still on ``meta``.
 
     Non-persistent buffers (RoPE tables) are computed for real, as ``from_pretrained`` does it. ``config`` replaces the
-    published architecture, e.g. by one of fewer blocks.
+    published architecture, e.g. by one of fewer blocks; ``inputs`` is where several models, of which one runs at a
+    time, keep what checkpoints send to host RAM.
     """
     import diffusers
     from diffusers.models.modeling_utils import no_init_weights
@@ -100,7 +107,7 @@ def build_model(profile: ModelProfile, job: Job, strategy: Strategy, config: dic
     elif job.method == "full":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not job.trainable or matches(name, job.trainable))
-    set_checkpointing(model, strategy)
+    set_checkpointing(model, strategy, inputs)
     families.family(profile).prepare(model)
     return model.train()
 
@@ -149,17 +156,17 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
             parameter.requires_grad_(True)
 
 
-def set_checkpointing(model: nn.Module, strategy: Strategy) -> None:
+def set_checkpointing(model: nn.Module, strategy: Strategy, inputs: InputsOnHost | None = None) -> None:
     """Turns on non-reentrant checkpointing of the blocks the strategy names.
 
-    ``offload`` keeps block inputs in host RAM.
+    ``offload`` keeps block inputs in host RAM, in ``inputs`` where others keep theirs too.
     """
     mode = strategy.gradient_checkpointing
     if mode == "none":
         return
     calls = 0
     limit = strategy.checkpointed_blocks if mode == "partial" else None
-    on_host = InputsOnHost() if mode == "offload" else None
+    on_host = (inputs or InputsOnHost()) if mode == "offload" else None
 
     def start_forward(*_: Any) -> None:
         nonlocal calls

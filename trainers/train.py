@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class Training:
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)
         self.kind = family(self.profile).for_job(self.job)
+        self.experts: Any = None
         report.tell(phase="start")
         self.device = find_device(request.device)
         self.watch = Watch(self.device)
@@ -150,19 +152,15 @@ class Training:
 
     def _set_up(self) -> dict[str, Any] | None:
         """Model, engine, optimizer and average: as published, or as a checkpoint left them; returns its manifest."""
-        from trainers import checkpoint, parallel, step, weights
+        from trainers import checkpoint, parallel
         from trainers.average import Average
-        from trainers.memory import swap
 
         request, job, strategy = self.request, self.job, self.strategy
-        source = weights.published(weights.model_folder(Path(request.weights), self.profile, job), self.profile)
         resume = Path(request.resume) if request.resume else None
         manifest = json.loads((resume / checkpoints.MANIFEST).read_text(encoding="utf-8")) if resume else None
         self.done = self._take_up(manifest) if manifest else 0
-        model = step.build_model(self.profile, job, strategy)
         trained = checkpoint.trained_weights(resume) if resume else None
-        swapped = swap.swapped_blocks(model, self.profile, strategy)
-        weights.load(model, source, self.device, request.seed, trained, swapped)
+        model = self._model(trained)
         self.trainee, self.engine = parallel.set_up(model, self.profile, job, strategy, request.learning_rate)
         if request.plan.machine.world > 1 and self._is_replicated():
             parallel.check_alike(self.trainee.trainable, self.device)
@@ -173,10 +171,26 @@ class Training:
                 checkpoint.load_average(resume, self.average, manifest["average_steps"])
         return manifest
 
+    def _model(self, trained: Any) -> Any:
+        """The model of the plan with its weights, or both experts; ``trained``: a checkpoint's weights."""
+        from trainers import experts, step, weights
+        from trainers.memory import swap
+
+        profile, job, strategy, seed = self.profile, self.job, self.strategy, self.request.seed
+        root = Path(self.request.weights)
+        if job.experts == "both":
+            self.experts = experts.load(root, profile, job, strategy, self.device, seed, trained)
+            return self.experts
+        source = weights.published(weights.model_folder(root, profile, job), profile)
+        model = step.build_model(profile, job, strategy)
+        swapped = swap.swapped_blocks(model, profile, strategy)
+        weights.load(model, source, self.device, seed, trained, swapped)
+        return model
+
     def _take_up(self, manifest: dict[str, Any]) -> int:
         """The steps a checkpoint has done; a VplanError where its state does not belong to this plan."""
         for name, now in self._layout().items():
-            then = manifest["layout"][name]
+            then = manifest["layout"].get(name, now)  # older checkpoints do not say which experts
             if then != now:
                 fault = f"the checkpoint was written with {name} {then}, and the plan has {now}"
                 raise VplanError(fault, f"give {name} {then} again, or begin anew with --resume no")
@@ -187,6 +201,7 @@ class Training:
         job, strategy = self.job, self.strategy
         return {
             "model": job.model,
+            "experts": job.experts,
             "method": job.method,
             "lora_rank": job.lora_rank if job.method == "lora" else None,
             "lora_targets": list(job.lora_targets or ()) if job.method == "lora" else None,
@@ -216,7 +231,8 @@ class Training:
         shape = sampler.step(number).bucket
         self.report.told["shape"] = shape.to_json()
         with self._seen_kernels() as seen:
-            loss = step.accumulated_step(self.trainee, self.kind, self.loader.batches(number), self.strategy)
+            turns: list[str] = []
+            loss = step.accumulated_step(self.trainee, self.kind, self._batches(number, turns), self.strategy)
         if self.average:
             self.average.update()
         mean = float(parallel.mean_over_ranks(loss))
@@ -226,12 +242,24 @@ class Training:
         line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
         line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}
         line |= {"attention_kernel": seen.names} if seen else {}
+        line |= {"experts": "+".join(turns)} if turns else {}
         if (scaler := self.engine.scaler) is not None:
             line |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped}
         line |= {"seconds": round(time.perf_counter() - began, 6), **self.watch.peaks()}
         if self.metrics:
             self.metrics.write(line)
         self.accelerator.log({name: value for name, value in line.items() if value is not None}, step=self.done)
+
+    def _batches(self, number: int, turns: list[str]) -> Iterator[Any]:
+        """The micro-batches of a step; of two experts, each one's turn, by name, comes just before its own."""
+        from trainers import experts
+
+        for micro, batch in enumerate(self.loader.batches(number)):
+            if self.experts is not None:
+                turns.append(experts.chosen(self.profile, self.request.seed, number, micro))
+                self.experts.turn(turns[-1])
+                self.kind.for_job(self.job.replace(experts=turns[-1]))
+            yield batch
 
     def _seen_kernels(self) -> contextlib.AbstractContextManager[Any]:
         """Looks on in the first step that this process does. A compiled block would not run as such meanwhile."""

@@ -6,6 +6,7 @@ left over or of another shape is refused by name: a model that is half random tr
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -54,8 +55,16 @@ class Weights:
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder
+        self.prefix = ""
         files = [_open(folder, name) for name in names]
         self._where = {key: file for file in files for key in file.keys()}  # noqa: SIM118  # no mapping
+
+    def under(self, prefix: str) -> Weights:
+        """Those whose names begin so, without that."""
+        found = copy.copy(self)
+        found.prefix = prefix
+        found._where = {key.removeprefix(prefix): file for key, file in self._where.items() if key.startswith(prefix)}
+        return found
 
     @property
     def names(self) -> frozenset[str]:
@@ -65,7 +74,7 @@ class Weights:
     @torch.no_grad()
     def fill(self, name: str, weight: Tensor) -> None:
         """Copies the tensor of a name into a weight of the same shape, whatever its dtype."""
-        found = self._where[name].get_tensor(name)
+        found = self._where[name].get_tensor(self.prefix + name)
         if found.shape != weight.shape:
             shapes = f"{tuple(found.shape)}, and the model takes {tuple(weight.shape)}"
             raise VplanError(f"{name} in {self.folder} has the shape {shapes}", "name the weights of the plan's model")
@@ -85,12 +94,13 @@ def load(
     seed: int,
     trained: Weights | None = None,
     swapped: Sequence[tuple[str, nn.Module]] = (),
+    waiting: Iterable[str] = (),
 ) -> None:
     """Allocates a built model on the device with its weights from files.
 
-    The weights of ``swapped`` blocks stay in host RAM. ``trained`` are a checkpoint's weights, by the names of
-    what trains. A new adapter begins as peft's does (``init_lora_weights="gaussian"``: B is zero, so that the model
-    begins as it was), the same on every rank.
+    The weights of ``swapped`` blocks stay in host RAM, and those named in ``waiting``. ``trained`` are a checkpoint's
+    weights, by the names of what trains. A new adapter begins as peft's does (``init_lora_weights="gaussian"``: B is
+    zero, so that the model begins as it was), the same on every rank.
     """
     kept = trained.names if trained else frozenset()
     wanted = {_published(name) for name, _ in model.named_parameters() if "lora_" not in name}
@@ -105,7 +115,7 @@ def load(
         else:
             weights.fill(_published(name), weight)
 
-    step.materialise(model, device, fill, swap.on_host(swapped))
+    step.materialise(model, device, fill, swap.on_host(swapped) | frozenset(waiting))
     for name, buffer in saved_buffers(model).items():
         weights.fill(name, buffer)
     names = {name for name, _ in model.named_parameters()}

@@ -124,6 +124,7 @@ FIELD_WORDS: dict[str, dict[str | bool, str]] = {
     "offload_optimizer": {"cpu": "optimizer in host RAM"},
     "offload_gradients": {"cpu": "gradients in host RAM"},
     "offload_params": {"cpu": "weights in host RAM"},
+    "inactive_expert": {"cpu": "idle expert in host RAM"},
     "vae_tiling": {True: "VAE in tiles"},
     "group_offload": {"block": "weights block by block", "leaf": "weights layer by layer"},
     "group_offload_stream": {True: "fetched ahead"},

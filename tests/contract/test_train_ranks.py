@@ -102,6 +102,22 @@ def test_two_ranks_that_share_every_sample_train_what_one_does(place: runs.Place
     compare(tmp_path, alone(place, {}, method="full"))
 
 
+def test_two_ranks_run_the_same_expert_and_wait_for_no_gradient_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first of two micro-batches it may be one, in the last the other."""
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+    place = runs.Pair(tmp_path / "pair")
+    whole = place.plan({"gradient_accumulation": 2}, batch_size=2, experts="both")
+    assert runs.train(place.request(tmp_path / "whole", whole, steps=STEPS))["outcome"] == "ok"
+    turns = [line["experts"] for line in runs.lines(tmp_path / "whole")]
+    assert {"high+low", "low+high"} & set(turns) and {"high+high", "low+low"} & set(turns)
+    split = {"gradient_accumulation": 2, "inactive_expert": "cpu"}
+    check(training.train(request(place, tmp_path / "split", "ddp", split, job={"experts": "both"})))
+    assert [line["experts"] for line in runs.lines(tmp_path / "split")] == turns
+    compare(tmp_path / "split", tmp_path / "whole")
+
+
 @pytest.mark.parametrize(("sharding", "gpus", "world"), [("ddp", 2, 1), ("fsdp", 2, 1), ("none", 1, 2)])
 def test_a_start_that_is_not_the_plans_is_refused(
     place: runs.Place, tmp_path: Path, sharding: str, gpus: int, world: int

@@ -125,6 +125,23 @@ class Place:
         return Request(**{**asked, **said})
 
 
+class Pair(Place):
+    """A tiny Wan 2.2 pipeline of two transformers, with samples."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.kind = root, "wan"
+        config = {**catalog.model("wan2.2-t2v-a14b").config, **WAN}
+        for number, part in enumerate(("transformer", "transformer_2")):
+            torch.manual_seed(number)
+            model = diffusers.WanTransformer3DModel.from_config(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_(0.0, 0.1)
+            model.save_pretrained(root / "model" / part)
+        self.model = own.keep(*own.read(str(root / "model"), "tiny-pair")).profile.name
+        self.entries = make_entries(root / "data", self.model, "wan")
+
+
 class Told:
     """A report that stays in memory."""
 

@@ -18,9 +18,12 @@ from planner.facts import ModelProfile
 WORDS = ("<pad>", "</s>", "<unk>", "a", "cat", "dog", "runs", "sits", "red", "blue")
 
 
-def write_video(path: Path, frames: int = 9, height: int = 48, width: int = 64, fps: int = 16, blue: int = 0) -> Path:
-    """A clip whose frames differ, encoded for real."""
+def write_video(
+    path: Path, frames: int = 9, height: int = 48, width: int = 64, fps: int = 16, blue: int = 0, *, tone: int = 0
+) -> Path:
+    """A clip whose frames differ, encoded for real; with a tone of so many hertz for its sound."""
     with av.open(str(path), "w") as container:
+        heard = container.add_stream("aac", rate=16_000, layout="mono") if tone else None
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for number in range(frames):
@@ -30,6 +33,11 @@ def write_video(path: Path, frames: int = 9, height: int = 48, width: int = 64, 
             picture[..., 2] = blue
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
+        if heard is not None:
+            waves = numpy.sin(numpy.arange(16_000 * frames // fps) * 2 * numpy.pi * tone / 16_000).astype(numpy.float32)
+            said = av.AudioFrame.from_ndarray(waves[None], format="fltp", layout="mono")
+            said.sample_rate = 16_000
+            container.mux([*heard.encode(said), *heard.encode()])
     return path
 
 
@@ -42,7 +50,8 @@ def write_clips(folder: Path, count: int = 3, **shape: int) -> Path:
     """So many videos with captions beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        write_video(folder / f"{number}.mp4", **{"frames": 9 + number, "blue": 40 * number % 250, **shape})
+        usual = {"frames": 9 + number, "blue": 40 * number % 250, "tone": 200 * (1 + number)}
+        write_video(folder / f"{number}.mp4", **{**usual, **shape})
         (folder / f"{number}.txt").write_text(f"a {WORDS[3 + number % 7]} cat")
     return folder
 
@@ -214,6 +223,7 @@ MODELS = (
     "flux.2-dev",
     "krea-2",
     "hunyuan-video-1.5",
+    "latentsync-1.6-stage1",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""
 
@@ -235,6 +245,23 @@ def profile(name: str) -> ModelProfile:
     return found.replace(config=config, inputs=inputs, shape=shape)
 
 
+def _hears(path: Path, width: int) -> None:
+    """What LatentSync's folder has beside UNet and VAE. Whisper keeps its length and its number of layers."""
+    import transformers
+
+    sizes = {"d_model": width, "encoder_attention_heads": 1, "decoder_attention_heads": 1, "decoder_layers": 1}
+    sizes |= {"encoder_layers": 4, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 16, "pad_token_id": 0}
+    tokens = {"bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
+    transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **tokens)).save_pretrained(
+        path / "audio_encoder"
+    )
+    transformers.WhisperFeatureExtractor().save_pretrained(path / "feature_extractor")
+    (path / "mask").mkdir()
+    mask = numpy.full((64, 64), 255, numpy.uint8)
+    mask[32:, 8:56] = 0
+    Image.fromarray(mask).save(path / "mask" / "mask.png")
+
+
 def folder(path: Path, made: ModelProfile) -> Path:
     """A pipeline's folder with random weights, all parts but the transformer, as save_pretrained writes it."""
     import diffusers
@@ -245,7 +272,9 @@ def folder(path: Path, made: ModelProfile) -> Path:
     if made.vae.config.get("decoder_base_dim"):
         small["decoder_base_dim"] = 3
     getattr(diffusers, made.vae.class_name)(**{**made.vae.config, **small}).save_pretrained(path / "vae")
-    encoders = ENCODERS[made.family]
+    encoders = {} if made.inputs.get("sound") else ENCODERS[made.family]
+    if made.inputs.get("sound"):
+        _hears(path, made.config["cross_attention_dim"])
     if made.config.get("addition_embed_type"):
         encoders = {**encoders, "text_encoder_2": "CLIPTextModelWithProjection"}
     if made.name == "flux.2-dev":

@@ -9,7 +9,7 @@ import pytest
 from planner import catalog
 from planner.errors import VplanError
 from planner.estimate import after_step_bytes, estimate
-from planner.experts import assumption
+from planner.experts import assumption, high_share
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate
@@ -97,6 +97,20 @@ def test_what_waits_for_both_experts_is_freed_with_the_step() -> None:
     strategies = [Strategy(gradient_checkpointing="full", gradient_accumulation=steps) for steps in (1, 2, 3)]
     left = [after_step_bytes(asked, known, where, facts(asked, known, where)) for known in strategies]
     assert left == left[:1] * 3
+
+
+def test_an_expert_that_comes_back_takes_its_time_on_the_link() -> None:
+    """Every second step or so both change places: 2 p (1 - p) of them, with p the share of levels above 0.875, which
+    before the shift of 5 is 0.583."""
+    stays, waits = (priced(job(experts="both"), inactive_expert=place) for place in ("gpu", "cpu"))
+    assert high_share(MODEL.training) == pytest.approx(1 - 0.875 / (5 - 4 * 0.875), abs=1e-9)
+    logit = catalog.model("wan2.1-t2v-14b").training.replace(boundary=0.5, training_shift=1.0)
+    assert high_share(logit) == pytest.approx(0.5)
+    link = waits.step_seconds - stays.step_seconds
+    gbps = 2 * 2 * (5 / 12) * (7 / 12) * BASE / link / 1e9
+    assert 20 < gbps < 64
+    swapped = priced(job(experts="both"), inactive_expert="cpu", swap_blocks=30)
+    assert swapped.step_seconds < waits.step_seconds
 
 
 def sampled(**fields: Any) -> Estimate:

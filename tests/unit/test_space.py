@@ -95,6 +95,19 @@ def test_blocks_swap_only_where_they_are_recomputed_and_nobody_said_how_many() -
     assert most_swapped(FULL, checkpointed, MODEL, ()) == 0
 
 
+def test_of_two_experts_one_may_wait_and_then_blocks_may_swap_and_nothing_is_split() -> None:
+    model = catalog.model("wan2.2-t2v-a14b")
+    job = catalog.job_for(model, {"experts": "both"})
+    for machine, sharding in ((ONE, "none"), (FOUR, "ddp")):
+        found = strategies(job, Strategy(), machine, ())
+        assert {strategy.sharding for strategy in found} == {sharding}
+        assert {strategy.inactive_expert for strategy in found} == {"gpu", "cpu"}
+        swaps = {s.inactive_expert for s in found if most_swapped(job, s, model, ())}
+        assert swaps == {"cpu"}
+    one = strategies(job.replace(experts="high"), Strategy(), ONE, ())
+    assert {strategy.inactive_expert for strategy in one} == {"absent"}
+
+
 def test_switches_are_told_in_an_order_in_which_each_is_allowed() -> None:
     before = naive(LORA, Strategy(), ONE, ())
     after = before.replace(swap_blocks=3, gradient_checkpointing="full")

@@ -66,6 +66,9 @@ class Family:
     limits = (0.0, 1.0)
     """the noise levels it trains"""
 
+    captioned = True
+    """Whether its samples have captions; else a clip says all there is, and its sound is a part of that."""
+
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.config = profile.config
@@ -114,6 +117,14 @@ class Family:
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """What all turns over one sample left, as the batch has it."""
         return parts
+
+    def kept(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What caching leaves of a sample, of a batch of one: its tensors without their first axis."""
+        return {name: tensor if name in self.shared else tensor[0] for name, tensor in batch.items()}
+
+    def beside(self, sample: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A sample as it is trained on, next to another window of its clip: for models that see a clip in windows."""
+        raise NotImplementedError
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """One batch of samples of one shape, as `batch` makes it. A sample is what caching left of clip and caption."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,12 @@ class Encoder:
     """the image that a sample was made from, at the sample's size; (1, H, W, 3)"""
     control: Tensor | None = None
     """the frames that steer a sample, as many and as large as its own"""
+    source: Path | None = None
+    """the clip's file, for who hears it"""
+    times: tuple[Fraction, ...] = ()
+    """when in that file the frames are shown, seconds"""
+    heard: dict[str, Tensor] = field(default_factory=dict)
+    """what it made of the file it was at last: a clip is cut into many samples"""
     generator: torch.Generator | None = None
     """seeded by what is encoded, so that a sample is the same whoever encodes it, and whenever"""
 
@@ -71,7 +79,7 @@ class Turn(NamedTuple):
     helper: str = ""
     """folder of its tokenizer or image processor"""
     frames: int | None = None
-    """how many of a clip's first frames it looks at; all when not given"""
+    """how many of a clip's first frames it looks at; all when not given, none where it only listens"""
 
 
 def pixels(encoder: Encoder, frames: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Stable Diffusion 1.x, SDXL and LatentSync: epsilon prediction with a conv UNet (arXiv 2112.10752, 2307.01952,
-2412.09262; diffusers UNet2DConditionModel).
+"""Stable Diffusion 1.x and SDXL: epsilon prediction with a conv UNet (arXiv 2112.10752, 2307.01952; diffusers
+UNet2DConditionModel). What LatentSync's has beside that is in `trainers.families.latentsync`.
 
 Their grids count latent pixels in eights (three halvings; SDXL has two: fours), so that every level divides exactly.
 """
@@ -48,9 +48,7 @@ class Unet(Family):
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         latents = batch["latents"]
-        noise = draws.normal_like(latents)
-        steps = self.scheduler.config["num_train_timesteps"]
-        timesteps = draws.integers(steps, latents.shape[0], latents.device)
+        noise, timesteps = self.drawn(batch)
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         inputs = {"sample": noisy, "timestep": timesteps, "encoder_hidden_states": batch["prompt"]}
         if "condition" in batch:
@@ -59,15 +57,23 @@ class Unet(Family):
             inputs["added_cond_kwargs"] = {"text_embeds": batch["pooled"], "time_ids": batch["time_ids"]}
         return inputs, noise
 
+    def drawn(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Noise as large as the latents, and the timestep of each of them (B,)."""
+        latents = batch["latents"]
+        noise = draws.normal_like(latents)
+        return noise, draws.integers(self.timesteps, latents.shape[0], latents.device)
+
+    @property
+    def timesteps(self) -> int:
+        """How many there are in training."""
+        return int(self.scheduler.config["num_train_timesteps"])
+
     @property
     def pooled(self) -> bool:
         """Whether it is SDXL, which also takes a pooled vector, and how its image was cropped."""
         return self.config.get("addition_embed_type") == "text_time"
 
     def clip_turns(self) -> tuple[Turn, ...]:
-        """None for LatentSync, whose condition is sound and a masked face."""
-        if self.profile.kind == "video":
-            return ()
         return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
 
     def text_turns(self) -> tuple[Turn, ...]:
@@ -79,9 +85,6 @@ class Unet(Family):
         )
 
     def sampler(self) -> Sampler | None:
-        """None for LatentSync, whose pipeline is not diffusers'."""
-        if self.profile.kind == "video":
-            return None
         named = {"prompt": "prompt_embeds"} | ({"pooled": "pooled_prompt_embeds"} if self.pooled else {})
         return Sampler(
             pipeline="StableDiffusionXLPipeline" if self.pooled else "StableDiffusionPipeline",
@@ -139,4 +142,11 @@ def _states(encoder: Encoder, caption: str) -> Any:
     return encoder.model(given.input_ids.to(encoder.device), output_hidden_states=True)
 
 
-FAMILY = Unet
+def made(profile: ModelProfile) -> Unet:
+    """The family of a UNet: LatentSync's sees clips."""
+    from trainers.families.latentsync import LatentSync
+
+    return LatentSync(profile) if profile.kind == "video" else Unet(profile)
+
+
+FAMILY = made

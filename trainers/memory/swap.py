@@ -62,15 +62,22 @@ class _Waiting:
 
 
 class BlockSwap:
-    """The swapped blocks of a model, and the ring their weights pass through. ``blocks`` in the order they run."""
+    """The swapped blocks of a model, and the ring their weights pass through. ``blocks`` in the order they run.
 
-    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+    ``beside``: that of another model of the same architecture, whose ring it takes in turn (see `let_go`).
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device, beside: BlockSwap | None = None) -> None:
         self.device = device
         self.blocks = [_taken(block, device) for block in blocks]
         largest = max(waiting.host.numel() for waiting in self.blocks)
-        self.ring = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(min(SLOTS, len(blocks)))]
+        slots = 0 if beside else min(SLOTS, len(blocks))
+        own = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self.ring = beside.ring if beside else own
         self._holds: list[int | None] = [None] * len(self.ring)
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if beside:
+            self._copying = beside._copying
         self._ready: list[torch.cuda.Event | None] = [None] * len(self.ring)
         self._newer: set[int] = set()
         """blocks that were stepped since they were fetched"""
@@ -111,6 +118,14 @@ class BlockSwap:
         following = index - 1 if in_backward else index + 1
         if 0 <= following < len(self.blocks) and following not in self._holds:
             self._fetch(following, keep=slot)
+
+    def let_go(self) -> None:
+        """Leaves the ring to another model. Nothing of it may still run, and nothing in it may have been trained."""
+        assert not self._newer, "what was trained in the ring would be lost"
+        for held in self._holds:
+            if held is not None:
+                self.blocks[held].show(self.blocks[held].host)
+        self._holds = [None] * len(self.ring)
 
     def _fetch(self, index: int, keep: int | None = None) -> int:
         """Copies a block's weights into a slot, behind whatever still computes with it; returns the slot."""
