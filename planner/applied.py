@@ -23,9 +23,9 @@ VALUES: dict[str, tuple[object, ...]] = {
     "optimizer_step": ("foreach", "fused", "loop", "backward"),
     "ema": ("none", "gpu", "cpu"),
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
-    "offload_optimizer": ("none", "cpu"),
-    "offload_gradients": ("none", "cpu"),
-    "offload_params": ("none", "cpu"),
+    "offload_optimizer": ("none", "cpu", "nvme"),
+    "offload_gradients": ("none", "cpu", "nvme"),
+    "offload_params": ("none", "cpu", "nvme"),
     "text_encoder": ("cached",),
     "vae": ("cached",),
     "validation_mode": ("off", "on", "offload"),
@@ -103,8 +103,6 @@ def _neither(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tu
     if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
         yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
     yield from _compiled(strategy, weights)
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_params):  # its states could not be kept and taken up
-        yield "offload to nvme, of which no checkpoint is kept yet,", "use cpu in its place"
     for field, applied in VALUES.items():
         value = getattr(strategy, field)
         if value not in applied:
@@ -197,14 +195,11 @@ def scales_loss(job: Job, strategy: Strategy) -> bool:
 
 
 def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    """Ways in which samples cannot be made while training.
-
-    Where weights are split all ranks would have to run each sample, and one that ran out of memory would leave the
-    others waiting for it: a sample would end the run.
-    """
+    """Ways in which samples cannot be made while training."""
     moves = strategy.validation_mode == "offload" or strategy.group_offload != "none"
-    if strategy.sharding in ("zero-3", "fsdp"):
-        yield f"validation_mode {strategy.validation_mode} under {strategy.sharding}", "use --validation-mode off"
+    if strategy.sharding in ("zero-3", "fsdp") and moves:
+        how = "group_offload" if strategy.group_offload != "none" else "validation_mode offload"
+        yield f"{how} under {strategy.sharding}, whose weights are split,", "use --validation-mode on alone"
     if strategy.weights(job.method) == "int8" and moves:
         yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
     if profile.experts == 2:

@@ -28,14 +28,17 @@ RECENT = 20
 class Follower:
     """Reads a metrics file as it grows. On a terminal it draws a bar; elsewhere it says a line at each checkpoint."""
 
-    def __init__(self, path: Path, steps: int, every: int, high_bytes: int | None, done: int = 0) -> None:
-        """`done`: the steps of the checkpoint that is taken up, whose lines have been read before."""
+    def __init__(
+        self, path: Path, steps: int, every: int, high_bytes: int | None, done: int = 0, before: Follower | None = None
+    ) -> None:
+        """`done`: the steps of the checkpoint that is taken up, whose lines have been read before. `before`: who
+        followed the same run until it ran out of memory."""
         self.path, self.steps, self.every, self.high_bytes, self.done = path, steps, every, high_bytes, done
-        self.last: dict[str, Any] | None = None
-        self.peaks: dict[str, int] = {}
+        self.last: dict[str, Any] | None = before.last if before else None
+        self.peaks: dict[str, int] = dict(before.peaks) if before else {}
         self.warnings: list[str] = []
-        self.samples: list[str] = []
-        """files of samples"""
+        self.samples: list[str] = list(before.samples) if before else []
+        """files of samples, each once"""
         self._warned: set[str] = set()
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._inode = path.stat().st_ino if path.is_file() else None
@@ -84,7 +87,7 @@ class Follower:
             self._bar.update(self._task, description=f"making sample {line['validating']} of {line['of']}")
             return
         names = [str(self.path.parent / SAMPLES / name) for name in line["samples"]]
-        self.samples += names
+        self.samples += [name for name in names if name not in self.samples]
         if line["note"]:
             self.warnings.append(f"no more samples behind step {line['step']}: {line['note']}")
             click.echo(f"warning: {self.warnings[-1]}", err=True)

@@ -99,7 +99,7 @@ def _training(run: Run, machine: Machine) -> dict[PhaseName, Parts]:
         phases["denoise"] = {**held, "weights": held["weights"] + max(grouped, applying)}
         moved = grouped if strategy.group_offload != "none" else model if strategy.validation_mode == "offload" else 0
         phases["decode"] = {**held, "weights": held["weights"] + moved}
-    phases["save"] = held
+    phases["save"] = {**held, "saving": nvme.checkpoint_bytes(run)}
     return phases
 
 

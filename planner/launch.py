@@ -143,14 +143,22 @@ def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the ranks see: ours without other launchers' words, and cards in NVML's order, in which they were looked
-    at (CUDA's own is the fastest first)."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    kept.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    """What the ranks see: ours without other launchers' words, and with `settings`."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)} | settings(device)
+
+
+def settings(device: str) -> dict[str, str]:
+    """What is set for the ranks: cards in NVML's order, in which they were looked at (CUDA's own is the fastest
+    first); on the CPU one thread each, where the user says nothing else, and DeepSpeed told so."""
+    found = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
     if device == "cpu":
-        kept["DS_ACCELERATOR"] = "cpu"
-        kept.setdefault("OMP_NUM_THREADS", "1")
-    return kept
+        found |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return found
+
+
+def foreign() -> list[str]:
+    """The variables of other launchers that are set here."""
+    return sorted(name for name in os.environ if name.startswith(FOREIGN))
 
 
 def run(request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:

@@ -35,6 +35,12 @@ def optimizer_host_bytes(run: Run) -> int:
     return HALF * sum(partitions) + OPTIMIZER_BUFFERS * FULL * largest
 
 
+def checkpoint_bytes(run: Run) -> int:
+    """Host RAM of one rank for its share of a checkpoint: fp32 weights and two states, read back from the drive one
+    after another and written as one file (trainers/parallel.py ``Zero.state``)."""
+    return 3 * FULL * sum(_partitions(run)) if run.strategy.offload_optimizer == "nvme" else 0
+
+
 def params_host_bytes(run: Run) -> int:
     """Host RAM of one rank whose weights are on the drive: the pool, and trained weights up to ``max_in_cpu``."""
     pool = PARAM_BUFFERS * PARAM_BUFFER_ELEMENTS

@@ -30,14 +30,18 @@ def sample_seed(*parts: int | str) -> int:
 def from_seeds(seeds: Tensor | None, device: torch.device) -> Iterator[None]:
     """Draws inside come from one generator per sample; without seeds, from torch's own as ever.
 
-    What torch draws by itself (dropout) is seeded with the first sample's.
+    What torch draws by itself (dropout) is seeded with the first sample's: on the CPU and on the device. What
+    ``torch.manual_seed`` does beyond that (a stack trace for CUDA to be started later, MPS, XPU) takes as long as the
+    draws.
     """
     if seeds is None:
         yield
         return
     assert not _generators, "one forward pass at a time"
     numbers: Sequence[int] = seeds.tolist()
-    torch.manual_seed(numbers[0])
+    torch.default_generator.manual_seed(numbers[0])
+    if device.type == "cuda":
+        torch.cuda.manual_seed(numbers[0])
     _generators.extend(torch.Generator(device).manual_seed(number) for number in numbers)
     try:
         yield
@@ -51,7 +55,7 @@ def normal_like(tensor: Tensor) -> Tensor:
         return torch.randn_like(tensor)
     made = torch.empty_like(tensor)
     _each(made.shape[0])
-    for sample, generator in zip(made, _generators, strict=True):
+    for sample, generator in zip(made.unbind(), _generators, strict=True):
         sample.normal_(generator=generator)
     return made
 
@@ -69,8 +73,10 @@ def uniform(count: int, device: torch.device) -> Tensor | None:
     if not _generators:
         return None
     _each(count)
-    drawn = [torch.rand(1, device=device, dtype=torch.float64, generator=each) for each in _generators]
-    return torch.cat(drawn).clamp(1e-9, 1 - 1e-9)
+    made = torch.empty(count, device=device, dtype=torch.float64)
+    for number, generator in zip(made.split(1), _generators, strict=True):
+        number.uniform_(generator=generator)
+    return made.clamp_(1e-9, 1 - 1e-9)
 
 
 def integers(high: int, count: int, device: torch.device) -> Tensor:

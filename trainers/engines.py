@@ -5,6 +5,7 @@ What `planner.zero` and `planner.fsdp` price is what these two set up; tests/con
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ PIN = torch.cuda.is_available()
 """Pinned host memory is there to be copied to a GPU."""
 
 
-def deepspeed_config(job: Job, strategy: Strategy, settings: Settings) -> dict[str, Any]:
-    """DeepSpeed's configuration for a ``zero-N`` strategy with a client optimizer; what is left out is its default."""
+def deepspeed_config(job: Job, strategy: Strategy, settings: Settings, drive: Path | None = None) -> dict[str, Any]:
+    """DeepSpeed's configuration for a ``zero-N`` strategy with a client optimizer; what is left out is its default.
+
+    ``drive``: the folder of what ``nvme`` offloads.
+    """
     assert strategy.sharding.startswith("zero")
     zero: dict[str, Any] = {
         "stage": int(strategy.sharding[-1]),
@@ -34,10 +38,10 @@ def deepspeed_config(job: Job, strategy: Strategy, settings: Settings) -> dict[s
         "stage3_param_persistence_threshold": settings.persistent,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
-    if strategy.offload_optimizer == "cpu":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": PIN}
-    if strategy.offload_params == "cpu":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": PIN}
+    for field, where in (("offload_optimizer", strategy.offload_optimizer), ("offload_param", strategy.offload_params)):
+        if where != "none":
+            folder = {"nvme_path": str(drive)} if where == "nvme" else {}
+            zero[field] = {"device": where, "pin_memory": PIN, **folder}
     return {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation,

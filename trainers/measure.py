@@ -59,7 +59,7 @@ def _run(wanted: Wanted, meter: Meter) -> Probed:
     if meter.device.type == "cuda":
         meter.report.tell(capped_bytes=limit(wanted, meter))
     if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
-        start(wanted.job, wanted.strategy, wanted.plan.machine, meter.device)
+        start(wanted.job, wanted.strategy, wanted.plan.machine, meter.device, wanted.scratch)
     probed = Probed(wanted, meter)
     with meter.phase("load"):
         probed.load()

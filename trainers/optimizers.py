@@ -16,6 +16,9 @@ LOOP = {"foreach": False}
 FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
 """torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
 
+ALIGNMENT = 16
+"""Bytes at a multiple of which each weight begins in host RAM: that of vector registers, and of every format."""
+
 WAYS = ("foreach", "fused")
 """Settings of a torch optimizer's group that say how it steps."""
 
@@ -174,9 +177,15 @@ class OnHost:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
-        self.hosts = {parameter: _on_host(parameter) for parameter in parameters}
-        self.gradients = {parameter: _host_like(parameter) for parameter in self.hosts}
-        device = next(iter(self.hosts)).device
+        trained = list(parameters)
+        device = trained[0].device
+        self._host, views = _host_like([*trained, *trained], pinned=device.type == "cuda")
+        copies, gradients = views[: len(trained)], views[len(trained) :]
+        self.hosts = {
+            parameter: nn.Parameter(copy.copy_(parameter.detach()))
+            for parameter, copy in zip(trained, copies, strict=True)
+        }
+        self.gradients = dict(zip(trained, gradients, strict=True))
         self._sending = torch.cuda.Stream(device) if device.type == "cuda" else None
         # One parameter at a time, in one pass over its numbers where there is a kernel for that.
         how = "fused" if strategy.optimizer == "adamw" else "loop"
@@ -242,13 +251,17 @@ class OnHost:
         return {parameter: self.optimizer.state[host] for parameter, host in self.hosts.items()}
 
 
-def _host_like(parameter: nn.Parameter) -> torch.Tensor:
-    """Host RAM for as much as a parameter, pinned where there is a GPU."""
-    return host_bytes(parameter.nbytes, pinned=parameter.is_cuda).view(parameter.dtype).view(parameter.shape)
-
-
-def _on_host(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_host_like(parameter).copy_(parameter.detach()))
+def _host_like(parameters: list[nn.Parameter], pinned: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Host RAM for as much as some parameters, and each one's part of it. It is pinned as a whole: CUDA pins pages, and
+    those of small weights lie together in one."""
+    ends = [0]
+    for parameter in parameters:
+        ends.append(ends[-1] + -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT)
+    host = host_bytes(ends[-1], pinned)
+    return host, [
+        host[begin : begin + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        for begin, parameter in zip(ends, parameters, strict=False)
+    ]
 
 
 Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMasters | OnHost

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +44,9 @@ class Alone(step.Engine):
 
     averages = False
     """Whether the gradients of a step are the mean over all ranks."""
+
+    gathers = False
+    """Whether weights are split over the ranks, so that they run every forward together."""
 
     def __init__(self, trainee: step.Trainee, scaler: LossScaler | None = None) -> None:
         super().__init__(scaler)
@@ -76,6 +81,9 @@ class Alone(step.Engine):
         if self.scaler:
             self.scaler.load_state_dict(state.pop(SCALER))
         take_up(self.trainee.optimizer, state)
+
+    def release(self) -> None:
+        """Lets go of weights that a forward without a backward has left gathered; all ranks call together."""
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Where learning rates are written."""
@@ -114,11 +122,17 @@ class Fsdp(Alone):
 
     replicated = False
     averages = True
+    gathers = True
 
     def whole(self, name: str) -> Tensor:
         parameter = self.parameters[name].detach()
         assert isinstance(parameter, DTensor)
         return parameter.full_tensor()
+
+    def release(self) -> None:
+        for module in self.plain.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def state(self) -> dict[str, Any]:
         return _map(super().state(), _as_share)  # type: ignore[no-any-return]
@@ -134,13 +148,15 @@ class Zero(Alone):
 
     replicated = False
 
-    def __init__(self, trainee: step.Trainee, job: Job, strategy: Strategy, settings: Settings) -> None:
+    def __init__(
+        self, trainee: step.Trainee, job: Job, strategy: Strategy, settings: Settings, drive: Path | None
+    ) -> None:
         super().__init__(trainee)
         import deepspeed
 
-        config = deepspeed_config(job, strategy, settings)
+        config = deepspeed_config(job, strategy, settings, drive)
         self.deepspeed, *_ = deepspeed.initialize(model=trainee.model, optimizer=trainee.optimizer, config=config)
-        self.stage_3 = strategy.sharding == "zero-3"
+        self.stage_3 = self.gathers = strategy.sharding == "zero-3"
         trainee.model = self.deepspeed
         self.inner = self.deepspeed.optimizer
 
@@ -165,6 +181,17 @@ class Zero(Alone):
         with GatheredParameters([parameter]):
             return parameter.detach().clone()
 
+    def release(self) -> None:
+        if not self.stage_3:
+            return
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self.inner.parameter_offload.get_param_coordinator().reset_step()  # waits for what was fetched ahead
+        for parameter in self.plain.parameters():
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
+                parameter.ds_active_sub_modules.clear()
+                parameter.partition()
+
     @property
     def masters(self) -> list[Tensor]:
         """This rank's fp32 shares, in the order DeepSpeed steps them."""
@@ -172,18 +199,40 @@ class Zero(Alone):
         return list(found)
 
     def state(self) -> dict[str, Any]:
-        states = self.inner.optimizer.state
-        return {"masters": [m.detach() for m in self.masters], "states": [dict(states[m]) for m in self.masters]}
+        found: dict[str, Any] = {"masters": [], "states": []}
+        for number, master in enumerate(self.masters):
+            with self._brought(number, changed=False) as from_drive:
+                state = dict(self.inner.optimizer.state[master])
+                found["masters"].append(master.detach().clone() if from_drive else master.detach())
+                found["states"].append(_map(state, _copied) if from_drive else state)
+        return found
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        for master, kept, values in zip(self.masters, state["masters"], state["states"], strict=True):
-            master.copy_(kept)
-            there = self.inner.optimizer.state[master]
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    value = value.to(master.device)
-                there[key] = value
+        masters = zip(self.masters, state["masters"], state["states"], strict=True)
+        for number, (master, kept, values) in enumerate(masters):
+            with self._brought(number, changed=True) as from_drive:
+                master.copy_(kept)
+                there = self.inner.optimizer.state[master]
+                for key, value in values.items():
+                    if from_drive and isinstance(value, Tensor) and value.ndim:
+                        there[key].copy_(value)  # its buffer is what goes back to the drive
+                    else:
+                        there[key] = value.to(master.device) if isinstance(value, Tensor) and value.ndim else value
+
+    @contextlib.contextmanager
+    def _brought(self, number: int, changed: bool) -> Iterator[bool]:
+        """A sub-group's master and states in host RAM, where DeepSpeed keeps them on a drive (stage3.py, around its own
+        step); whether it does."""
+        if not self.stage_3 or not self.inner._swappable_optimizer_subgroup(number):
+            yield False
+            return
+        self.inner._optimizer_states_and_gradient_swap_in(number)
+        yield True
+        if changed:
+            self.inner._optimizer_states_and_gradient_swap_out(number)
+        else:
+            self.inner._release_swap_buffers(number)
 
     def param_groups(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.inner.optimizer.param_groups
@@ -192,7 +241,7 @@ class Zero(Alone):
 
 def set_up(
     model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
-    settings: Settings = DEEPSPEED,
+    settings: Settings = DEEPSPEED, drive: Path | None = None,
 ) -> tuple[step.Trainee, Alone]:  # fmt: skip
     """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
     device = next(model.parameters()).device  # of the computation: what trains may wait in host RAM
@@ -212,7 +261,7 @@ def set_up(
         unused = job.experts == "both" or any(kind.without_gradient(name, profile.blocks) for name in trainable)
         engine = Ddp(trainee, strategy, unused, scaler)
     elif strategy.sharding.startswith("zero"):
-        engine = Zero(trainee, job, strategy, settings)
+        engine = Zero(trainee, job, strategy, settings, drive)
     else:
         engine = Alone(trainee, scaler)
     trainee.engine = engine
@@ -265,6 +314,10 @@ def _map(value: Any, change: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_map(inner, change) for inner in value]
     return change(value)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _as_share(value: Any) -> Any:

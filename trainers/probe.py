@@ -6,6 +6,7 @@ Torch is imported by ``trainers.measure``, and that only once the allocator's se
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,10 @@ def set_allocator(expandable_segments: bool) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent dies, however it dies: standard input is a pipe that closes then."""
+    """Ends this process when its parent dies, however it dies: standard input is a pipe that closes then. Whoever
+    starts it by hand gives it none."""
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -95,7 +95,7 @@ class Probed:
             folder = weights.model_folder(Path(wanted.weights), wanted.profile, wanted.job)
             swapped = swap.swapped_blocks(model, wanted.profile, self.strategy)
             weights.load(model, weights.published(folder, wanted.profile), device, SEED, None, swapped)
-        made = parallel.set_up(model, wanted.profile, wanted.job, self.strategy, LEARNING_RATE)
+        made = parallel.set_up(model, wanted.profile, wanted.job, self.strategy, LEARNING_RATE, drive=wanted.scratch)
         self.trainee, self.engine = made
         ema = self.strategy.ema
         self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
@@ -148,12 +148,14 @@ class Probed:
         self._follow()
 
     def sample(self) -> None:
-        """A sample of the validation's true size, on the first rank, while the others wait; two noise levels tell."""
-        wanted = self.wanted
-        if checkpoint.is_first():
+        """A sample of the validation's true size, on the first rank, while the others wait; two noise levels tell.
+        Of a model that is split all ranks denoise."""
+        wanted, first, engine = self.wanted, checkpoint.is_first(), self.engine
+        if first or engine.gathers:
             asked = validate.Asked(steps=NOISE_LEVELS, seed=SEED)
-            model, device = self.engine.plain, self.meter.device
-            validate.sample(model, wanted.profile, wanted.job, self.strategy, device, asked, self.meter.phase)
+            model, device = engine.plain, self.meter.device
+            split = validate.Split(first, engine.release) if engine.gathers else None
+            validate.sample(model, wanted.profile, wanted.job, self.strategy, device, asked, self.meter.phase, split)
         checkpoint.barrier()
 
     def save(self) -> None:

@@ -1,14 +1,16 @@
 """The samples of a run: which ones and when, their files, and what becomes of the run when one cannot be made.
 
-The first rank makes them, of the weights as they are, where it holds the whole model; the others wait for it. Nothing
-of a sample stays on the GPU, and no error in making one ends training.
+The first rank makes them, of the weights as they are, and the others wait for it; where weights are split over ranks
+(ZeRO-3, FSDP2) all of them denoise together. Nothing of a sample stays on the GPU. An error in making one does not end
+training, but for one of a single rank while all denoise together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,6 @@ import torch.distributed as dist
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
 
 from planner import checkpoints
 from planner.errors import VplanError
@@ -35,6 +36,7 @@ from trainers.cache import Setting, Work
 from trainers.data import Dataset
 from trainers.loader import read_entries
 from trainers.measure import out_of_memory
+from trainers.parallel import Alone
 from trainers.step import DTYPES
 
 FAILURES = (
@@ -136,35 +138,46 @@ class Samples:
         return done == self.request.steps or bool(every and done and done % every == 0)
 
     def missing(self, done: int) -> bool:
-        """Whether they are due and not there; a run that was killed while it made them makes them again."""
-        return self.due(done) and not self._path(done, len(self.wishes) - 1).is_file()
+        """Whether they are due and not there; a run that was killed while it made them makes them again. The first
+        rank looks for all: others may see a file of a shared folder later. All ranks call it together."""
+        return self.due(done) and self._agree(
+            f"missing behind step {done}", self.rank == 0 and not self._path(done, len(self.wishes) - 1).is_file()
+        )
 
-    def make(self, model: nn.Module, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    def make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
         """Makes them behind an optimizer step, when gradients are freed. All ranks call it together."""
-        if self.rank == 0:
+        if self.rank == 0 or engine.gathers:
             began = time.perf_counter()
-            made, note = self._make(model, done, tell)
+            made, note = self._make(engine, done, tell)
             tell({"step": done, "samples": made, "note": note, "seconds": round(time.perf_counter() - began, 6)})
         self._wait(done)
 
-    def _make(
-        self, model: nn.Module, done: int, tell: Callable[[dict[str, Any]], None]
-    ) -> tuple[list[str], str | None]:
-        """The files that were made, and why not all of them were."""
+    def _make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> tuple[list[str], str | None]:
+        """The files that were made, and why not all of them were.
+
+        Where all ranks have to denoise together, one that fails alone in the middle would leave the others waiting for
+        it: that ends the run, like an error in a step. Before that they agree, and behind it the first one is alone.
+        """
         made: list[str] = []
-        try:
-            for number, wish in enumerate(self.wishes):
+        for number, wish in enumerate(self.wishes):
+            turn = _Turn(self, engine, _turn_name(number, done)) if engine.gathers else None
+            try:
                 tell({"step": done, "validating": number + 1, "of": len(self.wishes)})
                 frames = validate.sample(
-                    model, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
-                    self._asked(wish, number),
+                    engine.plain, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
+                    self._asked(wish, number), *((turn.phase, turn.split) if turn else ()),
                 )  # fmt: skip
-                path = self._path(done, number)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write(frames, path, float(model_fps(self.profile) or 1))
-                made.append(path.name)
-        except (*FAILURES, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # the last is no RuntimeError
-            return made, _why(error)
+                if self.rank == 0:
+                    path = self._path(done, number)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write(frames, path, float(model_fps(self.profile) or 1))
+                    made.append(path.name)
+            except (*FAILURES, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # the last is no RuntimeError
+                if turn and turn.together:
+                    raise
+                if turn:
+                    turn.give_up(_turn_name(number + 1, done) if number + 1 < len(self.wishes) else None)
+                return made, _why(error)
         return made, None
 
     def _path(self, done: int, number: int) -> Path:
@@ -200,15 +213,52 @@ class Samples:
         return [whole.crop((0, top, whole.width, top + height)) for top in range(0, whole.height, height)]
 
     def _wait(self, done: int) -> None:
-        """Ranks wait for the first one, however long it takes: a collective would give up within minutes."""
+        """Ranks wait for the first one."""
+        self._agree(f"sampled behind step {done}", False)
+
+    def _agree(self, about: str, said: bool) -> bool:
+        """Whether any rank says so. However long it takes: a collective would give up within minutes."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return
+            return said
         store = dist.distributed_c10d._get_default_store()
-        key = f"sampled behind step {done}"
-        if self.rank == 0:
-            store.set(key, "")
-        else:
-            store.wait([key], timedelta(days=30))
+        store.set(f"{about}/{self.rank}", str(int(said)))
+        keys = [f"{about}/{rank}" for rank in range(dist.get_world_size())]
+        store.wait(keys, timedelta(days=30))
+        return b"1" in [store.get(key) for key in keys]
+
+
+class _Turn:
+    """One sample of a model that is split over ranks, as this rank sees it."""
+
+    def __init__(self, samples: Samples, engine: Alone, name: str) -> None:
+        self.samples, self.name = samples, name
+        self.begun = self.ended = self.together = False
+        """whether this rank has asked the others; whether one of them cannot go on; whether all are denoising"""
+        self.split = validate.Split(samples.rank == 0, engine.release, self.begin)
+
+    def begin(self) -> None:
+        """Before the first call of the model."""
+        self.begun = True
+        self.ended = self.samples._agree(self.name, False)
+        if self.ended:
+            raise RuntimeError("another rank could not go on")
+        self.together = True
+
+    def give_up(self, following: str | None) -> None:
+        """This rank makes no more samples: it says so where the others ask next, if they do."""
+        about = following if self.begun else self.name
+        if about and not self.ended:
+            self.samples._agree(about, True)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The first rank is alone once it decodes."""
+        self.together = name != "decode"
+        yield
+
+
+def _turn_name(number: int, done: int) -> str:
+    return f"sample {number} behind step {done}"
 
 
 def _why(error: BaseException) -> str:

@@ -8,6 +8,7 @@ backend named ``num_processes`` is 1; its own FSDP never engages).
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +41,12 @@ def find_device(name: str) -> torch.device:
 
 
 def start(
-    job: Job, strategy: Strategy, machine: Machine, device: torch.device, request: Request | None = None
+    job: Job, strategy: Strategy, machine: Machine, device: torch.device, drive: Path, request: Request | None = None
 ) -> Accelerator:
-    """Accelerate's state for a plan, checked. It finds the ranks and keeps a request's trackers; the step is ours."""
+    """Accelerate's state for a plan, checked. It finds the ranks and keeps a request's trackers; the step is ours.
+
+    ``drive``: the folder of what ``nvme`` offloads.
+    """
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     together = "WORLD_SIZE" in os.environ
@@ -53,7 +57,7 @@ def start(
         said |= {"log_with": request.log_with, "project_dir": request.output}
     zero = strategy.sharding.startswith("zero")
     if zero:
-        said["deepspeed_plugin"] = _plugin(job, strategy)
+        said["deepspeed_plugin"] = _plugin(job, strategy, drive)
     else:
         said["cpu"] = device.type == "cpu"
     accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **said)
@@ -72,13 +76,30 @@ def backend_of(strategy: Strategy, device: torch.device) -> str:
     return "cuda:nccl,cpu:gloo" if strategy.sharding == "fsdp" and strategy.offload_params == "cpu" else "nccl"
 
 
-def _plugin(job: Job, strategy: Strategy) -> Any:
+def _plugin(job: Job, strategy: Strategy, drive: Path) -> Any:
     import deepspeed
     from accelerate import DeepSpeedPlugin
 
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_params):
+        _build_async_io()
     if not torch.cuda.is_available():  # else every start compiles it, for half a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return DeepSpeedPlugin(hf_ds_config=deepspeed_config(job, strategy, DEEPSPEED))
+    return DeepSpeedPlugin(hf_ds_config=deepspeed_config(job, strategy, DEEPSPEED, drive))
+
+
+def _build_async_io() -> None:
+    """DeepSpeed compiles what reads and writes the drive when it is first asked for, and keeps it (some minutes)."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    fault, fix = "offload to nvme needs DeepSpeed's async_io", "or use cpu in its place"
+    if not AsyncIOBuilder().is_compatible():
+        raise VplanError(f"{fault}, and there is no libaio to build it with", f"install libaio-dev, {fix}")
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        need = "install ninja and a C++ compiler, see `ds_report`"
+        raise VplanError(f"{fault}, which cannot be built: {reason}", f"{need}, {fix}") from error
 
 
 def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backend: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from planner.process import read_json
 from trainers.probe import Report, end_with_parent, set_allocator
 
 FINAL = "final"
+DRIVE = "offload"
+"""What is offloaded to a drive, in the run's own folder; it may be a link to another drive."""
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +90,8 @@ class Training:
         report.tell(phase="start")
         self.device = find_device(request.device)
         self.watch = Watch(self.device)
-        self.accelerator = start(self.job, self.strategy, request.plan.machine, self.device, request)
+        self.drive = self.output / DRIVE
+        self.accelerator = start(self.job, self.strategy, request.plan.machine, self.device, self.drive, request)
         self.rank = self.accelerator.process_index
         report.tell(phase="load")
         self.loader = self._loader()
@@ -112,10 +116,21 @@ class Training:
                 self._sample()
             self.report.tell(phase="save")
             export.finish(self.output / FINAL, self.profile, self.job, self.engine, self.average)
+            self._clear_drive()
         finally:
             self.loader.close()
             self.watch.close()
         self.accelerator.end_training()
+
+    def _clear_drive(self) -> None:
+        """What was offloaded to a drive is in the checkpoint by now."""
+        from trainers.checkpoint import barrier
+
+        barrier()
+        if self.rank == 0 and self.drive.exists():
+            held = sum(path.stat().st_size for path in self.drive.rglob("*") if path.is_file())
+            self.report.tell(drive_bytes=held)
+            shutil.rmtree(self.drive, ignore_errors=True)
 
     def _loader(self) -> Any:
         """The batches of this rank, over the samples that were cached."""
@@ -147,7 +162,7 @@ class Training:
                 self.metrics.write({**line, **self.watch.peaks()} if "samples" in line else line)
 
         self.report.tell(phase="validate")
-        self.samples.make(self.engine.plain, self.done, tell)
+        self.samples.make(self.engine, self.done, tell)
         self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:
@@ -161,7 +176,9 @@ class Training:
         self.done = self._take_up(manifest) if manifest else 0
         trained = checkpoint.trained_weights(resume) if resume else None
         model = self._model(trained)
-        self.trainee, self.engine = parallel.set_up(model, self.profile, job, strategy, request.learning_rate)
+        self.trainee, self.engine = parallel.set_up(
+            model, self.profile, job, strategy, request.learning_rate, drive=self.drive
+        )
         if request.plan.machine.world > 1 and self._is_replicated():
             parallel.check_alike(self.trainee.trainable, self.device)
         self.average = Average(self.trainee.trainable, strategy.ema) if strategy.ema != "none" else None

@@ -39,6 +39,18 @@ Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
+class Split:
+    """A model whose weights lie on several ranks: all of them denoise together, and the first one decodes."""
+
+    decodes: bool
+    """whether this is the first one"""
+    release: Callable[[], None]
+    """lets go of gathered weights; all ranks call together, behind their last call of the model"""
+    begin: Callable[[], None] = lambda: None
+    """before the first call of the model: raises where another rank cannot go on"""
+
+
+@dataclass(frozen=True)
 class Asked:
     """What one sample is made of and how. What is left out is random, or the pipeline's own."""
 
@@ -68,12 +80,14 @@ def sample(
     device: torch.device,
     asked: Asked | None = None,
     phase: Phase = contextlib.nullcontext,
+    split: Split | None = None,
 ) -> numpy.ndarray[Any, Any]:
     """One sample of the job's validation shape, as numbers in 0..1: (F, H, W, 3), one frame of an image.
 
     ``sample(model, profile, job, strategy, device, Asked(steps=2), meter.phase)`` needs neither data nor weights: the
     prompt is random and so is the VAE. Gradients must be freed before. Raises a VplanError where the family has no
-    pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case.
+    pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case. Of a ``split``
+    model only the first rank has the sample: the others' is empty.
     """
     asked = asked or Asked()
     kind, shape = family(profile).for_job(job), shape_of(job)
@@ -83,11 +97,15 @@ def sample(
     leaves = strategy.validation_mode == "offload" and strategy.group_offload == "none"
     away = _Away(model, profile, strategy, device) if leaves else None
     settings = scheduler(profile, sampler, shape, asked.scheduler)
-    with _set_aside(model, strategy, device), _Turns(live, _with_settings(vae, strategy), phase, away):
+    with _set_aside(model, strategy, device), _Turns(live, _with_settings(vae, strategy), phase, away, split):
         prompt = asked.prompt if asked.prompt is not None else _random_prompt(kind, job, strategy)
         embeds = asked.embeds if asked.embeds is not None or not sampler.embeds else prompt[sampler.embeds]
         whole = _pipeline(sampler, live, {"vae": vae, "scheduler": settings, **_guider(sampler, job, asked)}, embeds)
         said = _arguments(kind, sampler, job, replace(asked, prompt=prompt), shape)
+        if split and not split.decodes:
+            whole(**_accepted(whole, {**said, "output_type": "latent"}))
+            split.release()
+            return _nothing()
         return _numbers(whole(**_accepted(whole, said)))[: shape.frames]
 
 
@@ -159,9 +177,11 @@ class _Live:
 class _Turns(contextlib.ExitStack):
     """Who is on the device: the model while it denoises, the VAE while it encodes an image or decodes."""
 
-    def __init__(self, live: _Live, vae: nn.Module, phase: Phase, away: _Away | None) -> None:
+    def __init__(
+        self, live: _Live, vae: nn.Module, phase: Phase, away: _Away | None, split: Split | None = None
+    ) -> None:
         super().__init__()
-        self.device, self.vae, self.phase, self.away = live.device, vae, phase, away
+        self.device, self.vae, self.phase, self.away, self.split = live.device, vae, phase, away, split
         self._is_here, self._running = False, ""
         live.before = self.denoise
         for name, then in (("encode", self.bring), ("decode", self.decode)):
@@ -181,6 +201,8 @@ class _Turns(contextlib.ExitStack):
             self.vae.to("cpu")
             self._is_here = False
             _empty_cache(self.device)
+        if self.split and self._running != "denoise":
+            self.split.begin()
         self._begin("denoise")
 
     def decode(self) -> None:
@@ -190,6 +212,8 @@ class _Turns(contextlib.ExitStack):
         self._begin("decode")
         if self.away is not None:
             self.away.leave()
+        if self.split is not None:
+            self.split.release()
         _empty_cache(self.device)
         self.bring()
 
@@ -365,6 +389,12 @@ def _accepted(whole: Any, said: Mapping[str, Any]) -> dict[str, Any]:
         return value.to(place) if isinstance(value, Tensor) else value
 
     return {name: there(value) for name, value in said.items() if name in known}
+
+
+def _nothing() -> numpy.ndarray[Any, Any]:
+    import numpy
+
+    return numpy.empty((0, 0, 0, 3))
 
 
 def _numbers(made: Any) -> numpy.ndarray[Any, Any]:

@@ -91,7 +91,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 @click.option(
     "--main-port", type=click.IntRange(1, 65_535), default=launch.PORT, metavar="N", help="A free port there."
 )
-@click.option("--print-command", is_flag=True, help="Do all but start the ranks; print how to.")
+@click.option("--print-command", is_flag=True, help="Do all but start the ranks; print how to, for a shell.")
 @click.option("--slurm", metavar="FILE", help="Train nothing: write a batch script that does, for sbatch.")
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
@@ -242,6 +242,7 @@ class _Train:
                 self._note(*notes)
                 self._raise_unless_ok(prepared)
         begun: int | None = None
+        follower: Follower | None = None
         for attempt in itertools.count():
             request = self._request(entries, resume) if first else self._told(peers, attempt, entries)
             resume = Path(request.resume) if request.resume else None
@@ -252,7 +253,7 @@ class _Train:
                 peers.publish(attempt, request)
             high = estimate.high_bytes if estimate and self.device == "cuda" else None
             every, done = request.checkpoint_every, _steps_of(resume) or 0
-            with Follower(output / launch.METRICS, request.steps, every, high, done) as follower:
+            with Follower(output / launch.METRICS, request.steps, every, high, done, follower) as follower:
                 if peers:
                     ended = peers.run(attempt, request, self.nodes, follower.tick)
                 else:
@@ -263,6 +264,7 @@ class _Train:
             resume, _ = checkpoints.newest(output, request.run)
             estimate = None
         self._raise_unless_ok(ended)
+        assert follower is not None
         last = follower.last or {}
         answer = {
             "output": str(output),
@@ -295,8 +297,16 @@ class _Train:
 
     def _print_command(self, request: launch.Request, as_json: bool) -> int:
         folder = launch.write_request(launch.run_folder(self.output, self.nodes), request)
-        words = launch.command(self.plan, folder, self.nodes)
-        show({"command": words}, as_json, lambda console: console.print(shlex.join(words), soft_wrap=True))
+        words, unset = launch.command(self.plan, folder, self.nodes), launch.foreign()
+        answer = {"command": words, "environment": launch.settings(self.device), "unset": unset}
+        lines = [f"unset {shlex.join(unset)}"] if unset else []
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in answer["environment"].items()]
+        lines.append(shlex.join(words))
+
+        def render(console: Console) -> None:
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+        show(answer, as_json, render)
         return DONE
 
     def _step_down(self, ended: launch.Outcome) -> bool:

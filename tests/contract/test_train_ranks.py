@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
+from torch.utils import cpp_extension  # noqa: E402
+
 from tests.contract import training  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 
@@ -116,6 +118,28 @@ def test_two_ranks_run_the_same_expert_and_wait_for_no_gradient_of_the_other(
     check(training.train(request(place, tmp_path / "split", "ddp", split, job={"experts": "both"})))
     assert [line["experts"] for line in runs.lines(tmp_path / "split")] == turns
     compare(tmp_path / "split", tmp_path / "whole")
+
+
+def test_an_optimizer_on_a_drive_trains_as_in_host_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and states are files there, and go on from a checkpoint."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    built = Path(cpp_extension.get_default_build_root())
+    if not AsyncIOBuilder().is_compatible(verbose=False) or not list(built.glob("**/async_io.so")):
+        pytest.skip("DeepSpeed's async_io is not built here, which takes minutes")
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+    wide = runs.Place(tmp_path, "wide")
+    for where in ("cpu", "nvme"):
+        output, strategy = tmp_path / where, {"offload_optimizer": where}
+        half = request(wide, output, "zero-3", strategy, job={"method": "full"}, steps=2, checkpoint_every=2)
+        check(training.train(half))
+        if where == "nvme":
+            held = sum(path.stat().st_size for path in (output / "offload").rglob("*") if path.is_file())
+        last = {**half, "steps": 4, "resume": str(output / "checkpoints" / "step-00000002")}
+        check(training.train(last))
+    compare(tmp_path / "nvme", tmp_path / "cpu")
+    trained = sum(tensor.numel() for tensor in runs.tensors(tmp_path / "nvme" / "final").values())
+    assert 3 * 4 * trained <= held <= 4 * 4 * trained + 2**20
 
 
 @pytest.mark.parametrize(("sharding", "gpus", "world"), [("ddp", 2, 1), ("fsdp", 2, 1), ("none", 1, 2)])

@@ -193,6 +193,18 @@ def test_draws_come_from_torch_without_seeds() -> None:
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
 
 
+def test_every_sample_draws_from_a_generator_of_its_own() -> None:
+    """Noise and level of a sample are those that its seed alone gives; torch's own draws are the first one's."""
+    device, seeds = torch.device("cpu"), torch.tensor([3, 2**62, 11])
+    with draws.from_seeds(seeds, device):
+        found = draws.normal_like(torch.empty(3, 4, 5)), draws.uniform(3, device), torch.rand(2)
+    each = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+    noise = torch.stack([torch.randn(4, 5, generator=generator) for generator in each])
+    shares = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in each])
+    torch.manual_seed(3)
+    assert all(torch.equal(*pair) for pair in zip(found, (noise, shares, torch.rand(2)), strict=True))
+
+
 def test_lists_of_entries_may_be_moved_with_their_folder(tmp_path: Path) -> None:
     made = [Entry(tmp_path / "a" / "x", Path("/elsewhere/y"), Bucket(frames=1, height=32, width=32))]
     (tmp_path / "a").mkdir()

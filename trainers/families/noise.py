@@ -6,6 +6,7 @@ range (one expert of two) is drawn from by a part of the uniform numbers, with t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def levels(uniform: Tensor, training: Training, tokens: int, limits: tuple[float
         assert limits == (0.0, 1.0), "no model with experts is trained so"
         mean = _mean(tokens)
         return (_stretched(uniform, mean) if kind.startswith("stretched") else _logit_normal(uniform, mean)).float()
-    low, high = (_share(_unshifted(torch.tensor(limit, dtype=torch.float64), shift), kind) for limit in limits)
+    low, high = _shares(kind, shift, limits)
     share = low + uniform * (high - low)
     base = share if kind == "uniform" else _logit_normal(share, 0.0)
     return (shift * base / (1 + (shift - 1) * base)).float()
@@ -41,9 +42,12 @@ def _logit_normal(share: Tensor, mean: float) -> Tensor:
     return torch.sigmoid(torch.special.ndtri(share) + mean)
 
 
-def _share(level: Tensor, kind: str) -> Tensor:
-    """How much of a density lies below a level."""
-    return level if kind == "uniform" else torch.special.ndtr(torch.logit(level))
+@functools.cache
+def _shares(kind: str, shift: float, limits: tuple[float, float]) -> list[float]:
+    """How much of a density lies below each limit."""
+    levels = _unshifted(torch.tensor(limits, dtype=torch.float64), shift)
+    found: list[float] = (levels if kind == "uniform" else torch.special.ndtr(torch.logit(levels))).tolist()
+    return found
 
 
 def _unshifted(level: Tensor, shift: float) -> Tensor:

@@ -1,0 +1,115 @@
+"""Samples of a model whose weights are split over two ranks: those that one rank makes, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+pytest.importorskip("av")
+
+import diffusers  # noqa: E402
+import numpy  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from planner import catalog  # noqa: E402
+from planner.launch import Request, Validation  # noqa: E402
+from tests.contract import training  # noqa: E402
+from tests.trainers import runs, tiny  # noqa: E402
+from trainers import samples  # noqa: E402
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model with weights that ZeRO-3 does split, its VAE, and two encoded prompts."""
+    root = tmp_path_factory.mktemp("samples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPLAN_HOME", str(root / "home"))
+        made = runs.Place(root, "wide")
+        profile = catalog.model(made.model)
+        torch.manual_seed(1)
+        small = tiny.VAES[profile.vae.class_name]
+        diffusers.AutoencoderKLWan(**{**profile.vae.config, **small}).save_pretrained(root / "model" / "vae")
+        for name in ("a", "b", "empty"):
+            save_file({"prompt": torch.randn(512, profile.config["text_dim"])}, root / f"{name}.safetensors")
+        files = [str(root / f"{name}.safetensors") for name in ("a", "b", "empty")]
+        wishes = [samples.Wish(text, text, files[2])._asdict() for text in files[:2]]
+        (root / "validation.json").write_text(json.dumps({"about": {}, "samples": wishes}))
+        yield made
+
+
+def request(place: runs.Place, output: Path, world: int, sharding: str = "none", every: int = 1) -> dict[str, Any]:
+    """Three steps of the same global batch, with two samples behind each."""
+    strategy = {"validation_mode": "on", "vae_dtype": "fp32", "adapter_dtype": "fp32", "sharding": sharding}
+    plan = place.plan(strategy if every else {**strategy, "validation_mode": "off"}, gpus=world, batch_size=2 // world)
+    asked = Validation(prompts=str(place.root / "validation.json"), every=every, steps=2) if every else None
+    return place.request(output, plan, steps=STEPS, validation=asked).to_json()
+
+
+def keep(frames: numpy.ndarray, path: Path, _fps: float) -> None:
+    """What was sampled, before a codec rounds it."""
+    with path.open("wb") as file:
+        numpy.save(file, frames)
+
+
+@pytest.mark.parametrize("sharding", ["zero-3", "fsdp"])
+def test_two_ranks_that_split_a_model_sample_what_one_does(
+    place: runs.Place, tmp_path: Path, sharding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All denoise and the first decodes; losses are those of one rank, and of two that make no samples to the bit."""
+    one, two, without = tmp_path / "one", tmp_path / "two", tmp_path / "without"
+    training.run(_train_and_fail_once, request(place, two, 2, sharding), 2)
+    training.train(request(place, without, 2, sharding, every=0))
+    monkeypatch.setattr(samples, "write", keep)
+    assert runs.train(Request.read(request(place, one, 1)))["outcome"] == "ok"
+    assert runs.losses(two) == runs.losses(without)
+    assert runs.losses(two) == pytest.approx(runs.losses(one), abs=1e-5)
+    told = [(line["note"], line["samples"]) for line in runs.lines(two) if "samples" in line]
+    assert told[0] == ("OSError: the disk broke", []) and told[1][0] == "AttributeError: a rank's own trouble"
+    names = [f"step-{STEPS:08d}-{number}.mp4" for number in (0, 1)]
+    assert told[2] == (None, names) and told[1][1] == [f"step-00000002-{0}.mp4"]
+    first, second = (numpy.load(two / "samples" / name) for name in names)
+    assert numpy.abs(first - numpy.load(one / "samples" / names[0])).max() < 1e-5
+    assert numpy.abs(second - numpy.load(one / "samples" / names[1])).max() < 1e-5
+    assert numpy.abs(first - second).max() > 1e-3
+
+
+def _train_and_fail_once(request: dict[str, Any]) -> dict[str, Any]:
+    """The first sample of all cannot be written; of the second round's second one only the first rank can read the
+    prompt. Gathered weights are gone behind each round."""
+    from trainers.samples import Samples
+
+    asked, make = Samples._asked, Samples.make
+
+    def broken(frames: Any, path: Path, fps: float) -> None:
+        if path.name.startswith("step-00000001"):
+            raise OSError("the disk broke")
+        keep(frames, path, fps)
+
+    def lonely(self: Samples, wish: Any, number: int) -> Any:
+        if number == 1 and self.rank == 0 and not (self.folder / f"step-{STEPS:08d}-0.mp4").exists():
+            raise AttributeError("a rank's own trouble")
+        return asked(self, wish, number)
+
+    def watched(self: Samples, engine: Any, done: int, tell: Any) -> None:
+        make(self, engine, done, tell)
+        held = sum(weight.numel() for weight in engine.plain.parameters() if _is_whole(weight))
+        assert held < sum(weight.numel() for weight in engine.plain.parameters()) / 4
+
+    samples.write, Samples._asked, Samples.make = broken, lonely, watched
+    told = runs.train(Request.read(request))
+    assert told["outcome"] == "ok", told
+    return told
+
+
+def _is_whole(weight: Any) -> bool:
+    """Whether a rank holds more than its share."""
+    if hasattr(weight, "ds_numel"):
+        return weight.data.numel() == weight.ds_numel and not weight.ds_persist
+    return not hasattr(weight, "placements")
