@@ -23,11 +23,21 @@ from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 
 def tape(model: str, variant: str) -> Tape:
     """The tape of a model's variant. No user's model has a bundled one's name, so a name has tapes in one place."""
-    for folder in (profiles.TAPES, home.tapes()):
-        path: Path = folder / model / f"{variant}.json.gz"
-        if path.is_file():
-            return _read(path, path.stat().st_mtime_ns)
-    raise NotRecordedError(f"no tape {variant} of {model}", f"record it: vplan record {model} --variant {variant}")
+    return tapes(model, variant)[0]
+
+
+def tapes(model: str, *variants: str) -> list[Tape]:
+    """The tapes of some variants; a NotRecordedError with the command that records all of them that are missing."""
+    places = [
+        [folder / model / f"{variant}.json.gz" for folder in (profiles.TAPES, home.tapes())] for variant in variants
+    ]
+    paths = [next(filter(Path.is_file, each), None) for each in places]
+    missing = [variant for variant, path in zip(variants, paths, strict=True) if path is None]
+    if missing:
+        flags = " ".join(f"--variant {variant}" for variant in missing)
+        fault = f"no tape {' or '.join(missing)} of {model}"
+        raise NotRecordedError(fault, f"record it once, with vplan[train] installed: vplan record {model} {flags}")
+    return [_read(path, path.stat().st_mtime_ns) for path in paths if path is not None]
 
 
 @functools.cache
@@ -64,15 +74,21 @@ def facts(
     validates = strategy.validation_mode != "off"
     variant = StepVariant.of(model, job, strategy, batch)
     partial = strategy.gradient_checkpointing == "partial"
+    wanted = {"step": variant.name, "optimizer": OptimizerVariant.of(model, job, strategy).name}
+    if validates:
+        wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side).name
+    if partial:
+        wanted["checkpointed"] = replace(variant, checkpointing="full").name
+    found = dict(zip(wanted, tapes(job.model, *wanted.values()), strict=True))
     return Facts(
         model,
         card,
-        tape(job.model, variant.name),
-        tape(job.model, OptimizerVariant.of(model, job, strategy).name),
+        found["step"],
+        found["optimizer"],
         parameters(job.model) if counts_elements(strategy) else Parameters(),
         around(model, job, strategy),
-        tape(job.model, SampleVariant.of(model, job, strategy, side_by_side).name) if validates else None,
-        tape(job.model, replace(variant, checkpointing="full").name) if partial else None,
+        found.get("sample"),
+        found.get("checkpointed"),
     )
 
 

@@ -9,6 +9,7 @@ import gzip
 import importlib.util
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -77,22 +78,23 @@ class Done(NamedTuple):
     epilog=examples(
         "vplan record ~/models/my-wan --name my-wan",
         "vplan record ~/models/my-wan/transformer/config.json --all",
+        "vplan record mochi-1 --variant optimizer-lora-fp32-lion-foreach",
         "vplan record wan2.1-t2v-1.3b -o tapes",
         "vplan record --check --jobs 4",
     ),
 )
 @click.argument("models", nargs=-1, metavar="[FOLDER|CONFIG.json|MODEL]...")
 @click.option("--name", metavar="NAME", help="What to call the model in FOLDER.  [default: as its folder]")
-@click.option("--variant", "text", metavar="TEXT", default="", help="Only variants with TEXT in their name.")
+@click.option("--variant", "texts", metavar="TEXT", multiple=True, help="Only variants with TEXT in their name.")
 @click.option("--all", "everything", is_flag=True, help="All variants of an own model, not just the first needed.")
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 at the first tape that is not what is recorded now.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 at the first tape that is recorded otherwise now.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes at once.")
 @click.option("-o", "--output", metavar="FOLDER", help="Folder of the tapes.  [default: vplan's own]")
 @json_option
 def command(
     models: Sequence[str],
     name: str | None,
-    text: str,
+    texts: Sequence[str],
     everything: bool,
     check: bool,
     jobs: int,
@@ -115,8 +117,8 @@ def command(
     kept = [own.keep(source, chosen) for source, chosen in sources]
     known = [catalog.model(model).name for model in models if model not in folders]
     names = [entry.profile.name for entry in kept] + known or list(profiles.model_names())
-    folder = Path(output) if output else profiles.TAPES
-    tasks = _tasks(dict.fromkeys(names), _Wanted(text, everything, check), folder)
+    folder = Path(output) if output else _default_folder(check)
+    tasks = _tasks(dict.fromkeys(names), _Wanted(tuple(texts), everything, check), folder)
     try:
         done = _all_done(tasks, jobs)
     except VplanError:
@@ -180,12 +182,21 @@ def _require_torch() -> None:
         raise VplanError(f"recording needs {', '.join(missing)}, not installed here", "pip install 'vplan[train]'")
 
 
+def _default_folder(check: bool) -> Path:
+    """Where our own models' tapes are; where nobody may write there, new ones go to the user's beside them."""
+    return profiles.TAPES if check or os.access(profiles.TAPES, os.W_OK) else home.tapes()
+
+
 class _Wanted(NamedTuple):
     """Which variants of each model: those with a text in their name, all, or what is needed first (own models)."""
 
-    text: str
+    texts: tuple[str, ...]
     everything: bool
     check: bool
+
+    def names(self, variant: str) -> bool:
+        """Whether a name has one of the texts in it."""
+        return not self.texts or any(text in variant for text in self.texts)
 
 
 def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]:
@@ -196,25 +207,28 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
         if profile.is_own:
             tasks += _own_tasks(profile, wanted)
             continue
-        names = _names(profile, wanted.text)
-        tasks += [Task(model, name, "", folder / model / f"{name}.json.gz", wanted.check) for name in names]
+        named = [(name, folder / model / f"{name}.json.gz") for name in _names(profile, wanted)]
+        if wanted.check:  # not all of them are shipped
+            due = {*own.first_variants(profile), *wanted.texts}
+            named = [(name, path) for name, path in named if name in due or path.is_file()]
+        tasks += [Task(model, name, "", path, wanted.check) for name, path in named]
         tasks.append(Task(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
         for part in components(profile):
             if part not in around:
                 around[part] = None
                 path = folder / COMPONENTS / part.name / f"{part.variant}.json.gz"
                 tasks.append(Task(model, part.variant, part.name, path, wanted.check))
-    chosen = [task for task in tasks if wanted.text in task.variant or wanted.text in task.component]
+    chosen = [task for task in tasks if wanted.names(task.variant) or (task.component and wanted.names(task.component))]
     if tasks and not chosen:
-        fault = f"no variant has {quoted(wanted.text)} in its name"
+        fault = f"no variant has {' or '.join(map(quoted, wanted.texts))} in its name"
         raise VplanError(fault, f"they are named like {tasks[0].variant}")
     return [task for task in chosen if not catalog.model(task.model).is_own or _is_due(task)]
 
 
 def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
     """What an own model may need: its VAE and text encoders too, unless they come with vplan."""
-    names = _names(profile, wanted.text)
-    if not wanted.text and not wanted.everything and not wanted.check:
+    names = _names(profile, wanted)
+    if not wanted.texts and not wanted.everything and not wanted.check:
         names = list(own.first_variants(profile))
     tasks = [
         Task(profile.name, name, "", home.tapes() / profile.name / f"{name}.json.gz", wanted.check) for name in names
@@ -232,13 +246,15 @@ def _is_due(task: Task) -> bool:
     return task.path.is_file() if task.check else not own.is_current(task.path)
 
 
-def _names(profile: ModelProfile, text: str) -> list[str]:
-    """The names of a model's variants; of those that nobody needs unasked, the ones that are asked for in full."""
+def _names(profile: ModelProfile, wanted: _Wanted) -> list[str]:
+    """The names of a model's variants; of those that nobody needs unasked, the ones that are asked for in full, and to
+    be checked all of them."""
     from planner.variants import OptimizerVariant, SampleVariant, StepVariant
 
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
-    asked = [variant.name for variant in StepVariant.on_request(profile) if variant.name == text]
-    return [variant.name for kind in kinds for variant in kind.all(profile)] + asked
+    usual = [variant.name for kind in kinds for variant in kind.all(profile)]
+    further = [variant.name for variant in StepVariant.on_request(profile)]
+    return usual + [name for name in further if name in wanted.texts or (wanted.check and not profile.is_own)]
 
 
 def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:

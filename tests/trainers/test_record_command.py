@@ -5,14 +5,21 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from planner.commands import cli
+import profiles
+from planner import catalog, home
+from planner.commands import cli, record
 from planner.commands.record import first_difference
+from planner.errors import NotRecordedError
+from planner.job import Machine, Strategy
+from planner.library import facts
+from planner.shapes import job_for
 
 MODEL = "wan2.1-t2v-1.3b"
 VARIANT = "optimizer-lora-fp32-adamw-fused"
@@ -70,6 +77,29 @@ def test_check_of_a_missing_or_damaged_tape_says_so(tmp_path: Path) -> None:
     done = run(*words)
     assert done.exit_code == 1
     assert f"tape {VARIANT}.json.gz is damaged" in done.stderr
+
+
+def test_check_is_of_every_tape_that_is_shipped() -> None:
+    wanted = record._Wanted((), everything=False, check=True)
+    paths = {task.path for task in record._tasks(dict.fromkeys(profiles.model_names()), wanted, profiles.TAPES)}
+    assert paths == set(profiles.TAPES.rglob("*.gz"))
+
+
+def test_where_nobody_may_write_tapes_go_to_the_user_s_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert record._default_folder(check=True) == profiles.TAPES
+    assert record._default_folder(check=False) == home.tapes()
+
+
+def test_one_command_records_all_that_a_question_lacks() -> None:
+    strategy = Strategy(weights_dtype="int8", optimizer="lion")
+    with pytest.raises(NotRecordedError) as caught:
+        facts(job_for(catalog.model("mochi-1"), {}), strategy, Machine(gpu="h100-80gb"))
+    words = caught.value.fix.partition("vplan record ")[2].split()
+    names = words[2::2]
+    assert words[0] == "mochi-1" and len(names) == 2 and set(words[1::2]) == {"--variant"}
+    wanted = record._Wanted(tuple(names), everything=False, check=False)
+    assert [task.variant for task in record._tasks({"mochi-1": None}, wanted, profiles.TAPES)] == names
 
 
 @pytest.mark.parametrize(
