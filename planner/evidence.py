@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 import profiles
 from planner.errors import VplanError, quoted
 from planner.job import Job, Machine, Strategy
-from planner.measurement import RAN, ProbeRow, phases_of
+from planner.measurement import RAN, ProbeRow, in_held_out_half, phases_of
 from planner.plan import Measured
 from planner.record import Positive, Record, choices
 from planner.units import gib
@@ -147,6 +147,11 @@ class Row:
     """that a probe of ours went through"""
     version: str = ""
     """the implementation's, where its publisher says so"""
+    taken: Literal["published", "measured", "simulated"] = "published"
+    """by others, by our own trainer on a GPU, or on a machine that is not there"""
+    held_out: bool = False
+    """of a grid's half that only judges"""
+    step_seconds: float | None = None
 
     @property
     def trainer(self) -> str:
@@ -178,6 +183,9 @@ class _Line(Record):
     implementation: Annotated[str, Field(min_length=1)] = "vplan"
     source: Any = None
     details: Any = None
+    env: dict[str, Any] = {}
+    runner: str = "real"
+    grid: str | None = None
 
 
 def shipped() -> list[Path]:
@@ -240,6 +248,10 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         if "adapter_dtype" in strategy and _published_by(line.source, HALF_ADAPTERS):
             strategy["adapter_dtype"] = "bf16"
     outcome, counter, intervals = (_published if published else _own)(line.measured, where)
+    if not published and (
+        line.env.get("gpu") == "cpu" or (isinstance(line.details, dict) and line.details.get("config"))
+    ):
+        unsupported = "a rehearsal on the CPU, or of a shrunk model, says nothing of a GPU"
     settled, short = Job.read(job, where), _published_by(line.source, SHORT_RUNS)
     return Row(
         id=line.id,
@@ -256,6 +268,9 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         unsupported=unsupported,
         phases=phases_of(line.details) if isinstance(line.details, dict) and not published else frozenset(),
         version=_version(line.source),
+        taken="published" if published else "measured" if line.runner == "real" else "simulated",
+        held_out=line.grid is not None and in_held_out_half(line.id),
+        step_seconds=None if published else line.measured.get("step_seconds"),
     )
 
 
