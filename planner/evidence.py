@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -17,7 +17,7 @@ import profiles
 from planner.errors import VplanError, quoted
 from planner.job import Job, Machine, Strategy
 from planner.measurement import RAN, ProbeRow, in_held_out_half, phases_of
-from planner.plan import Measured
+from planner.plan import Measured, PhaseName
 from planner.record import Positive, Record, choices
 from planner.units import gib
 
@@ -266,7 +266,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         reset_after_load=short,
         whole_run=_published_by(line.source, WHOLE_RUNS),
         unsupported=unsupported,
-        phases=phases_of(line.details) if isinstance(line.details, dict) and not published else frozenset(),
+        phases=frozenset() if published else _phases(line),
         version=_version(line.source),
         taken="published" if published else "measured" if line.runner == "real" else "simulated",
         held_out=line.grid is not None and in_held_out_half(line.id),
@@ -277,6 +277,13 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
 def own_row(row: ProbeRow) -> Row:
     """A row of a ledger."""
     return _row(row.to_json(), row.id, None)
+
+
+def _phases(line: _Line) -> frozenset[str]:
+    """The phases that a probe went through; a simulated machine goes through all."""
+    if line.runner == "simulate":
+        return frozenset(get_args(PhaseName))
+    return phases_of(line.details) if isinstance(line.details, dict) else frozenset()
 
 
 def _version(source: object) -> str:
