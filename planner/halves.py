@@ -15,6 +15,25 @@ from planner.plan import Verdict
 
 COUNTERS = ("allocated", "reserved", "device")
 
+HALVES = (("held_out", "held out"), ("other", "other half"))
+BOTH = ("all", "both halves")
+NUMBERS = {
+    "allocated": "allocated",
+    "reserved": "reserved",
+    "reserved_expandable": "reserved, expandable segments",
+    "device": "device",
+    "step_seconds": "seconds of a step",
+}
+TAKEN = {
+    "measured": "our own trainer, estimates from recordings alone",
+    "simulated": "a simulated machine: a rehearsal, of which no accuracy follows",
+}
+NONE = (
+    "no row of our own trainer on a GPU is here, so nothing is said of its accuracy; "
+    "`vplan calibrate --grid one-gpu -o rows.jsonl` takes them"
+)
+"""What is said where no GPU was."""
+
 FEWEST = 3
 """Ways of one job, of different speed, whose order says something."""
 
@@ -32,6 +51,17 @@ def halves(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
             parts |= {"other": [entry for entry in own if not entry.row.held_out], "all": own}
             found[taken] = {name: _half(entries) for name, entries in parts.items()}
     return found
+
+
+def verdicts(name: str, half: dict[str, Any]) -> str:
+    """What came of the verdicts of a half, and of its order of speed, in words."""
+    verdict, order = half["verdict"], half["order"]
+    words = f"{name}: of {verdict['n']} runs {verdict['under']} were said to fit and ran out, "
+    words += f"{verdict['false_refusal']} were refused and ran"
+    if order["jobs"]:
+        words += f"; order of speed in {order['jobs']} jobs: Spearman {order['mean_spearman']:.2f} on average, "
+        words += f"{order['min_spearman']:.2f} at least"
+    return words
 
 
 def _half(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from planner.commands import USAGE
 from planner.commands.common import Verb, examples, json_option, report_option, show, table, write_report
 from planner.errors import VplanError
 from planner.evidence import own_row, read_rows, shipped
-from planner.halves import halves
+from planner.halves import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
 from planner.job import Job, Machine, Strategy
 from planner.ledger import OURS, Ledger, default_path
 from planner.measurement import RAN_OUT, ProbeRow, is_of_a_gpu
@@ -148,25 +148,10 @@ def _learned(compared: Sequence[Compared], own: Sequence[ProbeRow]) -> list[tupl
     return list(zip(before, after, strict=True))
 
 
-HALVES = (("held_out", "held out"), ("other", "other half"))
-NUMBERS = {
-    "allocated": "allocated",
-    "reserved": "reserved",
-    "reserved_expandable": "reserved, expandable segments",
-    "device": "device",
-    "step_seconds": "seconds of a step",
-}
-TAKEN = {
-    "measured": "our own trainer, estimates from recordings alone",
-    "simulated": "a simulated machine: a rehearsal, of which no accuracy follows",
-}
-
-
 def _render_halves(console: Console, found: dict[str, Any]) -> None:
     """Our own rows, half by half; without any, that there are none."""
     if "measured" not in found:
-        words = "no row of our own trainer on a GPU is here, so nothing is said of its accuracy; "
-        console.print(words + "`vplan calibrate --grid one-gpu -o rows.jsonl` takes them", markup=False, soft_wrap=True)
+        console.print(NONE, markup=False, soft_wrap=True)
     for taken, parts in found.items():
         console.print("")
         heads = [head for _, name in HALVES for head in (f">{name} n", ">mean", ">worst")]
@@ -177,14 +162,8 @@ def _render_halves(console: Console, found: dict[str, Any]) -> None:
                 rows.append([name, *(cell for spread in spreads for cell in _spread_cells(spread))])
         console.print(TAKEN[taken], style="bold", markup=False)
         console.print(table(("error of", *heads), rows))
-        for half, name in HALVES:
-            verdict, order = parts[half]["verdict"], parts[half]["order"]
-            words = f"{name}: of {verdict['n']} runs {verdict['under']} were said to fit and ran out, "
-            words += f"{verdict['false_refusal']} were refused and ran"
-            if order["jobs"]:
-                words += f"; order of speed in {order['jobs']} jobs: Spearman {order['mean_spearman']:.2f} on average, "
-                words += f"{order['min_spearman']:.2f} at least"
-            console.print(words, markup=False, soft_wrap=True)
+        for half, name in (*HALVES, BOTH):
+            console.print(verdicts(name, parts[half]), markup=False, soft_wrap=True)
 
 
 def _spread_cells(spread: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
-"""A recorded history beside its tape. No GPU is needed: the replayed plan itself stands in for the run, in the same file
-as a probe writes, with one difference planted."""
+"""A recorded history beside its tape. No GPU is needed: the plan as it is laid out stands in for the run, in the same
+file as a probe writes, with one difference planted."""
 
 from __future__ import annotations
 
@@ -148,11 +148,12 @@ def test_the_command_says_where(events: list[tuple[str, list[Row]]], tmp_path: P
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "[" * 100_000, "{}", '{"plan": {}, "torch": "2", "gpu": "x", "phases": [], "events": [[]], "frames": []}',
+    ["", "[]", "[" * 100_000, "{}",
+     '{"plan": {}, "torch": "2", "gpu": "x", "phases": [], "events": [[]], "frames": []}',
      '{"plan": {"job": 1}, "torch": "2", "gpu": "x", "phases": [], "events": [], "frames": []}'],
 )  # fmt: skip
 def test_what_is_no_history_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "history.json"
     path.write_text(text)
-    with pytest.raises(VplanError, match="history.json"):
+    with pytest.raises(VplanError, match=r"history\.json"):
         read_history(path)
