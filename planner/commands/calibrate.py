@@ -161,6 +161,7 @@ def _measure_grid(
         grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
         dry_run=said["dry_run"], retry=said["retry"], time_limit=time_limit,
     )  # fmt: skip
+    asked.check()
     if said["runner_name"] == "simulate":
         from planner.simulate import SimulatedRunner
 

@@ -28,6 +28,9 @@ from planner.units import format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
+FEW = 8
+"""Plans that are estimated sooner than further processes are there for them."""
+
 FAULTS = ("crash", "timeout")
 """Outcomes that say nothing of a plan's memory."""
 
@@ -82,7 +85,10 @@ class Campaign:
         """What is left of the grid, in its order."""
         entries = read_grid(self.asked.grid)
         arguments = entries, self.where.machine, self.where.host_ram, self.where.device == "cpu"
-        found = list(spread(pricing, arguments, [str(number) for number in range(len(entries))], "reading the grid"))
+        numbers = [str(number) for number in range(len(entries))]
+        ask = pricing(*arguments)
+        few = len(numbers) <= FEW
+        found = list(map(ask, numbers) if few else spread(pricing, arguments, numbers, "reading the grid"))
         self.refused = [(each.entry.title, each.skip) for each in found if each.skip is not None]
         able = [each for each in found if each.skip is None]
         _check_names(able)
@@ -176,7 +182,6 @@ def _check_names(found: Sequence[Candidate]) -> None:
 
 def measure(asked: Asked, where: Where, as_json: bool) -> int:
     """Runs a grid and tells; the exit code."""
-    asked.check()
     campaign = Campaign(asked, where)
     campaign.plan()
     if not asked.dry_run:
