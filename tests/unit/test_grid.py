@@ -16,7 +16,7 @@ from planner.applied import settled
 from planner.campaign import START_SECONDS, Candidate, candidate, in_order
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.estimate import estimate
+from planner.estimate import estimate, without_garbage_collection
 from planner.gridfile import Entry, read_grid
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
@@ -44,15 +44,17 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def priced() -> list[Candidate]:
     """Every plan, settled and laid out from its tapes: all of an estimate but the replay of its allocator."""
-    found = []
-    for entry in SHIPPED:
-        plan = settled(Plan(job=entry.job, strategy=entry.strategy, machine=MACHINE))
-        known = facts(plan.job, plan.strategy, MACHINE)
-        run = lay_out(plan.job, plan.strategy, MACHINE, known, grid(known.model, plan.job, plan.job.shapes[-1]))
-        step = step_seconds(step_work(run), known.gpu, plan.strategy, plan.job, MACHINE, traffic(run))
-        seconds = START_SECONDS + 8 * (step.total + step.high) / 2
-        found.append(Candidate(entry=entry, plan=plan, name=f"{row_id(plan)} {entry.cap}", seconds=seconds))
-    return found
+    with without_garbage_collection():
+        return [_priced(entry) for entry in SHIPPED]
+
+
+def _priced(entry: Entry) -> Candidate:
+    plan = settled(Plan(job=entry.job, strategy=entry.strategy, machine=MACHINE))
+    known = facts(plan.job, plan.strategy, MACHINE)
+    run = lay_out(plan.job, plan.strategy, MACHINE, known, grid(known.model, plan.job, plan.job.shapes[-1]))
+    step = step_seconds(step_work(run), known.gpu, plan.strategy, plan.job, MACHINE, traffic(run))
+    seconds = START_SECONDS + 8 * (step.total + step.high) / 2
+    return Candidate(entry=entry, plan=plan, name=f"{row_id(plan)} {entry.cap}", seconds=seconds)
 
 
 def test_every_plan_of_the_shipped_grid_has_its_tapes(priced: list[Candidate]) -> None:
