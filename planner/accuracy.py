@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
 from planner import catalog, margin
+from planner.basis import APART
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence import Counter, Interval, Row
 from planner.job import Job, Machine, Strategy
@@ -39,6 +40,7 @@ class Prediction:
     high: float = 1.0
     """what the estimate allows for, as shares of the prediction: low_bytes and high_bytes by device_bytes"""
     budget_bytes: int = 0
+    step_seconds: float | None = None
     phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
 
     def during(self, phases: Collection[str], *, judged: bool = False) -> Prediction:
@@ -55,6 +57,11 @@ class Prediction:
             verdict=margin.verdict(device, self.budget_bytes) if judged else self.verdict,
         )
 
+    def peaks_in(self, phases: Collection[str]) -> bool:
+        """Whether the highest phase is one of these."""
+        top = max(self.phases, key=lambda phase: self.phases[phase].device_bytes, default=None)
+        return top in phases
+
     @classmethod
     def of(cls, estimate: Estimate) -> Prediction:
         """What an estimate predicts."""
@@ -67,6 +74,7 @@ class Prediction:
             low=estimate.low_bytes / estimate.peak.device_bytes,
             high=estimate.high_bytes / estimate.peak.device_bytes,
             budget_bytes=estimate.budget_bytes,
+            step_seconds=estimate.step_seconds,
             phases=estimate.phases,
         )
 
@@ -99,6 +107,8 @@ class Compared:
     allowed: tuple[float, float] = (1.0, 1.0)
     """shares of the prediction between which the measurement was promised to be"""
     verdict: Verdict | None = None
+    predicted_seconds: float | None = None
+    """of a step, at its best"""
     basis: str | None = None
     family: str | None = None
     unsupported: str | None = None
@@ -189,6 +199,9 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
     try:
         job, strategy, machine, family = _settle(row)
         prediction = predict(job, strategy, machine, row.trainer)
+        skipped = APART - row.phases if row.phases else frozenset()
+        if prediction.peaks_in(skipped):  # a probe of ours encodes nothing, so that cannot be what it ran out of
+            prediction = prediction.during(prediction.phases.keys() - skipped, judged=True)
         prediction = prediction.during(_seen(row, strategy), judged=row.states_come_last)
         stays = after_step(job, strategy, machine, row.trainer) if numbers[0][0] == AFTER_STEP else 0
     except VplanError as error:
@@ -206,6 +219,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
             predicted=_range(counter, prediction, stays),
             allowed=(prediction.low, prediction.high),
             verdict=prediction.verdict,
+            predicted_seconds=prediction.step_seconds,
             basis=prediction.basis,
             family=family,
         )

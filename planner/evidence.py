@@ -9,15 +9,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict, Field
 
 import profiles
 from planner.errors import VplanError, quoted
 from planner.job import Job, Machine, Strategy
-from planner.measurement import RAN, ProbeRow, phases_of
-from planner.plan import Measured
+from planner.measurement import RAN, ProbeRow, in_held_out_half, phases_of
+from planner.plan import Measured, PhaseName
 from planner.record import Positive, Record, choices
 from planner.units import gib
 
@@ -147,6 +147,11 @@ class Row:
     """that a probe of ours went through"""
     version: str = ""
     """the implementation's, where its publisher says so"""
+    taken: Literal["published", "measured", "simulated"] = "published"
+    """by others, by our own trainer on a GPU, or on a machine that is not there"""
+    held_out: bool = False
+    """of a grid's half that only judges"""
+    step_seconds: float | None = None
 
     @property
     def trainer(self) -> str:
@@ -178,6 +183,9 @@ class _Line(Record):
     implementation: Annotated[str, Field(min_length=1)] = "vplan"
     source: Any = None
     details: Any = None
+    env: dict[str, Any] = {}
+    runner: str = "real"
+    grid: str | None = None
 
 
 def shipped() -> list[Path]:
@@ -240,6 +248,10 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         if "adapter_dtype" in strategy and _published_by(line.source, HALF_ADAPTERS):
             strategy["adapter_dtype"] = "bf16"
     outcome, counter, intervals = (_published if published else _own)(line.measured, where)
+    if not published and (
+        line.env.get("gpu") == "cpu" or (isinstance(line.details, dict) and line.details.get("config"))
+    ):
+        unsupported = "a rehearsal on the CPU, or of a shrunk model, says nothing of a GPU"
     settled, short = Job.read(job, where), _published_by(line.source, SHORT_RUNS)
     return Row(
         id=line.id,
@@ -254,14 +266,24 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         reset_after_load=short,
         whole_run=_published_by(line.source, WHOLE_RUNS),
         unsupported=unsupported,
-        phases=phases_of(line.details) if isinstance(line.details, dict) and not published else frozenset(),
+        phases=frozenset() if published else _phases(line),
         version=_version(line.source),
+        taken="published" if published else "measured" if line.runner == "real" else "simulated",
+        held_out=line.grid is not None and in_held_out_half(line.id),
+        step_seconds=None if published else line.measured.get("step_seconds"),
     )
 
 
 def own_row(row: ProbeRow) -> Row:
     """A row of a ledger."""
     return _row(row.to_json(), row.id, None)
+
+
+def _phases(line: _Line) -> frozenset[str]:
+    """The phases that a probe went through; a simulated machine goes through all."""
+    if line.runner == "simulate":
+        return frozenset(get_args(PhaseName))
+    return phases_of(line.details) if isinstance(line.details, dict) else frozenset()
 
 
 def _version(source: object) -> str:

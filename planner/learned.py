@@ -23,7 +23,7 @@ from planner.estimate import estimate
 from planner.facts import GpuProfile
 from planner.ledger import OURS, Ledger, default_path
 from planner.library import facts
-from planner.measurement import RAN_OUT, ProbeRow, is_of_a_gpu, phases_of
+from planner.measurement import RAN_OUT, ProbeRow, held_out, is_of_a_gpu, phases_of
 from planner.plan import Environment, PhasePeak
 from planner.run import Facts
 
@@ -74,7 +74,8 @@ def _read(path: Path, written_ns: int, model: str) -> list[ProbeRow]:
 def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence[ProbeRow] | None = None) -> Learned:
     """What measurements say about a bundled or own model on a card; nothing about other people's trainers.
 
-    `known` in place of the ledgers' rows. Simulated rows, and those without numbers of a GPU, say nothing.
+    `known` in place of the ledgers' rows. Simulated rows, and those without numbers of a GPU, say nothing; the half of
+    a grid that is held out says only what became of the very plan.
     """
     if trainer != "vplan":
         return NOTHING
@@ -85,7 +86,7 @@ def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence
     if not told:
         return NOTHING
     said = _Said(gpu)
-    seen = [each for row, own in told if (each := _seen(row, own, said)) is not None]
+    seen = [each for row, own in told if not held_out(row) and (each := _seen(row, own, said)) is not None]
     said.keep()
     proofs: dict[str, tuple[Proof, ...]] = {}
     for row, own in told:

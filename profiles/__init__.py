@@ -10,6 +10,7 @@ MODELS = FOLDER / "models"
 TAPES = FOLDER / "tapes"
 MEASUREMENTS = FOLDER / "measurements"
 TRAINERS = FOLDER / "trainers"
+GRIDS = FOLDER / "grids"
 
 
 def model_path(name: str) -> Path:
@@ -30,3 +31,8 @@ def trainer_path(name: str) -> Path:
 def trainer_names() -> tuple[str, ...]:
     """Names of the trainers and launchers whose flags are known, in alphabetical order."""
     return tuple(sorted(path.name.removesuffix(".toml") for path in TRAINERS.glob("*.toml")))
+
+
+def grid(name: str) -> Path | None:
+    """Where the bundled grid of that name is; None: there is none."""
+    return next((path for path in GRIDS.glob("*.toml") if path.stem == name), None)

@@ -34,7 +34,7 @@ def write(
     """
     from datetime import UTC, datetime
 
-    from planner import accuracy, through
+    from planner import accuracy, halves, through
     from planner.estimate import without_garbage_collection
     from planner.evidence import shipped_rows
     from reports import data, page, share
@@ -49,6 +49,7 @@ def write(
         plans=told,
         compared=tuple(compared),
         summary=accuracy.summary(compared) if compared else {},
+        halves=halves.halves(compared),
         environment=data.environment(made or datetime.now(UTC).isoformat(timespec="seconds")),
         command=command,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from planner import halves
 from planner.accuracy import Compared
 from planner.capacity import Cell
 from planner.errors import VplanError, quoted
@@ -36,6 +37,8 @@ class Page:
     compared: tuple[Compared, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
     """of `compared`, as `planner.accuracy.summary` gives it"""
+    halves: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """of `compared`, as `planner.halves.halves` gives it"""
     environment: tuple[Fact, ...] = ()
     command: str = ""
     """that makes this page again"""
@@ -91,7 +94,8 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {"gib": _gib, "signed_gib": _signed, "seconds": format_seconds, "pct": _share, "at": _at}
     environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "timeline": _spots}
     environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _used, "is_own": _is_own}
-    environment.globals |= {"agreement": _agreement, "rungs_used": _rungs_used}
+    environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds, "halves_words": halves}
+    environment.globals |= {"rungs_used": _rungs_used}
     return environment
 
 
@@ -160,10 +164,19 @@ def _is_own(cell: Cell, data: PlanData) -> bool:
     return cell.shape == (getattr(job, AXES[data.capacity.axis]), job.height, job.width)
 
 
-def _agreement(compared: Sequence[Compared]) -> list[tuple[float, float, str]]:
-    """(measured, predicted, id) of the rows that have both, the measured number the nearest of its interval."""
+def _agreement(compared: Sequence[Compared]) -> list[tuple[float, float, str, bool]]:
+    """(measured, predicted, id, held out) of the rows that have both, the measured one the nearest of its interval."""
     return [
-        (entry.measured.low_gib, entry.predicted_gib, entry.row.id)
+        (entry.measured.low_gib, entry.predicted_gib, entry.row.id, entry.row.held_out)
         for entry in compared
         if entry.measured is not None and entry.predicted_gib is not None
+    ]
+
+
+def _seconds(compared: Sequence[Compared]) -> list[tuple[float, float, str, bool]]:
+    """The same of the seconds of a step, once a run."""
+    return [
+        (entry.row.step_seconds, entry.predicted_seconds, entry.row.id, entry.row.held_out)
+        for entry in compared
+        if entry.judges and entry.row.step_seconds and entry.predicted_seconds
     ]

@@ -35,7 +35,7 @@ def measure(wanted: Wanted, report: Told) -> None:
         meter = Meter(device, watch, report)
         _tell_device(meter)
         if wanted.history:
-            torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MAX_EVENTS)
+            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         try:
             probed = _run(wanted, meter)
         except (RuntimeError, MemoryError) as error:
@@ -220,15 +220,32 @@ def _write_history(wanted: Wanted, meter: Meter) -> None:
         return
     events = torch.cuda.memory._snapshot()["device_traces"][meter.device.index]
     times = [event.get("time_us", 0) for event in events]
+    lines: dict[str, int] = {}
+    plan = wanted.plan
+    rows = [
+        [event["action"], event.get("addr", 0), event["size"], event["stream"], _line(event, lines)] for event in events
+    ]
     data = {
+        "plan": {part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")},
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(meter.device),
         "expandable_segments": wanted.strategy.expandable_segments,
         "phases": [[name, sum(at < mark for at in times)] for name, mark in meter.marks],
-        "columns": ["action", "addr", "size", "stream"],
-        "events": [[event["action"], event.get("addr", 0), event["size"], event["stream"]] for event in events],
+        "columns": ["action", "addr", "size", "stream", "frame"],
+        "events": rows,
+        "frames": list(lines),
     }
     try:
         Path(wanted.history).write_text(json.dumps(data, separators=(",", ":")) + "\n")
     except OSError as error:
         raise VplanError(f"cannot write {wanted.history}: {error.strerror}", "name another file") from None
+
+
+def _line(event: dict[str, Any], lines: dict[str, int]) -> int:
+    """The number of the innermost line of Python that is not torch's own, -1 where there is none: backward's kernels
+    are started from no line."""
+    for frame in event.get("frames", ()):
+        folder, _, name = frame["filename"].replace("\\", "/").rpartition("/")
+        if folder and "/torch" not in folder:
+            return lines.setdefault(f"{name}:{frame['line']} {frame['name']}", len(lines))
+    return -1

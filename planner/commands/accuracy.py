@@ -23,11 +23,15 @@ from planner.accuracy import (
     summary,
     worst_first,
 )
+from planner.commands import USAGE
 from planner.commands.common import Verb, examples, json_option, report_option, show, table, write_report
+from planner.errors import VplanError
 from planner.evidence import own_row, read_rows, shipped
+from planner.halves import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
 from planner.job import Job, Machine, Strategy
 from planner.ledger import OURS, Ledger, default_path
 from planner.measurement import RAN_OUT, ProbeRow, is_of_a_gpu
+from planner.units import parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +41,12 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 
 @click.command(
     cls=Verb,
-    epilog=examples("vplan accuracy", "vplan accuracy runs.jsonl --json", "vplan accuracy --only cogvideox"),
+    epilog=examples(
+        "vplan accuracy",
+        "vplan accuracy runs.jsonl --json",
+        "vplan accuracy --only cogvideox",
+        "vplan accuracy --history history.json",
+    ),
 )
 @click.argument("files", nargs=-1, metavar="[FILE]...")
 @click.option(
@@ -46,16 +55,37 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
     help="The allocator of published rows that do not say which ran.  [default: classic]",
 )
 @click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
+@click.option(
+    "--history", metavar="FILE", help="Compare what `vplan probe --record-history FILE` wrote with the tape's events."
+)
+@click.option("--least", metavar="SIZE", default="1MiB", show_default=True, help="With --history: events from this on.")
 @report_option
 @json_option
-def command(files: Sequence[str], allocator: str | None, text: str | None, report: str | None, as_json: bool) -> None:
+def command(
+    files: Sequence[str],
+    allocator: str | None,
+    text: str | None,
+    history: str | None,
+    least: str,
+    report: str | None,
+    as_json: bool,
+) -> int | None:
     """Compare the estimates with measurements.
 
     FILE holds one measured run a line (JSON), as published by others or as our probes write them; without FILE, the
     rows that come with vplan are read, and your own probes. An error is the distance to what was measured, in per cent
     of it, and negative where the estimate is too low. A run that ended out of memory is met by the verdicts "tight" and
-    "no". Of our own probes it is also told how near estimates come that learn from all the others.
+    "no". Of our own probes it is also told how near estimates come that learn from all the others; of a grid's rows
+    (`vplan calibrate --grid`), both halves: one that estimates may learn from, and one that is held out.
+
+    --history finds the cause of an error: the first event in which a recorded run and its tape differ.
     """
+    if history is not None:
+        from planner.commands.difference import differences
+
+        if files or report:
+            raise VplanError("--history is about one run", "leave out FILE and --report", USAGE)
+        return differences(history, parse_bytes(least, "--least"), as_json)
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
@@ -71,16 +101,19 @@ def command(files: Sequence[str], allocator: str | None, text: str | None, repor
         compared = compare(progress, predict, after_step)
     found = answer(compared)
     pairs = _learned(compared, own)
+    found["halves"] = halves(compared)
     found["learned"] = {"before": summary([pair[0] for pair in pairs]), "after": summary([pair[1] for pair in pairs])}
 
     def render(console: Console) -> None:
         _render(console, compared, found["summary"])
+        _render_halves(console, found["halves"])
         if pairs:
             _render_learned(console, found["learned"])
 
     if report:
         write_report(report, compared=compared)
     show(found, as_json, render)
+    return None
 
 
 def _probes(path: str | Path) -> list[ProbeRow]:
@@ -113,6 +146,31 @@ def _learned(compared: Sequence[Compared], own: Sequence[ProbeRow]) -> list[tupl
 
         after += compare([row], predict, lambda *_: 0)
     return list(zip(before, after, strict=True))
+
+
+def _render_halves(console: Console, found: dict[str, Any]) -> None:
+    """Our own rows, half by half; without any, that there are none."""
+    if "measured" not in found:
+        console.print(NONE, markup=False, soft_wrap=True)
+    for taken, parts in found.items():
+        console.print("")
+        heads = [head for _, name in HALVES for head in (f">{name} n", ">mean", ">worst")]
+        rows = []
+        for key, name in NUMBERS.items():
+            spreads = [parts[half][key] for half, _ in HALVES]
+            if any(spread["n"] for spread in spreads):
+                rows.append([name, *(cell for spread in spreads for cell in _spread_cells(spread))])
+        console.print(TAKEN[taken], style="bold", markup=False)
+        console.print(table(("error of", *heads), rows))
+        for half, name in (*HALVES, BOTH):
+            console.print(verdicts(name, parts[half]), markup=False, soft_wrap=True)
+
+
+def _spread_cells(spread: dict[str, Any]) -> list[str]:
+    return [str(spread["n"]), *("-" if (value := spread[name]) is None else f"{value:.2f} %" for name in MEAN_WORST)]
+
+
+MEAN_WORST = ("mean_abs_pct", "max_abs_pct")
 
 
 def _render_learned(console: Console, found: dict[str, Any]) -> None:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 import profiles
 from planner import calibration, catalog, doctor
 from planner.calibration import Calibration, calibrated
+from planner.commands import USAGE
 from planner.commands.common import DONE, Verb, examples, json_option, show, table
 from planner.commands.probe import FAILED, keep
 from planner.errors import VplanError, quoted
 from planner.grid import DEFAULT_MODEL, TINY, plans
+from planner.job import Machine
 from planner.learned import learned
 from planner.ledger import Ledger, default_path
 from planner.measurement import ProbeRow, Setup, is_of_a_gpu
@@ -38,10 +41,40 @@ SHARED = frozenset({
 """Details of a row that say nothing of whose computer it was taken on."""
 
 
+def _grid_options(function: Any) -> Any:
+    """Options that go with --grid."""
+    said = {"cls": GridOption}
+    for option in reversed((
+        click.option("--grid", metavar="FILE", help="Measure the plans of a grid, and nothing else.", **said),
+        click.option("-o", "--output", metavar="ROWS.jsonl", help="Where each row is added as it is taken.", **said),
+        click.option("--max-minutes", type=click.FloatRange(0.1, 10_000), metavar="MINUTES",
+                     help="Begin no plan that would end after this.", **said),
+        click.option("--dry-run", is_flag=True, help="Show the order and the seconds, and measure nothing.", **said),
+        click.option("--retry", is_flag=True, help="Take rows again that crashed or ran out of time.", **said),
+        click.option("--runner", "runner_name", type=click.Choice(["real", "simulate"]), default="real",
+                     help="simulate: no GPU, a machine that is drawn from --seed.  [default: real]", **said),
+        click.option("--gpu", metavar="CARD", help="The card that is simulated.", **said),
+        click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N",
+                     help="Of the simulated machine.", **said),
+    )):  # fmt: skip
+        function = option(function)
+    return function
+
+
+class GridOption(click.Option):
+    """One of the section of grids."""
+
+    section = "Grids"
+
+
 @click.command(
     cls=Verb,
     epilog=examples(
-        "vplan calibrate", "vplan calibrate wan2.1-t2v-14b flux.1-dev", "vplan calibrate --no-probes --share rows.jsonl"
+        "vplan calibrate",
+        "vplan calibrate wan2.1-t2v-14b flux.1-dev",
+        "vplan calibrate --no-probes --share rows.jsonl",
+        "vplan calibrate --grid one-gpu -o rows.jsonl --max-minutes 30",
+        "vplan calibrate --grid one-gpu -o rehearsal.jsonl --runner simulate --gpu h100",
     ),
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
@@ -55,6 +88,7 @@ SHARED = frozenset({
     help="End a probe that takes longer.",
 )
 @click.option("--share", metavar="FILE", help="Write this GPU's measurements to FILE, to hand to others.")
+@_grid_options
 @click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
@@ -69,6 +103,7 @@ def command(
     share: str | None,
     device: Literal["cuda", "cpu"],
     as_json: bool,
+    **grid: Any,
 ) -> int:
     """Measure this machine's GPU, so that estimates for it rest on it: a few minutes.
 
@@ -76,7 +111,14 @@ def command(
     attention and copies are; `--gpu auto` plans with these numbers. Then a short grid of probes of MODEL (by default a
     small one), from which estimates of that model on such a card learn. All of it is kept in your own folder, under
     this GPU, driver and torch.
+
+    With --grid, nothing of that, but the real plans of a grid (a name that comes with vplan, or a file), one process
+    each, what tells most in the least time first: every row is written to ROWS.jsonl as it is taken, and the same line
+    goes on where it was stopped. `vplan accuracy ROWS.jsonl` says how near the estimates come.
     """
+    if grid["grid"] is not None:
+        return _measure_grid(models, device, time_limit, as_json, grid)
+    _refuse_without_grid()
     names = [catalog.model(name).name for name in models or (DEFAULT_MODEL,)]
     card = None if device == "cpu" else _card()
     if share is not None and Path(share).is_dir():
@@ -97,6 +139,43 @@ def command(
     }
     show(answer, as_json, lambda console: _render(console, answer, found, card, rows))
     return FAILED if any(row.measured.outcome in ("crash", "timeout") for row in rows) else DONE
+
+
+def _refuse_without_grid() -> None:
+    """Words that mean something with --grid only."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        typed = option.name is not None and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+        if isinstance(option, GridOption) and typed:
+            raise VplanError(f"{option.opts[-1]} goes with --grid", "add --grid one-gpu, or leave it out", USAGE)
+
+
+def _measure_grid(
+    models: Sequence[str], device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]
+) -> int:
+    from planner.commands.grid import Asked, Where, measure
+
+    if models:
+        raise VplanError("--grid names its own models", "leave out MODEL, or --grid", USAGE)
+    asked = Asked(
+        grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
+        dry_run=said["dry_run"], retry=said["retry"], time_limit=time_limit,
+    )  # fmt: skip
+    asked.check()
+    if said["runner_name"] == "simulate":
+        from planner.simulate import SimulatedRunner
+
+        simulated = SimulatedRunner(said["seed"])
+        machine = Machine(gpu=catalog.parse_gpus(said["gpu"] or "h100-80gb")[1].name)
+        return measure(asked, Where(simulated, machine, None, "none"), as_json)
+    if said["gpu"] is not None:
+        raise VplanError("--gpu names a card to simulate, and a grid is measured on the one that is here",
+                         "add --runner simulate, or leave it out", USAGE)  # fmt: skip
+    card = None if device == "cpu" else _card()
+    memory = doctor.host_ram()
+    machine = Machine(gpu=card.name, unified=card.unified) if card else Machine(gpu="24GB")
+    runner = RealRunner(device=device, command=f"vplan calibrate --grid {Path(asked.grid).name}")
+    return measure(asked, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
 
 
 def _card() -> GpuProfile:

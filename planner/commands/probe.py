@@ -116,7 +116,7 @@ def command(
         measured = replace(runner, command=typed).run(plan, steps=steps, time_limit=time_limit)
         row = measured.to_json()
         rows.append(row)
-        click.echo(start + _line(row), err=True)
+        click.echo(start + told_line(row), err=True)
         keep(ledger, measured)
         if output:
             append_row(output, row)
@@ -151,7 +151,7 @@ def _typed(path: str, options: list[str], device: str) -> str:
     return shlex.join([*words, *(["--device", device] if device != "cuda" else [])])
 
 
-def _line(row: Row) -> str:
+def told_line(row: Row) -> str:
     """One row in a few words."""
     seen, details = row["measured"], row["details"]
     words = [seen["outcome"]]

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from planner.errors import VplanError  # noqa: E402
+from planner.history import read_history  # noqa: E402
 from planner.job import Bucket, Job, Machine, Strategy  # noqa: E402
 from planner.plan import Plan  # noqa: E402
 from trainers import measure  # noqa: E402
@@ -145,19 +146,26 @@ def test_weights_are_filled_and_buffers_left(dtype: torch.dtype) -> None:
 
 def test_history_is_plain_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     events = [
-        {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 10, "frames": []},
+        {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 10, "frames": [
+            {"filename": "/venv/lib/torch/nn/functional.py", "line": 1, "name": "linear"},
+            {"filename": "/venv/lib/diffusers/models/unet.py", "line": 12, "name": "forward"},
+        ]},
         {"action": "free_completed", "addr": 4096, "size": 512, "stream": 0, "time_us": 20},
         {"action": "oom", "device_free": 7, "size": 2**40, "stream": 0, "time_us": 30},
     ]
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[], events]})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
-    wanted: Any = SimpleNamespace(history=str(tmp_path / "h.json"), strategy=SimpleNamespace(expandable_segments=True))
+    plan = Plan(job=Job(model="sd1.5", frames=1, height=64, width=64), strategy=Strategy(), machine=Machine(gpu="24GB"))
+    wanted: Any = SimpleNamespace(history=str(tmp_path / "h.json"), strategy=plan.strategy, plan=plan)
     meter: Any = SimpleNamespace(device=torch.device("cuda", 1), marks=[("load", 5.0), ("train", 15.0)])
     measure._write_history(wanted, meter)
     data = json.loads((tmp_path / "h.json").read_text())
-    assert data["columns"] == ["action", "addr", "size", "stream"]
-    assert data["events"] == [["alloc", 4096, 512, 0], ["free_completed", 4096, 512, 0], ["oom", 0, 2**40, 0]]
+    assert data["columns"] == ["action", "addr", "size", "stream", "frame"]
+    events = [["alloc", 4096, 512, 0, 0], ["free_completed", 4096, 512, 0, -1], ["oom", 0, 2**40, 0, -1]]
+    assert data["events"] == events
     assert data["phases"] == [["load", 0], ["train", 1]]
+    assert data["frames"] == ["unet.py:12 forward"]
+    assert read_history(tmp_path / "h.json").plan == plan
     wanted.history = str(tmp_path)
     with pytest.raises(VplanError, match="cannot write"):
         measure._write_history(wanted, meter)
