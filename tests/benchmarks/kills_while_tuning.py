@@ -69,7 +69,8 @@ def main(kills: int) -> None:
             another += ends.strategy != undisturbed.strategy
             took = time.monotonic() - began
             print(
-                f"search {searches}: {twice} rows twice, {unknown} unknown, {another} another plan, {slower} slower, {took:.0f} s"
+                f"search {searches}: {twice} rows twice, {unknown} unknown, {another} another plan, {slower} slower, "
+                f"{took:.0f} s"
             )
     print(f"{hit} kills in {searches} searches: {lost} ledgers changed, {twice} rows measured twice,")
     print(f"{unknown} rows that a study did not know at its end, {another} searches that ended at another plan than")
