@@ -85,11 +85,29 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
         check(job, strategy, where)
     except VplanError as error:
         raise VplanError(f"the command contradicts itself: {error.message}", f"in our words: {error.fix}") from None
-    strategy = _recorded(job, strategy, where, notes)
+    try:
+        strategy = _recorded(job, strategy, where, notes)
+    except NotRecordedError as error:
+        raise _with_mixed_precision(dialect, job, strategy, where, error) from None
     if not strategy.expandable_segments:
         notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
     words = (*reading.notes, *notes)
     return Case(dialect, given, reading, job, strategy, where, profile, card, words, reading.version)
+
+
+def _with_mixed_precision(
+    dialect: Dialect, job: Job, strategy: Strategy, machine: Machine, error: NotRecordedError
+) -> NotRecordedError:
+    """The error in the trainer's words where nothing is recorded without mixed precision, and with it there is."""
+    known = any("--mixed_precision" in name for binding in dialect.bindings for name in binding.settings)
+    if not known or strategy.autocast != "none":
+        return error
+    try:
+        facts(job, strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
+    except NotRecordedError:
+        return error
+    fault = f"{job.method} of {job.model} without mixed precision is not recorded"
+    return NotRecordedError(fault, "add --mixed_precision bf16, if accelerate's own config does not say it already")
 
 
 def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:

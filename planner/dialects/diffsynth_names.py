@@ -14,6 +14,19 @@ SHIPPED: dict[str, Settings] = {
         "launch:--mixed_precision": "bf16",
         "launch:--num_processes": 8,
     },
+    "model_training/full/accelerate_config.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 2,
+        "launch:--mixed_precision": "bf16",
+        "launch:--num_processes": 8,
+    },
+    "low_vram_training/deepspeed_zero3_cpuoffload.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 3,
+        "launch:--offload_optimizer_device": "cpu",
+        "launch:--offload_param_device": "cpu",
+        "launch:--num_processes": 1,
+    },
     "model_training/full/accelerate_config_zero3.yaml": {
         "launch:--use_deepspeed": True,
         "launch:--zero_stage": 3,
