@@ -305,8 +305,8 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     yield "resolutions are areas: priced as squares"
     if said := note(catalog.model(fields["model"]), fields["lora_targets"]):
         yield said
-    if given.get(f"{MODEL}quantize") and not given.get(f"{TRAIN}disable_sampling"):
-        yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
+    if given.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
+        yield "low_vram tiles the VAE and moves parts away while it samples, which is not priced: it needs less there"
     if version_of(given, fields):
         yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised"
     if fields["swap_blocks"]:
