@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import catalog
-from planner.dialects.interface import Dialect, Fields, Given, Reading, Settings, read
+from planner.dialects.interface import Dialect, Fields, Given, NotSaidError, Reading, Settings, read
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import QUANTISED, Job, Machine, Strategy
@@ -84,7 +86,9 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
         check_blocks(profile, strategy)
         check(job, strategy, where)
     except VplanError as error:
-        raise VplanError(f"the command contradicts itself: {error.message}", f"in our words: {error.fix}") from None
+        fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
+        fix = _its_words(dialect, fields, error.fix) or f"in our words: {error.fix}"
+        raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
     try:
         strategy = _recorded(job, strategy, where, notes)
     except NotRecordedError as error:
@@ -93,6 +97,22 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
         notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
     words = (*reading.notes, *notes)
     return Case(dialect, given, reading, job, strategy, where, profile, card, words, reading.version)
+
+
+_ASKED = re.compile(r"--([a-z][a-z-]*) ([a-z0-9-]+)")
+
+
+def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
+    """The first of our flags in a fix that the trainer has words for, in these; empty where it has none."""
+    for flag, value in _ASKED.findall(fix):
+        field = flag.replace("-", "_")
+        for binding in (each for each in dialect.bindings if field in each.fields and field in Strategy.model_fields):
+            with contextlib.suppress(NotSaidError):
+                said = binding.say(fields | {field: int(value) if value.isdigit() else value})
+                words = (name if value is True else f"{name} {value}" for name, value in said.items())
+                if typed := " ".join(word.removeprefix("launch:") for word in words):
+                    return f"add {typed}"
+    return ""
 
 
 def _with_mixed_precision(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from planner.dialects.interface import Fields, Inexpressible, NotSaidError, Settings
-from planner.errors import VplanError
 from planner.job import SPLIT
 from planner.rules import DEEPSPEED
 
@@ -78,9 +77,4 @@ def swap_of(given: Settings) -> Fields:
     """Blocks in host RAM. The older flags count halves of two (flux_train.py)."""
     older = int(given.get("--double_blocks_to_swap") or 0) + int(given.get("--single_blocks_to_swap") or 0) // 2
     asked = int(given.get("--blocks_to_swap") or older)
-    fused = given.get("--fused_backward_pass") or given.get("--blockwise_fused_optimizers")
-    if asked and given.get("script") == FULL and not fused:
-        fault = "--blocks_to_swap in full training: the step would find weights in host RAM and gradients on the GPU"
-        fix = "add --blockwise_fused_optimizers, or --fused_backward_pass with --optimizer_type Adafactor"
-        raise VplanError(fault, fix)
     return {"swap_blocks": swapped(asked)}
