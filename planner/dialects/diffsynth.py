@@ -9,6 +9,7 @@ from __future__ import annotations
 from planner.dialects.diffsynth_names import OFFLOADED
 from planner.dialects.diffsynth_words import DIALECT
 from planner.dialects.shared import checkpoints_saved_on_cpu
+from planner.phases import encoders
 from planner.program import Stage
 from planner.run import Run, Term
 
@@ -72,12 +73,9 @@ def weights_in_turn(run: Run) -> None:
     ``AlwaysOnGPUParamOffloader`` for what is trained)."""
     trained = run.named("gradient")
     frozen = {name: buffer for name, buffer in run.named("weight").items() if name not in trained}
-    beside = [
-        buffer
-        for category, named in run.program.named.items()
-        if category.startswith("weight of ")
-        for buffer in named.values()
-    ]
+    names = {component.name for component in encoders(run, "resident", 1)}
+    beside = [buffer for name in names for buffer in run.named(f"weight of {name}").values()]
+    beside += [buffer for buffer, op in enumerate(run.program.op) if op in names]  # without a recording, whole
     blocks = [sum(run.sizes[buffer] for buffer in buffers) for buffers in run.swappable_weights.values()]
     outside = [run.sizes[buffer] for name, buffer in frozen.items() if run.facts.step.block_of(name) is None]
     for stage in (run.load, run.step):

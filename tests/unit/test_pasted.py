@@ -32,7 +32,7 @@ WRAPPED = """accelerate launch --mixed_precision bf16 --num_cpu_threads_per_proc
 --network_module networks.lora_flux --network_dim 4 --optimizer_type adamw8bit --fp8_base --cache_text_encoder_outputs
 --blocks_to_swap 8
 """
-FULL_SWAP = """accelerate launch --mixed_precision bf16 flux_train.py --gradient_checkpointing --dataset_config d.toml \\
+FULL_SWAP = """accelerate launch --mixed_precision bf16 flux_train.py --gradient_checkpointing \\
   --pretrained_model_name_or_path FLUX.1-dev.safetensors --double_blocks_to_swap 4 --single_blocks_to_swap 8
 """
 SDXL = """export MODEL_NAME="stabilityai/stable-diffusion-xl-base-1.0"
