@@ -198,6 +198,7 @@ def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Seve
 
 
 CARRIES: compose.Carries = {
+    f"{MODEL}arch": ("model",),
     f"{DATA}resolution": ("height", "width"),
     f"{DATA}num_frames": ("frames",),
     f"{TRAIN}batch_size": ("batch_size",),

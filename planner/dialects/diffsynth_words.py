@@ -264,6 +264,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         parameters = profile.vae.parameters + sum(encoder.parameters for encoder in profile.text_encoders)
         names = ", ".join(encoder.name for encoder in profile.text_encoders)
         yield f"{names} and VAE ({format_gib(2 * parameters)}) stay on the GPU beside the model in task sft"
+    if settings.get("--enable_optimizer_cpu_offload"):
+        yield "--enable_optimizer_cpu_offload is not priced: this is what it needs without"
     yield "one sample a step: there is no batch-size flag"
     if not _is_wan(profile.name) and fields["method"] == "lora":
         yield "LoRA priced on the model's usual layers"
