@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
+from planner.errors import NotRecordedError
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Machine, Strategy
 from planner.library import facts
@@ -60,9 +61,12 @@ def wider_adapters(run: Run) -> None:
         }
     )
     shape = tuple(run.grid.items())
-    usual, more = (
-        _step(run.job.replace(lora_targets=targets), strategy, run.machine, shape) for targets in (None, wide)
-    )
+    try:
+        usual, more = (
+            _step(run.job.replace(lora_targets=targets), strategy, run.machine, shape) for targets in (None, wide)
+        )
+    except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
+        return
     trained, kept = more.trained - usual.trained, max(0, more.peak - usual.peak)
     own = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
     states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
