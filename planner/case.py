@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import catalog
-from planner.dialects.interface import Dialect, Fields, Given, Reading, Settings, read
+from planner.dialects.interface import Dialect, Fields, Given, NotSaidError, Reading, Settings, read
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import QUANTISED, Job, Machine, Strategy
@@ -84,12 +86,48 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
         check_blocks(profile, strategy)
         check(job, strategy, where)
     except VplanError as error:
-        raise VplanError(f"the command contradicts itself: {error.message}", f"in our words: {error.fix}") from None
-    strategy = _recorded(job, strategy, where, notes)
+        fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
+        fix = _its_words(dialect, fields, error.fix) or f"in our words: {error.fix}"
+        raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
+    try:
+        strategy = _recorded(job, strategy, where, notes)
+    except NotRecordedError as error:
+        raise _with_mixed_precision(dialect, job, strategy, where, error) from None
     if not strategy.expandable_segments:
         notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
     words = (*reading.notes, *notes)
     return Case(dialect, given, reading, job, strategy, where, profile, card, words, reading.version)
+
+
+_ASKED = re.compile(r"--([a-z][a-z-]*) ([a-z0-9-]+)")
+
+
+def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
+    """The first of our flags in a fix that the trainer has words for, in these; empty where it has none."""
+    for flag, value in _ASKED.findall(fix):
+        field = flag.replace("-", "_")
+        for binding in (each for each in dialect.bindings if field in each.fields and field in Strategy.model_fields):
+            with contextlib.suppress(NotSaidError):
+                said = binding.say(fields | {field: int(value) if value.isdigit() else value})
+                words = (name if value is True else f"{name} {value}" for name, value in said.items())
+                if typed := " ".join(word.removeprefix("launch:") for word in words):
+                    return f"add {typed}"
+    return ""
+
+
+def _with_mixed_precision(
+    dialect: Dialect, job: Job, strategy: Strategy, machine: Machine, error: NotRecordedError
+) -> NotRecordedError:
+    """The error in the trainer's words where nothing is recorded without mixed precision, and with it there is."""
+    known = any("--mixed_precision" in name for binding in dialect.bindings for name in binding.settings)
+    if not known or strategy.autocast != "none":
+        return error
+    try:
+        facts(job, strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
+    except NotRecordedError:
+        return error
+    fault = f"{job.method} of {job.model} without mixed precision is not recorded"
+    return NotRecordedError(fault, "add --mixed_precision bf16, if accelerate's own config does not say it already")
 
 
 def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:

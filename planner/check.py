@@ -29,7 +29,7 @@ from planner.dialects.interface import (
     write,
 )
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate import describe, judged, outside_bytes
+from planner.estimate import NAMED, describe, judged, outside_bytes
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Estimate, Plan
@@ -169,8 +169,8 @@ class Pricing:
 
 def _phase(phase: str, moment: str) -> str:
     """The phase as people count: the first step's own are training and its optimizer step."""
-    if phase != "first_step":
-        return phase
+    if phase != "first_step" or moment == NAMED["load"]:
+        return "load" if moment == NAMED["load"] else phase
     return "optimizer" if "optimizer" in moment else "train"
 
 

@@ -336,6 +336,8 @@ def describe(played: Played, strategy: Strategy) -> str:
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"
+    if played.stage is played.run.leaving:  # all is still there that was loaded
+        return NAMED["load"]
     if played.run.samples and played.phase in SAMPLING:
         return SAMPLING[played.phase]
     if played.phase in NAMED:

@@ -15,7 +15,7 @@ from planner.beside import STORED, Component, alive, load, text_component, vae_c
 from planner.components import CHUNKS, FRAMEWISE, component_name, together
 from planner.facts import ModelProfile
 from planner.groups import model_in_turn
-from planner.job import Bucket, Job
+from planner.job import QUANTISED, Bucket, Job
 from planner.margin import RECORDED
 from planner.program import Moment, Part, Program, Stage
 from planner.replay import BLOCK_ROUND_BYTES
@@ -154,6 +154,9 @@ def validation(run: Run) -> None:
     denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
     if run.gathered_bytes:
         denoise.stretches.insert(0, (SERVICE, [run.program.buffer(run.gathered_bytes, "buckets", "gathered weights")]))
+    if run.strategy.weights_dtype in QUANTISED:
+        whole = run.program.buffer(_dequantised_bytes(run), "temporary", "dequantised weight")
+        denoise.stretches.insert(0, (SERVICE, [whole]))
     denoise.stretches.append((SERVICE, [~buffer for buffer in alive(denoise)]))
     moved = weights_on_gpu(run)
     decode = decode_with(run, decoder(run, shape, 1))
@@ -168,6 +171,14 @@ def validation(run: Run) -> None:
         decode.stretches = [leaving, *decode.stretches, (SERVICE, moved)]
     take_sizes(run, first)
     run.validation = [("denoise", denoise), ("decode", decode)]
+
+
+def _dequantised_bytes(run: Run) -> int:
+    """The largest layer in 16 bits: over a quantised base, whose forward is recorded in 16 bits, each is turned into
+    numbers for its own product (diffusers layerwise casting, bitsandbytes ``dequantize_4bit``, torchao)."""
+    trained = run.named("gradient")
+    frozen = (run.sizes[buffer] for name, buffer in run.named("weight").items() if name not in trained)
+    return int(max(frozen) * STORED["bf16"] / STORED[run.strategy.weights("lora")])
 
 
 def samples(run: Run) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.documents import FORMATS, read_document, read_text
 from planner.errors import VplanError, quoted
-from planner.shell import commands
+from planner.shell import commands, joined
 
 MOST_COMMANDS = 2_000
 BEFORE = frozenset({"nohup", "env", "exec", "sudo", "command", "stdbuf"})
@@ -136,6 +136,7 @@ def of_file(path: Path) -> Script:
     text = read_text(path)
     if suffix == ".py":
         return Script(path.name, tree=_tree(text, path.name), folder=folder)
+    text, loose = joined(text)
     lines, variables = commands(text)
     if len(lines) > MOST_COMMANDS:
         raise VplanError(f"{quoted(path.name)} has {len(lines)} commands", f"{MOST_COMMANDS} are read at most")
@@ -145,7 +146,8 @@ def of_file(path: Path) -> Script:
         raise VplanError(f"{quoted(path.name)} starts no Python script", "name the script that starts the training")
     used = {name for program in programs for name in variables.unset if f"${name}" in " ".join(program.arguments)}
     unset = f"${', $'.join(sorted(used))} assigned nowhere in {path.name}: taken as written" if used else ""
-    return Script(path.name, tuple(programs), folder=folder, notes=(unset,) if unset else ())
+    ends = "lines that begin with -- are read with the command above: a shell wants a \\ before them" if loose else ""
+    return Script(path.name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends))))
 
 
 def _tree(text: str, name: str) -> ast.Module:

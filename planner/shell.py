@@ -76,6 +76,23 @@ def commands(text: str) -> tuple[list[Line], Variables]:
     return lines, variables
 
 
+_CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
+"""How cmd.exe and PowerShell go on in the next line."""
+
+
+def joined(text: str) -> tuple[str, bool]:
+    """The text with its lines of flags behind the command that they are of, where no backslash says so: as commands
+    are printed to be read, and as they are typed on Windows. And whether a shell would have ended one before."""
+    text = _CONTINUED.sub(" \\\n", text.replace("\r\n", "\n"))
+    lines = text.split("\n")
+    found = False
+    for at in range(1, len(lines)):
+        before, line = lines[at - 1].rstrip(), lines[at].lstrip()
+        if re.match("--[a-z]", line) and before and not before.endswith("\\") and not before.lstrip().startswith("#"):
+            lines[at - 1], found = f"{before} \\", True
+    return "\n".join(lines), found
+
+
 def _without_here(text: str) -> str:
     """The script without its here-documents; one that is never closed stays."""
     lines = text.split("\n")

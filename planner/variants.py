@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
-from planner.job import SPLIT, Job, Strategy
+from planner.job import QUANTISED, SPLIT, Job, Strategy
 
 HALF = ("bf16", "fp16")
 
@@ -234,6 +234,8 @@ class SampleVariant:
         """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
         method = "full" if job.method == "sample" else recorded_method(profile, job)
         precision = Precision.of(job, strategy)
+        if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
+            precision = replace(precision, weights="half")
         known = PRECISIONS[method.removesuffix("-wide")]
         if precision not in known:
             what = "sampling" if job.method == "sample" else "validation"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from planner.beside import STORED, alive, load
 from planner.components import component_name
+from planner.dialects.adapters import wider_adapters
 from planner.dialects.ai_toolkit_data import WHOLE
 from planner.dialects.ai_toolkit_words import CARRIES, DIALECT
 from planner.dialects.shared import cache_emptied, modulation_in_8_bits, swap_in_place
@@ -111,8 +112,8 @@ def _swaps(run: Run) -> bool:
 
 
 TERMS: tuple[Term, ...] = (
-    *(loaded_on_the_cpu, modulation_in_8_bits, kontext_is_moved_whole, encoders_at_start, swap_in_place),
-    *(layers_in_turn, cache_emptied),
+    *(loaded_on_the_cpu, modulation_in_8_bits, wider_adapters, kontext_is_moved_whole, encoders_at_start),
+    *(swap_in_place, layers_in_turn, cache_emptied),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of
 loading (toolkit/basic.py at 0657f36)."""

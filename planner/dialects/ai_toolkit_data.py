@@ -138,9 +138,8 @@ def say_shape(fields: Fields) -> Settings:
 
 
 def validation_of(given: Settings) -> Fields:
-    """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``). Over a
-    quantised base none is recorded, so none is priced."""
-    if given.get(f"{TRAIN}disable_sampling") or given.get(f"{MODEL}quantize"):
+    """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``)."""
+    if given.get(f"{TRAIN}disable_sampling"):
         return {"validation_mode": "off", "validation": None}
     shape = shape_of(given)
     guided = number(given.get(f"{SAMPLE}guidance_scale", 7), "guidance_scale") > 1
@@ -163,9 +162,6 @@ def say_validation(fields: Fields) -> Settings:
             raise NotSaidError(Inexpressible("validation", shape, None, "no sample is made"))
         return {f"{TRAIN}disable_sampling": True}
     refused = []
-    if fields["weights_dtype"] in QUANTISED:
-        why = "samples over a quantised base are not priced"
-        raise NotSaidError(Inexpressible("validation_mode", mode, "off", why))
     if mode == "offload":
         refused.append(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
     if shape == own:

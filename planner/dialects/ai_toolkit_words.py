@@ -198,6 +198,7 @@ def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Seve
 
 
 CARRIES: compose.Carries = {
+    f"{MODEL}arch": ("model",),
     f"{DATA}resolution": ("height", "width"),
     f"{DATA}num_frames": ("frames",),
     f"{TRAIN}batch_size": ("batch_size",),
@@ -305,8 +306,8 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     yield "resolutions are areas: priced as squares"
     if said := note(catalog.model(fields["model"]), fields["lora_targets"]):
         yield said
-    if given.get(f"{MODEL}quantize") and not given.get(f"{TRAIN}disable_sampling"):
-        yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
+    if given.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
+        yield "low_vram tiles the VAE and moves parts away while it samples, which is not priced: it needs less there"
     if version_of(given, fields):
         yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised"
     if fields["swap_blocks"]:
@@ -334,8 +335,9 @@ MOVES = (
     Move({"text_encoder": "cached"}, "disk for the embeddings, and no caption dropout"),
     Move({"validation_mode": "off"}, "no samples while it trains"),
     Move({"version": ""}, "quantised a block at a time", said=lambda given: [LOW_VRAM],
-         when=lambda fields: fields["version"] == WHOLE),
-    Move({"inactive_expert": "cpu"}, "slower where the noise level changes sides", when=_two_on_gpu),
+         when=lambda fields: fields["version"] == WHOLE and not _two_on_gpu(fields)),
+    Move({"inactive_expert": "cpu", "version": ""}, "slower where the noise level changes sides",
+         said=lambda given: [LOW_VRAM], when=_two_on_gpu),
     Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),
     Move({"optimizer": "adamw-8bit"}),
     Move({"weights_dtype": "fp8"}),

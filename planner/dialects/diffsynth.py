@@ -6,11 +6,14 @@ Its text encoders, VAE and model stand on the GPU together in plain ``sft``, whi
 
 from __future__ import annotations
 
+from planner.dialects.diffsynth_names import OFFLOADED
 from planner.dialects.diffsynth_words import DIALECT
 from planner.dialects.shared import checkpoints_saved_on_cpu
+from planner.phases import encoders
+from planner.program import Stage
 from planner.run import Run, Term
 
-__all__ = ["DIALECT", "TERMS"]
+__all__ = ["DIALECT", "OLDER", "TERMS"]
 
 FP64 = 8
 COMPLEX128 = 16
@@ -61,3 +64,34 @@ def _tokens(run: Run) -> int:
 
 
 TERMS: tuple[Term, ...] = (rope_in_fp64, table_with_each_checkpoint, checkpoints_saved_on_cpu)
+
+
+def weights_in_turn(run: Run) -> None:
+    """``--enable_model_cpu_offload``: what is frozen, text encoders and VAE too, has a pinned copy in host RAM, and
+    each layer comes for its own forward and goes. When a checkpointed block is computed again its layers stay until
+    their backward, so the GPU holds one block (diffsynth/core/offload_training/manager.py ``UnitWiseHookManager``,
+    ``AlwaysOnGPUParamOffloader`` for what is trained)."""
+    trained = run.named("gradient")
+    frozen = {name: buffer for name, buffer in run.named("weight").items() if name not in trained}
+    names = {component.name for component in encoders(run, "resident", 1)}
+    beside = [buffer for name in names for buffer in run.named(f"weight of {name}").values()]
+    beside += [buffer for buffer, op in enumerate(run.program.op) if op in names]  # without a recording, whole
+    blocks = [sum(run.sizes[buffer] for buffer in buffers) for buffers in run.swappable_weights.values()]
+    outside = [run.sizes[buffer] for name, buffer in frozen.items() if run.facts.step.block_of(name) is None]
+    for stage in (run.load, run.step):
+        run.drop(stage, [*frozen.values(), *beside])
+    for stage in filter(None, (run.first, run.step, run.accumulate)):
+        _in_turn(run, stage, max([*blocks, *outside], default=0))
+    if run.encode is not None and beside:
+        _in_turn(run, run.encode, max(run.sizes[buffer] for buffer in beside))
+    run.host_bytes += sum(run.sizes[buffer] for buffer in (*frozen.values(), *beside))
+
+
+def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:
+    here = run.new(nbytes, "buckets", "layers in turn")
+    run.place(stage, [here], "layers in turn", at=0)
+    run.free(stage, [here])
+
+
+OLDER: dict[str, tuple[Term, ...]] = {OFFLOADED: (weights_in_turn,)}
+"""With a flag that no field of a plan says."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.dialects.interface import Settings
+from planner import catalog
+from planner.dialects.interface import Fields, Inexpressible, NotSaidError, Settings
 
 AT = "DiffSynth-Studio fed7b18"
 SHIPPED: dict[str, Settings] = {
@@ -13,6 +14,19 @@ SHIPPED: dict[str, Settings] = {
         "launch:--offload_param_device": "cpu",
         "launch:--mixed_precision": "bf16",
         "launch:--num_processes": 8,
+    },
+    "model_training/full/accelerate_config.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 2,
+        "launch:--mixed_precision": "bf16",
+        "launch:--num_processes": 8,
+    },
+    "low_vram_training/deepspeed_zero3_cpuoffload.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 3,
+        "launch:--offload_optimizer_device": "cpu",
+        "launch:--offload_param_device": "cpu",
+        "launch:--num_processes": 1,
     },
     "model_training/full/accelerate_config_zero3.yaml": {
         "launch:--use_deepspeed": True,
@@ -73,3 +87,32 @@ EXPERTS = {"high": "high_noise_model/", "low": "low_noise_model/"}
 
 PATHS = ("--model_id_with_origin_paths", "--model_paths")
 ENCODERS = ("t5", "clip", "text_encoder", "gemma", "qwen3-vl", "qwen2.5")
+
+OFFLOADED = "model-offload"
+"""The version of memory terms with --enable_model_cpu_offload."""
+
+SPLIT_COST = (
+    "two commands: first the same one with --task sft:data_process writes every sample's latents and prompts to "
+    "--output_path, then this one reads them (--dataset_base_path); disk for the cache, no seconds a step"
+)
+OFFLOAD_NOTE = (
+    "--enable_model_cpu_offload: frozen weights, encoders and VAE wait in host RAM; 2 to 10 times slower, which the "
+    "seconds do not show"
+)
+OFFLOAD_COST = "slower: the copies are pageable and synchronous"
+
+
+def files_of(fields: Fields) -> list[str]:
+    """The files of a model as `--model_id_with_origin_paths` lists them."""
+    name = str(fields["model"])
+    if name not in REPOSITORIES:
+        why = f"its files' names are known for {', '.join(REPOSITORIES)}"
+        raise NotSaidError(Inexpressible("model", name, next(iter(REPOSITORIES)), why))
+    repository, files = REPOSITORIES[name]
+    experts = fields.get("experts")
+    if catalog.model(name).experts > 1:
+        if experts not in EXPERTS:
+            why = "a command trains one expert (boundaries of its timesteps)"
+            raise NotSaidError(Inexpressible("experts", experts, "high", why))
+        files = (EXPERTS[str(experts)] + files[0], *files[1:])
+    return [f"{repository}:{file}" for file in files]

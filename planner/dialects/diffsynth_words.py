@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner import catalog
-from planner.dialects.diffsynth_names import AT, ENCODERS, EXPERTS, FOLDERS, PATHS, REPOSITORIES, SHIPPED, WAN_LAYERS
+from planner.dialects.diffsynth_names import (
+    AT,
+    ENCODERS,
+    EXPERTS,
+    FOLDERS,
+    OFFLOAD_COST,
+    OFFLOAD_NOTE,
+    OFFLOADED,
+    PATHS,
+    SHIPPED,
+    SPLIT_COST,
+    WAN_LAYERS,
+    files_of,
+)
 from planner.dialects.interface import (
     Binding,
     Dialect,
@@ -100,24 +113,8 @@ def _models(settings: Settings) -> Fields:
     return fields
 
 
-def _files(fields: Fields) -> list[str]:
-    """The files of a model as `--model_id_with_origin_paths` lists them."""
-    name = str(fields["model"])
-    if name not in REPOSITORIES:
-        why = f"its files' names are known for {', '.join(REPOSITORIES)}"
-        raise NotSaidError(Inexpressible("model", name, next(iter(REPOSITORIES)), why))
-    repository, files = REPOSITORIES[name]
-    experts = fields.get("experts")
-    if catalog.model(name).experts > 1:
-        if experts not in EXPERTS:
-            why = "a command trains one expert (boundaries of its timesteps)"
-            raise NotSaidError(Inexpressible("experts", experts, "high", why))
-        files = (EXPERTS[str(experts)] + files[0], *files[1:])
-    return [f"{repository}:{file}" for file in files]
-
-
 def _say_models(fields: Fields) -> Settings:
-    files = _files(fields)
+    files = files_of(fields)
     where = (fields["text_encoder"], fields["vae"])
     settings: Settings = {PATHS[0]: ",".join(files)}
     if where == ("cached", "cached"):
@@ -222,7 +219,7 @@ def _say_plain(fields: Fields) -> Settings:
     settings: Settings = {}
     if fields["autocast"] != "none":
         settings["launch:--mixed_precision"] = fields["autocast"]
-    weights, base = fields["weights_dtype"], _files(fields)[0]
+    weights, base = fields["weights_dtype"], files_of(fields)[0]
     if weights == "fp8":
         settings["--fp8_models"] = base
     elif weights != "bf16":
@@ -261,13 +258,15 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "without --height and --width every clip keeps its size, up to --max_pixels"
     if _is_wan(profile.name) and not settings.get("--use_gradient_checkpointing"):
         yield f"checkpointing is on although no flag asks for it: forced for Wan since 72af7122 (2025-12-04, {AT})"
-    if fields["text_encoder"] == fields["vae"] == "resident":
+    if settings.get("--enable_model_cpu_offload"):
+        yield OFFLOAD_NOTE
+    elif fields["text_encoder"] == fields["vae"] == "resident":
         parameters = profile.vae.parameters + sum(encoder.parameters for encoder in profile.text_encoders)
         names = ", ".join(encoder.name for encoder in profile.text_encoders)
         yield f"{names} and VAE ({format_gib(2 * parameters)}) stay on the GPU beside the model in task sft"
+    if settings.get("--enable_optimizer_cpu_offload"):
+        yield "--enable_optimizer_cpu_offload is not priced: this is what it needs without"
     yield "one sample a step: there is no batch-size flag"
-    if settings.get("--enable_model_cpu_offload"):
-        yield "--enable_model_cpu_offload is not priced: this is what it needs without"
     if not _is_wan(profile.name) and fields["method"] == "lora":
         yield "LoRA priced on the model's usual layers"
 
@@ -289,6 +288,8 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         caching = train | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
         text += command_line(caching, data | extra | {"--output_path": "models/train/cache"}, launcher)
         data = {"--dataset_base_path": "models/train/cache"}
+    if plan.trainer.endswith(f"@{OFFLOADED}"):
+        extra["--enable_model_cpu_offload"] = True
     return {"train.sh": text + command_line(train, data | extra, launcher)}
 
 
@@ -319,12 +320,6 @@ def _split_words(settings: Settings) -> list[str]:
     encoders = [path for path in _listed(settings) if _kind(path) != "weights"]
     return ["--task sft:train", f"--offload_models {','.join(encoders)}"]
 
-
-SPLIT_COST = (
-    "two commands: first the same one with --task sft:data_process writes every sample's latents and prompts to "
-    "--output_path, then this one reads them (--dataset_base_path); disk for the cache, no seconds a step"
-)
-OFFLOAD_COST = "slower: the copies are pageable and synchronous"
 
 DIALECT = Dialect(
     name="diffsynth",
@@ -379,7 +374,7 @@ DIALECT = Dialect(
             _plain,
             _say_plain,
             {"weights_dtype": "bf16; fp8, int8, nf4 for a frozen base", "adapter_dtype": "bf16"},
-            context=lambda fields: {PATHS[0]: ",".join(_files(fields))},
+            context=lambda fields: {PATHS[0]: ",".join(files_of(fields))},
         ),
     ),
     gather=gather,
@@ -395,4 +390,5 @@ DIALECT = Dialect(
         Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several),
     ),
     files=files,
+    version=lambda given, fields: OFFLOADED if given.get("--enable_model_cpu_offload") else "",
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner import catalog
 from planner.dialects import flags
+from planner.dialects.diffusers_data import AT, READ_TOO, SCRIPTS
 from planner.dialects.interface import (
     Choice,
     Dialect,
@@ -37,34 +38,6 @@ from planner.dialects.parts import (
 from planner.plan import Plan
 from planner.rules import DEEPSPEED
 from planner.script import Script
-
-AT = "diffusers 58eb52c"
-SCRIPTS = {
-    ("flux.1-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux.py",
-    ("flux.1-dev", "full"): "examples/dreambooth/train_dreambooth_flux.py",
-    ("flux.1-kontext-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux_kontext.py",
-    ("flux.2-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2.py",
-    ("flux.2-klein-4b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
-    ("flux.2-klein-9b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
-    ("krea-2", "lora"): "examples/dreambooth/train_dreambooth_lora_krea2.py",
-    ("qwen-image", "lora"): "examples/dreambooth/train_dreambooth_lora_qwen_image.py",
-    ("sd3.5-medium", "lora"): "examples/dreambooth/train_dreambooth_lora_sd3.py",
-    ("sd3.5-large", "lora"): "examples/dreambooth/train_dreambooth_lora_sd3.py",
-    ("sd3.5-medium", "full"): "examples/dreambooth/train_dreambooth_sd3.py",
-    ("sd3.5-large", "full"): "examples/dreambooth/train_dreambooth_sd3.py",
-    ("z-image", "lora"): "examples/dreambooth/train_dreambooth_lora_z_image.py",
-    ("cogvideox-2b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
-    ("cogvideox-5b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
-    ("cogvideox-5b-i2v", "lora"): "examples/cogvideo/train_cogvideox_image_to_video_lora.py",
-    ("sdxl", "lora"): "examples/dreambooth/train_dreambooth_lora_sdxl.py",
-    ("sdxl", "full"): "examples/text_to_image/train_text_to_image_sdxl.py",
-    ("sd1.5", "lora"): "examples/text_to_image/train_text_to_image_lora.py",
-    ("sd1.5", "full"): "examples/text_to_image/train_text_to_image.py",
-}
-"""(model, method) -> its example."""
-
-READ_TOO = ("examples/text_to_image/train_text_to_image_lora_sdxl.py",)
-"""Examples that are read and not written."""
 
 
 def _script(fields: Fields) -> str:
@@ -221,6 +194,20 @@ def _switch(field: str, flag: str) -> Several:
     return Several((field,), (flag,), lambda given: {field: bool(given.get(flag))}, say, {field: f"{flag} (CogVideoX)"})
 
 
+def _ema(settings: Settings) -> Fields:
+    where = "cpu" if settings.get("--offload_ema") else "gpu"
+    return {"ema": where if settings.get("--use_ema") else "none"}
+
+
+def _say_ema(fields: Fields) -> Settings:
+    script, where = _script(fields), fields["ema"]
+    said: dict[str, Settings] = {"none": {}, "gpu": {"--use_ema": True}}
+    said["cpu"] = {"--use_ema": True, "--offload_ema": True}
+    if not script or not said[where].keys() <= flags.script("diffusers", script).flags.keys():
+        raise NotSaidError(Inexpressible("ema", where, "none", "that example keeps no average there"))
+    return said[where]
+
+
 def _validation(settings: Settings) -> Fields:
     asked = settings.get("--validation_prompt") or settings.get("--validation_prompts")
     return {"validation_mode": "on" if asked else "off"}
@@ -261,7 +248,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"prompts are encoded once and their encoders deleted, as with one instance prompt ({AT})"
     if settings.get("--train_text_encoder"):
         yield "--train_text_encoder is not priced: this is what it needs without"
-    for flag in ("--do_fp8_training", "--bnb_quantization_config_path", "--fsdp_text_encoder", "--use_ema"):
+    for flag in ("--do_fp8_training", "--bnb_quantization_config_path", "--fsdp_text_encoder"):
         if settings.get(flag):
             yield f"{flag} is not priced: this is what it needs without"
 
@@ -327,6 +314,7 @@ DIALECT = Dialect(
             _say_residence,
             {"text_encoder": "cached (CogVideoX, SD 1.5: resident)", "vae": "resident, cached, swapped"},
         ),
+        Several(("ema",), ("--use_ema", "--offload_ema"), _ema, _say_ema, {"ema": "--use_ema (SD 1.5, SDXL in full)"}),
         _switch("vae_tiling", "--enable_tiling"),
         _switch("vae_slicing", "--enable_slicing"),
         Several(
@@ -348,7 +336,7 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         *usual("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
-        *usual("validation", "compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype"),
+        *usual("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype"),
         Several(
             ("vae_dtype",),
             ("--pretrained_vae_model_name_or_path",),

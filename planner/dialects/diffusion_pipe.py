@@ -5,6 +5,7 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 
 from __future__ import annotations
 
+from planner.dialects.adapters import wider_adapters
 from planner.dialects.diffusion_pipe_words import CARRIES, DIALECT
 from planner.dialects.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
 from planner.run import Run, Term
@@ -31,6 +32,6 @@ def flux_in_8_bits(run: Run) -> None:
         modulation_in_8_bits(run)
 
 
-TERMS: tuple[Term, ...] = (flux_in_8_bits, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer)
+TERMS: tuple[Term, ...] = (flux_in_8_bits, wider_adapters, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer)
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers with ``x.to('cpu')`` (utils/unsloth_utils.py)."""

@@ -197,7 +197,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         "--output_dir": "output",
         "--learning_rate": "2e-05",
     }
-    if not _is_image(plan.job.model):
+    if settings["script"] in (FULL, LORA) or not _is_image(plan.job.model):
         extra["--train_mode"] = "inpaint"
     if plan.job.method == "full":
         extra["--trainable_modules"] = "."

@@ -235,7 +235,6 @@ class Move:
     when: Callable[[Fields], bool] = field(default=lambda fields: True)
     """whether it can be done at all, by what is now"""
 
-
     @property
     def counts(self) -> bool:
         """Whether there are several values to try."""

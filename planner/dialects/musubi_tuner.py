@@ -5,6 +5,7 @@ Latents and prompts are cached by scripts of their own, one encoder at a time, a
 
 from __future__ import annotations
 
+from planner.dialects.adapters import wider_adapters
 from planner.dialects.musubi_tuner_words import CARRIES, DIALECT
 from planner.dialects.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
 from planner.run import Run, Term
@@ -27,7 +28,7 @@ def hunyuan_in_8_bits(run: Run) -> None:
         modulation_in_8_bits(run)
 
 
-TERMS: tuple[Term, ...] = (hunyuan_in_8_bits, swap_in_place, checkpoints_saved_on_cpu)
+TERMS: tuple[Term, ...] = (hunyuan_in_8_bits, wider_adapters, swap_in_place, checkpoints_saved_on_cpu)
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 

@@ -46,7 +46,6 @@ from planner.dialects.musubi_tuner_data import (
 )
 from planner.dialects.parts import EXPANDABLE, GPUS, NODES, given_flags, launched, one_of, usual, word_for
 from planner.documents import flat
-from planner.job import QUANTISED
 from planner.plan import Plan
 from planner.script import Program, Script
 
@@ -161,18 +160,13 @@ def _say_vae(fields: Fields) -> Settings:
 
 
 def _samples_of(given: Settings) -> Fields:
-    """Samples over a quantised base are not recorded, so none are priced there."""
-    sampling = given.get("--sample_prompts") and not given.get("--fp8_base")
-    return {"validation_mode": "on" if sampling else "off"}
+    return {"validation_mode": "on" if given.get("--sample_prompts") else "off"}
 
 
 def _say_samples(fields: Fields) -> Settings:
     mode = fields["validation_mode"]
     if mode == "off":
         return {}
-    if fields["weights_dtype"] in QUANTISED:
-        why = "samples over a quantised base are not priced"
-        raise NotSaidError(Inexpressible("validation_mode", mode, "off", why))
     if mode == "offload":
         raise NotSaidError(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
     return {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}
@@ -311,8 +305,8 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     yield f"latents and prompts are cached before training ({AT})"
     if not given.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
-    if given.get("--sample_prompts") and fields["validation_mode"] == "off":
-        yield "it makes samples, which are not recorded over a quantised base and not priced: they may need more"
+    if fields["validation_mode"] == "on":
+        yield "samples are priced as large as the clips: the file of --sample_prompts may say otherwise"
     if not any(given.get(word) for word in ATTENTION):
         yield "no attention that trains is asked for, without which it ends at once: priced as with --sdpa"
     if given.get("--block_swap_h2d_only"):

@@ -66,6 +66,8 @@ ALIKE = {
     "flux1-krea-dev": "flux.1-dev",
     "ltx-2-repackage": "ltx-2",
     "qwen-image-edit-2511": "qwen-image-edit",
+    "stable-diffusion-v1-4": "sd1.5",
+    "stable-diffusion-v1-5": "sd1.5",
     "vace-wan2.1-1.3b-preview": "wan2.1-vace-1.3b",
     "wan2.1-flf2v-14b-720p": "wan2.1-i2v-14b-720p",
     "wan2.1-fun-14b-control": "wan2.1-i2v-14b-480p",

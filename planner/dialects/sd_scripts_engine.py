@@ -71,3 +71,10 @@ def swapped(blocks: int) -> int:
     """Blocks in host RAM for --blocks_to_swap: half as many double blocks, and twice the rest of single ones, which are
     half as large (library/flux_models.py enable_block_swap)."""
     return blocks // 2 + (blocks - blocks // 2) * 2
+
+
+def swap_of(given: Settings) -> Fields:
+    """Blocks in host RAM. The older flags count halves of two (flux_train.py)."""
+    older = int(given.get("--double_blocks_to_swap") or 0) + int(given.get("--single_blocks_to_swap") or 0) // 2
+    asked = int(given.get("--blocks_to_swap") or older)
+    return {"swap_blocks": swapped(asked)}

@@ -36,7 +36,7 @@ from planner.dialects.parts import (
     usual,
     word_for,
 )
-from planner.dialects.sd_scripts_engine import AT, FULL, LORA, engine, say_engine, swapped
+from planner.dialects.sd_scripts_engine import AT, FULL, LORA, engine, say_engine, swap_of, swapped
 from planner.documents import flat
 from planner.errors import VplanError
 from planner.plan import Plan
@@ -333,7 +333,7 @@ DIALECT = Dialect(
         Several(
             ("swap_blocks",),
             ("--blocks_to_swap",),
-            lambda given: {"swap_blocks": swapped(int(given.get("--blocks_to_swap") or 0))},
+            swap_of,
             _say_swap,
             {"swap_blocks": "--blocks_to_swap"},
         ),

@@ -6,10 +6,13 @@ Bands are GiB allocated, worked by hand from parameter counts and from the live 
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from planner.commands import cli
 from tests.e2e.stories import (
     BOTH_CACHES,
     DIFFSYNTH,
@@ -50,8 +53,12 @@ def assert_changes_are_the_least(command: str, found: Answer, *options: str) -> 
 # ---- DiffSynth-Studio
 
 
-def test_diffsynth_81_frames_fit_as_its_script_is() -> None:
-    found = check(H100, DIFFSYNTH)
+def test_diffsynth_81_frames_fit_as_its_script_is(tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.toml")
+    found = check(H100, DIFFSYNTH, "-o", plan)
+    again = json.loads(CliRunner().invoke(cli, ["estimate", plan, "--json"]).stdout)
+    assert (again["verdict"], again["peak"]) == (found.verdict, found.found["estimate"]["peak"])
+    assert "torch's allocator as it comes keeps about" in found.notes
     assert (found.code, found.verdict, found.phase) == (0, "fits", "train")
     assert 42 <= found.allocated("load") <= 48 and 45 <= found.allocated("encode") <= 49
     assert 65 <= found.allocated("train") <= 70 and found.allocated("optimizer") < found.allocated("train")

@@ -10,6 +10,7 @@ import pytest
 
 from planner import catalog, dialects, host, library
 from planner.dialects import diffusers, easyanimate, latentsync, musubi_tuner
+from planner.dialects.adapters import PIECES
 from planner.estimate import NCCL_BYTES, estimate, play
 from planner.experts import idle_weights
 from planner.job import Machine, Strategy
@@ -32,6 +33,7 @@ from tests.unit.hand_made import (
     MODEL,
     ONE,
     STATES,
+    STEM,
     WEIGHTS,
     after,
     laid_out,
@@ -328,3 +330,32 @@ def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -
     weights = [sum(run.sizes[buffer] for buffer in run.named("weight").values()) for run in (ours, theirs)]
     width = known.model.config["num_attention_heads"] * known.model.config["attention_head_dim"]
     assert weights[0] - weights[1] == (19 * 2 * 6 + 38 * 3) * width * width  # shifts, scales and gates of both streams
+
+
+def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() -> None:
+    """Weights, gradients and states of those that are not recorded, counted by hand, and what the step keeps."""
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.facts(job, strategy, ONE)
+    ours, theirs = (lay_out(job, strategy, ONE, known, grid(MODEL, job), name) for name in ("vplan", "musubi-tuner"))
+    added = {op: theirs.sizes[buffer] for buffer, op in enumerate(theirs.program.op) if buffer >= len(ours.sizes)}
+    width, wider, rank = 1536, 8960, 16
+    feed_forward = 4 * rank * 2 * (width + wider) * MODEL.blocks  # two more fp32 adapters in each block
+    assert added["adapters on more layers"] == feed_forward
+    assert added["states of more adapters"] == pytest.approx(2 * feed_forward, rel=0.01)
+    tokens = 3 * 30 * 52
+    assert added["kept for more adapters"] * PIECES > tokens * wider * 2  # at least the casted input of the second one
+    bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
+    plain = library.facts(job, bf16, ONE)
+    sizes = [len(lay_out(job, bf16, ONE, plain, grid(MODEL, job), name).sizes) for name in ("vplan", "musubi-tuner")]
+    assert sizes[0] == sizes[1]
+
+
+def test_diffsynth_s_model_offload_leaves_one_block_of_what_is_frozen() -> None:
+    strategy = {"gradient_checkpointing": "full", "text_encoder": "resident", "vae": "resident"}
+    plain, away = (done_by(name, **strategy) for name in ("diffsynth", "diffsynth@model-offload"))
+    held = {stage: after.allocated_after_bytes for stage, after in ((e.stage.name, e) for e in trained(away))}
+    assert held["load"] == LOADED - STEM - BLOCKS * WEIGHTS
+    assert next(away.sizes[buffer] for buffer, op in enumerate(away.program.op) if op == "layers in turn") == WEIGHTS
+    more = host.host_ram(away, ONE).parts["activations"] - host.host_ram(plain, ONE).parts.get("activations", 0)
+    assert more >= STEM + BLOCKS * WEIGHTS

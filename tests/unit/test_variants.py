@@ -74,3 +74,10 @@ def test_a_recording_is_of_the_batch_its_name_says() -> None:
         for known in StepVariant.all(profile):
             assert known.samples is None or known.samples in profile.shape.batches
             assert not (known.one_sample and known.samples)
+
+
+def test_samples_over_a_quantised_base_are_forwards_over_16_bits() -> None:
+    profile = catalog.model("wan2.1-t2v-1.3b")
+    job = job_for(profile, {})
+    plain, quantised = (SampleVariant.of(profile, job, Strategy(weights_dtype=dtype), 1) for dtype in ("bf16", "nf4"))
+    assert plain == quantised
