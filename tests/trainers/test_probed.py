@@ -41,9 +41,7 @@ def wanted(place: runs.Place, scratch: Path, **said: Any) -> Wanted:
     return Wanted.of(plan, scratch=scratch, **{**asked, **said})
 
 
-def test_published_weights_and_every_bucket(
-    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_weights_and_every_bucket(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, shapes, step = [], [], Probed._step
 
     def noted(self: Probed, grid: dict[str, int]) -> float:

@@ -105,7 +105,7 @@ class Stopped:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def run(self, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         raise self.error
 
 
