@@ -40,7 +40,7 @@ def _read(encoder: TextEncoder, dtype: str, device: torch.device) -> None:
     half = step.DTYPES.get(dtype, torch.bfloat16)
     model = encoders.text_encoder(encoder)
     if half is torch.float16:  # in which its class keeps some matrices in fp32
-        del model._keep_in_fp32_modules
+        model._keep_in_fp32_modules = type(model)._keep_in_fp32_modules
     step.cast_weights(model, half)
     step.materialise(model, "cpu" if dtype in QUANTISED else device, randomise)
     model = shrink(model, dtype, device) if dtype in QUANTISED else model

@@ -25,7 +25,7 @@ from planner.question import Question
 from planner.run import Facts
 from planner.screen import Screen
 from planner.suggest import Search
-from planner.units import GIB, MIB
+from planner.units import GIB, MIB, gib
 
 TRAINED = frozenset({"load", "first_step", "train", "optimizer", "save"})
 JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
@@ -291,6 +291,41 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
     newer = learned(JOB.model, card, known=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
     assert Here(None, None, None, None).agrees(row(12.0).env)
+
+
+def counters(reserved: float, device: float) -> dict[str, int]:
+    return {
+        "allocated_bytes": int(reserved * GIB),
+        "reserved_bytes": int(reserved * GIB),
+        "device_bytes": int(device * GIB),
+    }
+
+
+def test_a_run_that_encoded_too_corrects_each_part_by_its_own(own: Ledger, recorded: Estimate) -> None:
+    card, phases = catalog.gpu("24GB"), recorded.phases
+    encode, train = gib(phases["encode"].reserved_bytes), gib(phases["train"].reserved_bytes)
+    told = {"encode": counters(1.1 * encode, 1.1 * encode + 0.5), "step": counters(0.97 * train, 0.97 * train + 0.7)}
+    both = row(1.1 * encode + 0.5, details={"phases": told})
+    steps = row(0.97 * train + 0.7, details={"phases": {"step": told["step"]}})
+    steps = steps.replace(measured=steps.measured.replace(**told["step"]))
+    of_both, of_steps = (learned(JOB.model, card, known=[known] * 4).correction for known in (both, steps))
+    assert of_both.encoding is not None and of_steps.encoding is None
+    assert replace(of_both, encoding=None) == of_steps  # encoding says nothing of training
+    assert of_both.encoding.reserved == pytest.approx(1.1, abs=0.001)
+    found = priced(Learned(of_both))
+    assert found.basis == "nearby" and found.peak.phase == "encode"
+    assert gib(found.phases["encode"].reserved_bytes) == pytest.approx(1.1 * encode, rel=0.001)
+    assert found.low_bytes <= found.peak.device_bytes <= found.high_bytes < 1.05 * found.peak.device_bytes
+    assert any("4 measurements of its encoders" in word for word in found.assumptions)
+
+
+def test_what_ran_out_while_it_encoded_says_nothing_of_steps(own: Ledger, recorded: Estimate) -> None:
+    told = {"encode": counters(22.0, 23.0)}
+    seen = row(23.0, details={"phases": told})
+    ran_out = seen.replace(measured=seen.measured.replace(outcome="oom", phase="encode"))
+    found = learned(JOB.model, catalog.gpu("24GB"), known=[ran_out]).correction
+    assert found.encoding is not None and replace(found, encoding=None) == Correction()
+    assert priced(Learned(found)).verdict != "fits"
 
 
 # ---- a search
