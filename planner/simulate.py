@@ -96,8 +96,8 @@ class SimulatedRunner:
         """The word in its rows."""
         return "simulate"
 
-    def run(self, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
-        """Plays the plan. Raises the VplanError of a plan that has no recording."""
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = True) -> ProbeRow:
+        """Plays the plan, with what is cached before it. Raises the VplanError of a plan that has no recording."""
         strategy = resolve(plan.job, plan.strategy, plan.machine)
         plan = Plan(job=plan.job, strategy=strategy, machine=plan.machine, trainer=plan.trainer)
         name = row_id(plan)

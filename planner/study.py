@@ -197,7 +197,7 @@ class Study:
             except psutil.NoSuchProcess:
                 return True
         seconds = (datetime.now(UTC) - frozen.datetime_start.astimezone(UTC)).total_seconds()
-        return bool(seconds > worker["limit"] + GRACE_SECONDS)
+        return bool(seconds > 2 * worker["limit"] + GRACE_SECONDS)  # saving has as long again
 
     def _trials(self, *states: str) -> Sequence[Any]:
         wanted = tuple(self._optuna.trial.TrialState[name] for name in states)

@@ -39,7 +39,6 @@ def main(kills: int) -> None:
         searched(worker(Path(name) / "again"))
         longest = time.monotonic() - started
         hit = lost = twice = unknown = slower = another = searches = 0
-        began = time.monotonic()
         while hit < kills:
             folder = Path(name) / str(searches)
             folder.mkdir()
@@ -67,11 +66,7 @@ def main(kills: int) -> None:
             assert ends is not None and undisturbed is not None
             slower += ends.measured.step_seconds > 1.05 * undisturbed.measured.step_seconds
             another += ends.strategy != undisturbed.strategy
-            took = time.monotonic() - began
-            print(
-                f"search {searches}: {twice} rows twice, {unknown} unknown, {another} another plan, {slower} slower, "
-                f"{took:.0f} s"
-            )
+            print(f"search {searches}: {twice} rows twice, {unknown} unknown, {another} another plan, {slower} slower")
     print(f"{hit} kills in {searches} searches: {lost} ledgers changed, {twice} rows measured twice,")
     print(f"{unknown} rows that a study did not know at its end, {another} searches that ended at another plan than")
     print(f"undisturbed, {slower} at one over 5 % slower")

@@ -105,7 +105,7 @@ class Stopped:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def run(self, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         raise self.error
 
 
@@ -153,6 +153,36 @@ def test_kills_at_random_moments_lose_nothing(whole: tuple[Path, Tuning], tmp_pa
     best, alone = last.tuner.best, whole[1].tuner.best
     assert best is not None and alone is not None
     assert best.measured.step_seconds <= 1.1 * (alone.measured.step_seconds or 0)  # type: ignore[operator]
+
+
+def short_of_room(folder: Path, kib: int) -> None:
+    """A worker whose files may grow so far: the disk's end, as it sees it."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, kib * 1024))
+    try:
+        searched(worker(folder))
+    except VplanError as error:
+        (folder / "said.txt").write_text(str(error))
+        os._exit(3)
+
+
+@POSIX
+def test_a_disk_that_fills_up_is_one_line_and_loses_nothing(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
+    ledger, told = Ledger(tmp_path / "ledger.jsonl"), ""
+    for kib in (8, 16, 24):
+        process = multiprocessing.get_context("fork").Process(target=short_of_room, args=(tmp_path, kib))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 3
+        said = (tmp_path / "said.txt").read_text()
+        assert "File too large; make room there" in said and "\n" not in said
+        text = ledger.path.read_text() if ledger.path.exists() else ""
+        assert text.startswith(told) and (not text or text.endswith("\n"))
+        told = text
+    last = worker(tmp_path)
+    searched(last)
+    assert ledger.path.read_text().startswith(told) and plans(ledger.rows()) == plans(whole[1].probes)
 
 
 def die_at(folder: Path, name: str) -> None:
