@@ -108,7 +108,7 @@ def _moments(stage: Stage, column: NDArray[np.int64], columns: int) -> tuple[Cou
     rows = int(before[-1]) + 1
     at = column[np.where(rises, events, ~events)] * rows + before[:-1]
     change = np.bincount(at, np.where(rises, 1.0, -1.0), columns * rows).reshape(columns, rows)
-    alive = np.cumsum(change, axis=1).T
+    alive = np.cumsum(change, axis=1, dtype=np.float64).T
     return alive[:-1][~_between(stage, alive, before[ends])], alive[-1]
 
 

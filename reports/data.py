@@ -7,19 +7,20 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import vplan
-from planner import accuracy, capacity, catalog, extent, through, typed
+from planner import accuracy, catalog, extent, through, typed
 from planner import ways as ways_of
 from planner.accuracy import Compared, Prediction
-from planner.capacity import Capacity, Forms, Longest, Mapper, Shape
+from planner.capacity import Capacity, Forms, Mapper, Shape
 from planner.commands.answer import words
 from planner.estimate import after_step_bytes, estimate
 from planner.evidence import Interval, Row
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
+from planner.longest import Longest, longest
 from planner.plan import Estimate, Evidence, Plan
 from planner.question import Question, Switch
 from planner.run import Facts
@@ -28,10 +29,10 @@ from planner.space import asked_for
 from planner.suggest import Search
 from planner.units import gib
 
+T = TypeVar("T")
+
 NEAREST = 6
 """Measured rows of a model that are compared on a plan's page; `vplan accuracy` compares them all."""
-LARGE_GB = 40
-"""Beside such cards stands more host RAM."""
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
 
 VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
@@ -157,22 +158,28 @@ class Builder:
         asked = (plan.job, plan.strategy, plan.machine, known, plan.trainer)
         return through.phases(*asked), through.timeline(*asked, points=self.points)
 
-    def map(self, rungs: Sequence[Look], forms: Forms) -> Capacity:
-        """The capacity map."""
-        return Mapper(self.search, forms).map(rungs)
+    def _forms(self) -> Forms:
+        return Forms(self.screen, self.plan.job, extent.axis(self.model))
 
-    def longest(self, rungs: Sequence[Look], forms: Forms, large: bool | None = None) -> tuple[Longest, ...]:
-        """The longest clip of each class of card; of the small cards alone, or of the large ones."""
+    def map(self, rungs: Sequence[Look]) -> Capacity:
+        """The capacity map."""
+        return Mapper(self.search, self._forms()).map(rungs)
+
+    def longest(self, rungs: Sequence[Look], own: bool) -> tuple[Longest, ...]:
+        """The longest clip of each class of card with as much host RAM as the plan's, or of all others.
+
+        ``rungs``: the plan's ladder, which is that of its own class.
+        """
         machines = []
         for group in catalog.gpu_classes():
             card = catalog.gpu(group.name)
-            if large is not None and (card.class_gb >= LARGE_GB) is not large:
+            ram = catalog.default_host_ram(card, self.plan.machine.gpus)
+            if (ram == self.plan.machine.host_ram) is not own:
                 continue
             self.cards[card.name] = card
-            ram = catalog.default_host_ram(card, self.plan.machine.gpus)
             machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
             machines.append((card, machine))
-        return capacity.longest(self.search, forms, rungs, machines)
+        return longest(self.search, self._forms(), rungs, machines)
 
     def compared(self) -> tuple[Compared, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
@@ -184,11 +191,10 @@ class Builder:
         )
         return (*own, *accuracy.compare(nearest(self.rows, self.plan.job), _predict, _after_step))
 
-    def data(self, share: Callable[[Builder, Sequence[Look]], tuple[Any, ...]] | None = None) -> PlanData:
-        """All of it. ``share``: works the parts out on several cores (`reports.share`)."""
-        plan, found, seen = self.plan, self.estimate(), self.looks()
-        rungs = ways_of.ladder(self.search, plan.job, seen)
-        (phases, timeline), table, longest, compared = (share or in_turn)(self, rungs)
+    def data(self, share: Callable[[Builder, Done], Parts] | None = None, done: Done = lambda part: part) -> PlanData:
+        """All of it. ``share``: works the parts out on several cores (`reports.share`). ``done``: see there."""
+        plan, found = self.plan, self.estimate()
+        seen, phases, timeline, table, reach, compared = (share or in_turn)(self, done)
         switches, naive_bytes = self._switches(found)
         return PlanData(
             name=self.name,
@@ -206,9 +212,9 @@ class Builder:
             switches=switches,
             naive_bytes=naive_bytes,
             ways=ways(seen, plan, self.search),
-            longest=longest,
+            longest=tuple(sorted(reach, key=lambda each: each.budget_bytes)),
             longest_words={
-                each.card: (_by(each.lossless_by, plan.job), _by(each.lossy_by, plan.job)) for each in longest
+                each.card: (_by(each.lossless_by, plan.job), _by(each.lossy_by, plan.job)) for each in reach
             },
             compared=compared,
             rows_known=sum(row.job.model == plan.job.model for row in self.rows),
@@ -222,10 +228,36 @@ class Builder:
         return switches, start - sum(switch.device_bytes for switch in switches)
 
 
-def in_turn(builder: Builder, rungs: Sequence[Look]) -> tuple[Any, ...]:
-    """The parts that take long, one after another: (phases, timeline), map, longest, compared."""
-    forms = Forms(builder.screen, builder.plan.job, extent.axis(builder.model))
-    return builder.steps(), builder.map(rungs, forms), builder.longest(rungs, forms), builder.compared()
+class Parts(NamedTuple):
+    """The parts of a page that take long."""
+
+    looks: tuple[Look, ...]
+    phases: tuple[through.PhaseParts, ...]
+    timeline: through.Timeline
+    table: Capacity
+    longest: tuple[Longest, ...]
+    """in any order"""
+    compared: tuple[Compared, ...]
+
+
+class Done(Protocol):
+    """Given a part of `PARTS`, hands it back: so that somebody can count them."""
+
+    def __call__(self, part: T, /) -> T: ...
+
+
+PARTS = 5
+"""Times that ``done`` is called for a plan."""
+
+
+def in_turn(builder: Builder, done: Done) -> Parts:
+    """One after another."""
+    looks = done(builder.looks())
+    rungs = ways_of.ladder(builder.search, builder.plan.job, looks)
+    phases, timeline = done(builder.steps())
+    own = done(builder.longest(rungs, own=True))
+    further, compared = done((builder.longest((), own=False), builder.compared()))
+    return Parts(looks, phases, timeline, done(builder.map(rungs)), (*own, *further), compared)
 
 
 # ---- sentences
