@@ -88,6 +88,12 @@ def reserved(timeline: Timeline, highest: int) -> str:
     return "M" + "L".join(_spots(timeline, held, highest))
 
 
+def spots(timeline: Timeline, points: Sequence[tuple[float, int]], highest: int) -> str:
+    """A line through (events since the step began, bytes)."""
+    last = max(timeline.events, 1)
+    return polyline([(100 * at / last, 100 * value / highest) for at, value in points])
+
+
 def _between(timeline: Timeline, below: Sequence[int], above: Sequence[int], highest: int) -> str:
     there, back = _spots(timeline, above, highest), _spots(timeline, below, highest)
     return "M" + "L".join([*there, *reversed(back)]) + "Z"

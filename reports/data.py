@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,23 +15,23 @@ from planner.accuracy import Compared, Prediction
 from planner.capacity import Capacity, Forms, Mapper, Shape
 from planner.commands.answer import words
 from planner.estimate import after_step_bytes, estimate
-from planner.evidence import Interval, Row
+from planner.evidence import Row
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.longest import Longest, longest
-from planner.plan import Estimate, Evidence, Plan
+from planner.plan import Estimate, Plan
 from planner.question import Question, Switch
 from planner.run import Facts
 from planner.screen import Look, Screen
 from planner.space import asked_for
 from planner.suggest import Search
+from planner.trace import Overlay
 from planner.units import gib
+from reports.seen import Probe, evidence_row, measured, nearest, overlay, probes
 
 T = TypeVar("T")
 
-NEAREST = 6
-"""Measured rows of a model that are compared on a plan's page; `vplan accuracy` compares them all."""
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
 
 VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
@@ -54,25 +53,6 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One measured run, or why it ended."""
-
-    id: str
-    time: str
-    gpu: str
-    outcome: str
-    phase: str
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    device_bytes: int | None
-    step_seconds: float | None
-    retries: int | None
-    reason: str
-    planned: bool
-    """of this very plan"""
-
-
-@dataclass(frozen=True)
 class PlanData:
     """Everything the page says of one plan."""
 
@@ -85,6 +65,8 @@ class PlanData:
     note: str
     phases: tuple[through.PhaseParts, ...]
     timeline: through.Timeline
+    overlay: Overlay | None
+    """a probe's trace over the timeline"""
     capacity: Capacity
     ladder: tuple[str, ...]
     """in words, by rung of the capacity map"""
@@ -185,7 +167,7 @@ class Builder:
         """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
         found = self.estimate()
         own = accuracy.compare(
-            [_row(self.plan, entry) for entry in self.plan.evidence],
+            [evidence_row(self.plan, entry) for entry in self.plan.evidence],
             lambda *_: Prediction.of(found),
             lambda *_: 0,
         )
@@ -206,6 +188,7 @@ class Builder:
             note=f"as {plan.trainer} trains" if plan.trainer != "vplan" else "",
             phases=phases,
             timeline=timeline,
+            overlay=overlay(plan, self.told, timeline),
             capacity=table,
             ladder=tuple(_rung(look.strategy, plan.job) for look in table.ladder),
             measured=measured(table, self.rows, plan.job),
@@ -321,83 +304,6 @@ def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[Way, ...]:
         for index, look in enumerate(seen)
     ]
     return tuple(sorted(found, key=lambda way: (way.step_seconds, way.device_bytes)))
-
-
-def measured(table: Capacity, rows: Iterable[Row], job: Job) -> dict[Shape, tuple[str, ...]]:
-    """Shapes of the map at which somebody ran this model by this method, with the rows' ids and outcomes."""
-    shapes = {cell.shape for row in table.cells for cell in row}
-    found: dict[Shape, tuple[str, ...]] = {}
-    for row in rows:
-        length = row.job.frames if table.axis == "frames" else row.job.batch_size
-        shape = (length, row.job.height, row.job.width)
-        alike = row.job.model == job.model and row.job.method == job.method
-        if alike and shape in shapes and (table.axis == "batch" or row.job.batch_size == job.batch_size):
-            seen = f"{row.id} on {row.machine.gpu}: {row.outcome}"
-            found[shape] = (*found.get(shape, ()), seen)
-    return found
-
-
-def nearest(rows: Iterable[Row], job: Job) -> list[Row]:
-    """The rows of the same model that are most like a job: the same method, then about as many pixels."""
-
-    def distance(row: Row) -> tuple[bool, float]:
-        return row.job.method != job.method, abs(math.log(_pixels(row.job) / _pixels(job)))
-
-    return sorted((row for row in rows if row.job.model == job.model), key=distance)[:NEAREST]
-
-
-def _pixels(job: Job) -> int:
-    return job.batch_size * job.frames * job.height * job.width
-
-
-def probes(plan: Plan, told: Iterable[Mapping[str, Any]]) -> tuple[Probe, ...]:
-    """The plan's evidence, then rows of a file of the same model, each with how it ended."""
-    own = [_probe(entry.id, entry.measured.to_json(), entry.env.to_json(), "", True) for entry in plan.evidence]
-    known = {probe.id for probe in own}
-    others = [
-        _probe(str(row["id"]), row["measured"], row.get("env", {}), _reason(row), False)
-        for row in told
-        if row.get("job", {}).get("model") == plan.job.model and row["id"] not in known
-    ]
-    return (*own, *others)
-
-
-def _reason(row: Mapping[str, Any]) -> str:
-    details = row.get("details", {})
-    return str(details.get("message", "")) if isinstance(details, dict) else ""
-
-
-def _probe(name: str, seen: Mapping[str, Any], env: Mapping[str, Any], reason: str, planned: bool) -> Probe:
-    return Probe(
-        id=name,
-        time=str(env.get("time", "")),
-        gpu=str(env.get("gpu", "")),
-        outcome=str(seen.get("outcome", "")),
-        phase=str(seen.get("phase") or ""),
-        allocated_bytes=seen.get("allocated_bytes"),
-        reserved_bytes=seen.get("reserved_bytes"),
-        device_bytes=seen.get("device_bytes"),
-        step_seconds=seen.get("step_seconds"),
-        retries=seen.get("retries"),
-        reason=reason,
-        planned=planned,
-    )
-
-
-def _row(plan: Plan, entry: Evidence) -> Row:
-    """A plan's evidence as a row to compare."""
-    seen = entry.measured
-    counters = (("device", seen.device_bytes), ("reserved", seen.reserved_bytes), ("allocated", seen.allocated_bytes))
-    intervals = [Interval(name, gib(size), gib(size)) for name, size in counters if size]  # type: ignore[arg-type]
-    return Row(
-        id=entry.id,
-        implementation="vplan",
-        job=plan.job,
-        strategy=plan.strategy,
-        machine=plan.machine,
-        outcome=seen.outcome,
-        intervals=tuple(intervals) if seen.outcome == "ok" else (),
-    )
 
 
 def _predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
