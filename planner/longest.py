@@ -37,6 +37,8 @@ class Longest:
     lossy_by: Strategy | None
     capped: bool
     """more would fit than was tried"""
+    unified: bool = False
+    """GPU and CPU share one memory"""
 
 
 class Finder(Room):
@@ -180,6 +182,7 @@ def longest(
                 lossy if longer else 0,
                 lossy_by if longer else None,
                 capped=last in (lossless, lossy),
+                unified=card.unified,
             )
         )
     return tuple(reversed(found))

@@ -17,6 +17,8 @@ from planner.through import Timeline
 SIDE = 1000
 """Units of a chart's inner box, to each side."""
 HEADROOM = 1.06
+FEWEST = 2
+"""Round numbers of a logarithmic axis; where there are no more, evenly spread ones say more."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Axis:
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
-            return [tick for tick in found if self.low <= tick <= self.high]
+            found = [tick for tick in found if self.low <= tick <= self.high]
+            if len(found) > FEWEST:
+                return found
         span = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(span))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span)

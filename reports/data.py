@@ -171,7 +171,9 @@ class Builder:
             lambda *_: Prediction.of(found),
             lambda *_: 0,
         )
-        return (*own, *accuracy.compare(nearest(self.rows, self.plan.job), _predict, _after_step))
+        proof = {entry.id for entry in self.plan.evidence}
+        others = [row for row in self.rows if row.id not in proof]
+        return (*own, *accuracy.compare(nearest(others, self.plan.job), _predict, _after_step))
 
     def data(self, share: Callable[[Builder, Done], Parts] | None = None, done: Done = lambda part: part) -> PlanData:
         """All of it. ``share``: works the parts out on several cores (`reports.share`). ``done``: see there."""

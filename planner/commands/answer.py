@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from planner.commands.request import Request
     from planner.job import Strategy
-    from planner.plan import Estimate
+    from planner.plan import Estimate, Plan
     from planner.question import Suggestion, Switch
     from planner.wishes import Relaxed
 
@@ -102,15 +102,34 @@ def _step(found: Estimate) -> str:
 
 
 def bar(console: Console, found: Estimate) -> Text:
-    """The need against the budget, as wide as the budget: one cell per 1/48 of it."""
+    """The need against the budget."""
+    return memory_bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1])
+
+
+def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str = "of the budget") -> Text:
+    """A part of some memory, as wide as all of it: one cell per 1/48."""
     from rich.text import Text
 
-    share = found.peak.device_bytes / max(found.budget_bytes, 1)
+    share = nbytes / max(whole, 1)
     filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
     full, empty = "█░" if console.encoding.startswith("utf") else "#."
-    text = Text(full * filled + empty * (BAR_WIDTH - filled), VERDICTS[found.verdict][1])
-    text.append(f" {share:.0%} of the budget", "default")
+    text = Text(full * filled + empty * (BAR_WIDTH - filled), style)
+    text.append(f" {share:.0%} {words}", "default")
     return text
+
+
+def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
+    """What a plan trains and on what, its verdict, the bar and what it switches on: how a run of it begins."""
+    from planner import catalog
+
+    count, card = catalog.parse_gpus(plan.machine.gpu)
+    many = f"{max(count, plan.machine.world)} x " if plan.machine.world > 1 else ""
+    title = catalog.model(plan.job.model).title
+    console.print(f"{title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB to use")
+    if found is not None:
+        console.print(verdict_line(found))
+        console.print(bar(console, found))
+        console.print(f"plan: {ways(found)}", style="bold")
 
 
 # ---- suggest
