@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import click
+
 from planner.commands.common import table, typed_line
 from planner.units import format_gib, format_seconds, gib
 
@@ -45,8 +47,10 @@ def headline(console: Console, request: Request, found: Estimate | None = None) 
 
 def print_next(console: Console, found: Estimate, output: str | None) -> None:
     """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
-    is piped is the answer alone."""
-    if found.verdict == "no" or not console.is_terminal:
+    is piped is the answer alone; and a command that asks on behalf of another, as `train` does, goes on by itself."""
+    context = click.get_current_context(silent=True)
+    inside = context is not None and context.parent is not None and context.parent.parent is not None
+    if found.verdict == "no" or inside or not console.is_terminal:
         return
     if output is None:
         said = typed_line("-o", "plan.toml")
