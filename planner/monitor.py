@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 import psutil
 import pynvml
 
+from planner.trace import Thinned
 from planner.units import MIB
 
 INTERVAL_SECONDS = 1 / 64
@@ -159,9 +160,12 @@ class CardUse:
         """in use when we began: other processes"""
         self.grown = False
         """whether something of ours has come onto the card"""
+        self.trace = Thinned()
+        """how `device_bytes` went, MiB"""
         self._peak = 0
         self.sample()
         self.base_bytes = None if self.missing else self._peak
+        self.trace.take()
 
     def sample(self) -> None:
         """One look at the card's counter."""
@@ -171,7 +175,9 @@ class CardUse:
             self.missing.append(f"device_bytes: {self.card.fault}")
             return
         try:
-            self._peak = max(self._peak, self.card.used())
+            used = self.card.used()
+            self._peak = max(self._peak, used)
+            self.trace.add(max(0, used - (self.base_bytes or 0)) // MIB)
         except pynvml.NVMLError as error:
             # A card that shares the CPU's memory (GB10) has no number of its own: NOT_SUPPORTED.
             self.missing.append(f"device_bytes: NVML says {error}")
@@ -264,6 +270,11 @@ class DeviceMemory(Monitor):
     def driver(self) -> str | None:
         """The driver's version."""
         return self.card.driver
+
+    def take_trace(self) -> list[int]:
+        """How the card's use on top of `base_bytes` went since the last call, MiB; empty when NVML does not tell."""
+        with self._lock:
+            return self.use.trace.take()
 
     def take_peak(self) -> int | None:
         """The most of the card that came on top of `base_bytes` since the last call; None when NVML does not tell."""

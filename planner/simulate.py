@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner import catalog, library
 from planner.facts import GpuProfile
@@ -25,6 +25,7 @@ from planner.rules import resolve
 from planner.run import Facts, Run, main_piece
 from planner.shapes import grid
 from planner.tape import CATEGORIES, KINDS, Tape
+from planner.trace import POINTS, PhaseTrace, Trace
 from planner.units import GIB, MIB
 
 Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
@@ -123,6 +124,7 @@ class SimulatedRunner:
             env=environment(gpu, self.seed, f"vplan tune --runner simulate --seed {self.seed}"),
             runner=self.name,
             requested_bytes=requested,
+            details={"trace": played.trace(measured).to_json()} if measured.outcome == "ok" else {},
         )
 
     def runs(self, plan: Plan) -> list[Run]:
@@ -153,6 +155,8 @@ class _Played:
         self.host_ram = run.machine.host_ram
         self.calm: tuple[tuple[PhaseName, Replayed], ...] = ()
         """what the allocator did where it never ran short: the same wherever it has as much as it reserved then"""
+        self.stretches: dict[str, list[Replayed]] = {}
+        """phase of a steady step -> its stretches, one after the other"""
 
     def measured(self, seconds: float, slack: int) -> tuple[Measured, int | None]:
         """What a probe would see, and the bytes asked for in vain; `slack` more is missing than usually."""
@@ -215,9 +219,43 @@ class _Played:
                 around = phase == "encode" and run.empty_cache_around_encode
                 if around:
                     allocator.empty_cache()
-                yield phase, allocator.run(stage.ops, sizes)
+                yield phase, self._in_stretches(phase, stage, allocator, sizes)
                 if around or _emptied_behind(run, phase, stage):
                     allocator.empty_cache()
+
+    def _in_stretches(
+        self, phase: PhaseName, stage: Stage, allocator: CachingAllocator, sizes: Sequence[int]
+    ) -> Replayed:
+        """Plays a stage, in stretches where a probe's trace is of it; each keeps its peaks."""
+        ops = stage.ops
+        if phase not in STEADY or not ops:
+            return allocator.run(ops, sizes)
+        length = -(-len(ops) // POINTS)
+        played = self.stretches[phase] = []
+        for first in range(0, len(ops), length):
+            played.append(allocator.run(ops[first : first + length], sizes))
+            if played[-1].oom_at is not None:
+                break
+        return replace(
+            played[-1],
+            allocated_peak_bytes=max(part.allocated_peak_bytes for part in played),
+            reserved_peak_bytes=max(part.reserved_peak_bytes for part in played),
+            retries=sum(part.retries for part in played),
+        )
+
+    def trace(self, seen: Measured) -> Trace:
+        """How a plan that ran went, as NVML and the allocator would have told it."""
+        assert seen.device_bytes is not None and seen.reserved_bytes is not None and seen.step_seconds is not None
+        outside = seen.device_bytes - seen.reserved_bytes
+        phases = {}
+        for phase, played in self.stretches.items():
+            allocated = [part.allocated_peak_bytes // MIB for part in played]
+            phases[phase] = PhaseTrace(
+                seconds=seen.step_seconds if phase == "train" else 0.0,
+                device_mib=tuple((part.reserved_peak_bytes + outside) // MIB for part in played),
+                allocated_mib=(allocated[0], max(allocated), allocated[-1]),
+            )
+        return Trace(phases=phases)
 
     def _sizes(self, run: Run) -> list[int]:
         terms = self.hidden.memory

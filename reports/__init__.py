@@ -35,6 +35,7 @@ def write(
     from datetime import UTC, datetime
 
     from planner import accuracy, halves, through
+    from planner.commands.spread import counted
     from planner.estimate import without_garbage_collection
     from planner.evidence import shipped_rows
     from reports import data, page, share
@@ -43,7 +44,10 @@ def write(
     known = [*(shipped_rows() if plans else ()), *rows]
     with without_garbage_collection():
         points = through.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
-        told = tuple(data.Builder(name, plan, known, probes, points).data(share.shared) for name, plan in plans)
+        with counted("report", data.PARTS * len(plans)) as done:
+            told = tuple(
+                data.Builder(name, plan, known, probes, points).data(share.shared, done) for name, plan in plans
+            )
     found = page.Page(
         title=_title(plans),
         plans=told,

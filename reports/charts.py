@@ -17,6 +17,8 @@ from planner.through import Timeline
 SIDE = 1000
 """Units of a chart's inner box, to each side."""
 HEADROOM = 1.06
+FEWEST = 2
+"""Round numbers of a logarithmic axis; where there are no more, evenly spread ones say more."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Axis:
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
-            return [tick for tick in found if self.low <= tick <= self.high]
+            found = [tick for tick in found if self.low <= tick <= self.high]
+            if len(found) > FEWEST:
+                return found
         span = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(span))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span)
@@ -86,6 +90,12 @@ def reserved(timeline: Timeline, highest: int) -> str:
     """The line of what the allocator holds, with what is outside torch."""
     held = [timeline.outside_bytes + point.reserved_bytes for point in timeline.points]
     return "M" + "L".join(_spots(timeline, held, highest))
+
+
+def spots(timeline: Timeline, points: Sequence[tuple[float, int]], highest: int) -> str:
+    """A line through (events since the step began, bytes)."""
+    last = max(timeline.events, 1)
+    return polyline([(100 * at / last, 100 * value / highest) for at, value in points])
 
 
 def _between(timeline: Timeline, below: Sequence[int], above: Sequence[int], highest: int) -> str:

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import vplan
-from planner import accuracy, capacity, catalog, extent, through, typed
+from planner import accuracy, catalog, extent, through, typed
 from planner import ways as ways_of
 from planner.accuracy import Compared, Prediction
-from planner.capacity import Capacity, Forms, Longest, Mapper, Shape
+from planner.capacity import Capacity, Forms, Mapper, Shape
 from planner.commands.answer import words
 from planner.estimate import after_step_bytes, estimate, judged
 from planner.evidence import Interval, Row
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
-from planner.plan import Estimate, Evidence, Plan
+from planner.longest import Longest, longest
+from planner.plan import Estimate, Plan
 from planner.question import Question, Switch
 from planner.run import Facts
 from planner.screen import Look, Screen
 from planner.space import asked_for
 from planner.suggest import Search
+from planner.trace import Overlay
 from planner.units import gib
+from reports.seen import Probe, evidence_row, measured, nearest, overlay, probes
 
-NEAREST = 6
-"""Measured rows of a model that are compared on a plan's page; `vplan accuracy` compares them all."""
-LARGE_GB = 40
-"""Beside such cards stands more host RAM."""
+T = TypeVar("T")
+
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
 
 VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
@@ -53,25 +53,6 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One measured run, or why it ended."""
-
-    id: str
-    time: str
-    gpu: str
-    outcome: str
-    phase: str
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    device_bytes: int | None
-    step_seconds: float | None
-    retries: int | None
-    reason: str
-    planned: bool
-    """of this very plan"""
-
-
-@dataclass(frozen=True)
 class PlanData:
     """Everything the page says of one plan."""
 
@@ -84,6 +65,8 @@ class PlanData:
     note: str
     phases: tuple[through.PhaseParts, ...]
     timeline: through.Timeline
+    overlay: Overlay | None
+    """a probe's trace over the timeline"""
     capacity: Capacity
     ladder: tuple[str, ...]
     """in words, by rung of the capacity map"""
@@ -157,38 +140,45 @@ class Builder:
         asked = (plan.job, plan.strategy, plan.machine, known, plan.trainer)
         return through.phases(*asked), through.timeline(*asked, points=self.points)
 
-    def map(self, rungs: Sequence[Look], forms: Forms) -> Capacity:
-        """The capacity map."""
-        return Mapper(self.search, forms).map(rungs)
+    def _forms(self) -> Forms:
+        return Forms(self.screen, self.plan.job, extent.axis(self.model))
 
-    def longest(self, rungs: Sequence[Look], forms: Forms, large: bool | None = None) -> tuple[Longest, ...]:
-        """The longest clip of each class of card; of the small cards alone, or of the large ones."""
+    def map(self, rungs: Sequence[Look]) -> Capacity:
+        """The capacity map."""
+        return Mapper(self.search, self._forms()).map(rungs)
+
+    def longest(self, rungs: Sequence[Look], own: bool) -> tuple[Longest, ...]:
+        """The longest clip of each class of card with as much host RAM as the plan's, or of all others.
+
+        ``rungs``: the plan's ladder, which is that of its own class.
+        """
         machines = []
         for group in catalog.gpu_classes():
             card = catalog.gpu(group.name)
-            if large is not None and (card.class_gb >= LARGE_GB) is not large:
+            ram = catalog.default_host_ram(card, self.plan.machine.gpus)
+            if (ram == self.plan.machine.host_ram) is not own:
                 continue
             self.cards[card.name] = card
-            ram = catalog.default_host_ram(card, self.plan.machine.gpus)
             machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
             machines.append((card, machine))
-        return capacity.longest(self.search, forms, rungs, machines)
+        return longest(self.search, self._forms(), rungs, machines)
 
     def compared(self) -> tuple[Compared, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
         found = self.estimate()
         own = accuracy.compare(
-            [_row(self.plan, entry) for entry in self.plan.evidence],
+            [evidence_row(self.plan, entry) for entry in self.plan.evidence],
             lambda *_: Prediction.of(found),
             lambda *_: 0,
         )
-        return (*own, *accuracy.compare(nearest(self.rows, self.plan.job), _predict, _after_step))
+        proof = {entry.id for entry in self.plan.evidence}
+        others = [row for row in self.rows if row.id not in proof]
+        return (*own, *accuracy.compare(nearest(others, self.plan.job), _predict, _after_step))
 
-    def data(self, share: Callable[[Builder, Sequence[Look]], tuple[Any, ...]] | None = None) -> PlanData:
-        """All of it. ``share``: works the parts out on several cores (`reports.share`)."""
-        plan, found, seen = self.plan, self.estimate(), self.looks()
-        rungs = ways_of.ladder(self.search, plan.job, seen)
-        (phases, timeline), table, longest, compared = (share or in_turn)(self, rungs)
+    def data(self, share: Callable[[Builder, Done], Parts] | None = None, done: Done = lambda part: part) -> PlanData:
+        """All of it. ``share``: works the parts out on several cores (`reports.share`). ``done``: see there."""
+        plan, found = self.plan, self.estimate()
+        seen, phases, timeline, table, reach, compared = (share or in_turn)(self, done)
         switches, naive_bytes = self._switches(found)
         return PlanData(
             name=self.name,
@@ -200,15 +190,16 @@ class Builder:
             note=f"as {plan.trainer} trains" if plan.trainer != "vplan" else "",
             phases=phases,
             timeline=timeline,
+            overlay=overlay(plan, self.told, timeline),
             capacity=table,
             ladder=tuple(_rung(look.strategy, plan.job) for look in table.ladder),
             measured=measured(table, self.rows, plan.job),
             switches=switches,
             naive_bytes=naive_bytes,
             ways=ways(seen, plan, self.search),
-            longest=longest,
+            longest=tuple(sorted(reach, key=lambda each: each.budget_bytes)),
             longest_words={
-                each.card: (_by(each.lossless_by, plan.job), _by(each.lossy_by, plan.job)) for each in longest
+                each.card: (_by(each.lossless_by, plan.job), _by(each.lossy_by, plan.job)) for each in reach
             },
             compared=compared,
             rows_known=sum(row.job.model == plan.job.model for row in self.rows),
@@ -222,10 +213,36 @@ class Builder:
         return switches, start - sum(switch.device_bytes for switch in switches)
 
 
-def in_turn(builder: Builder, rungs: Sequence[Look]) -> tuple[Any, ...]:
-    """The parts that take long, one after another: (phases, timeline), map, longest, compared."""
-    forms = Forms(builder.screen, builder.plan.job, extent.axis(builder.model))
-    return builder.steps(), builder.map(rungs, forms), builder.longest(rungs, forms), builder.compared()
+class Parts(NamedTuple):
+    """The parts of a page that take long."""
+
+    looks: tuple[Look, ...]
+    phases: tuple[through.PhaseParts, ...]
+    timeline: through.Timeline
+    table: Capacity
+    longest: tuple[Longest, ...]
+    """in any order"""
+    compared: tuple[Compared, ...]
+
+
+class Done(Protocol):
+    """Given a part of `PARTS`, hands it back: so that somebody can count them."""
+
+    def __call__(self, part: T, /) -> T: ...
+
+
+PARTS = 5
+"""Times that ``done`` is called for a plan."""
+
+
+def in_turn(builder: Builder, done: Done) -> Parts:
+    """One after another."""
+    looks = done(builder.looks())
+    rungs = ways_of.ladder(builder.search, builder.plan.job, looks)
+    phases, timeline = done(builder.steps())
+    own = done(builder.longest(rungs, own=True))
+    further, compared = done((builder.longest((), own=False), builder.compared()))
+    return Parts(looks, phases, timeline, done(builder.map(rungs)), (*own, *further), compared)
 
 
 # ---- sentences
@@ -289,83 +306,6 @@ def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[Way, ...]:
         for index, look in enumerate(seen)
     ]
     return tuple(sorted(found, key=lambda way: (way.step_seconds, way.device_bytes)))
-
-
-def measured(table: Capacity, rows: Iterable[Row], job: Job) -> dict[Shape, tuple[str, ...]]:
-    """Shapes of the map at which somebody ran this model by this method, with the rows' ids and outcomes."""
-    shapes = {cell.shape for row in table.cells for cell in row}
-    found: dict[Shape, tuple[str, ...]] = {}
-    for row in rows:
-        length = row.job.frames if table.axis == "frames" else row.job.batch_size
-        shape = (length, row.job.height, row.job.width)
-        alike = row.job.model == job.model and row.job.method == job.method
-        if alike and shape in shapes and (table.axis == "batch" or row.job.batch_size == job.batch_size):
-            seen = f"{row.id} on {row.machine.gpu}: {row.outcome}"
-            found[shape] = (*found.get(shape, ()), seen)
-    return found
-
-
-def nearest(rows: Iterable[Row], job: Job) -> list[Row]:
-    """The rows of the same model that are most like a job: the same method, then about as many pixels."""
-
-    def distance(row: Row) -> tuple[bool, float]:
-        return row.job.method != job.method, abs(math.log(_pixels(row.job) / _pixels(job)))
-
-    return sorted((row for row in rows if row.job.model == job.model), key=distance)[:NEAREST]
-
-
-def _pixels(job: Job) -> int:
-    return job.batch_size * job.frames * job.height * job.width
-
-
-def probes(plan: Plan, told: Iterable[Mapping[str, Any]]) -> tuple[Probe, ...]:
-    """The plan's evidence, then rows of a file of the same model, each with how it ended."""
-    own = [_probe(entry.id, entry.measured.to_json(), entry.env.to_json(), "", True) for entry in plan.evidence]
-    known = {probe.id for probe in own}
-    others = [
-        _probe(str(row["id"]), row["measured"], row.get("env", {}), _reason(row), False)
-        for row in told
-        if row.get("job", {}).get("model") == plan.job.model and row["id"] not in known
-    ]
-    return (*own, *others)
-
-
-def _reason(row: Mapping[str, Any]) -> str:
-    details = row.get("details", {})
-    return str(details.get("message", "")) if isinstance(details, dict) else ""
-
-
-def _probe(name: str, seen: Mapping[str, Any], env: Mapping[str, Any], reason: str, planned: bool) -> Probe:
-    return Probe(
-        id=name,
-        time=str(env.get("time", "")),
-        gpu=str(env.get("gpu", "")),
-        outcome=str(seen.get("outcome", "")),
-        phase=str(seen.get("phase") or ""),
-        allocated_bytes=seen.get("allocated_bytes"),
-        reserved_bytes=seen.get("reserved_bytes"),
-        device_bytes=seen.get("device_bytes"),
-        step_seconds=seen.get("step_seconds"),
-        retries=seen.get("retries"),
-        reason=reason,
-        planned=planned,
-    )
-
-
-def _row(plan: Plan, entry: Evidence) -> Row:
-    """A plan's evidence as a row to compare."""
-    seen = entry.measured
-    counters = (("device", seen.device_bytes), ("reserved", seen.reserved_bytes), ("allocated", seen.allocated_bytes))
-    intervals = [Interval(name, gib(size), gib(size)) for name, size in counters if size]  # type: ignore[arg-type]
-    return Row(
-        id=entry.id,
-        implementation="vplan",
-        job=plan.job,
-        strategy=plan.strategy,
-        machine=plan.machine,
-        outcome=seen.outcome,
-        intervals=tuple(intervals) if seen.outcome == "ok" else (),
-    )
 
 
 def _predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:

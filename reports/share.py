@@ -1,34 +1,69 @@
-"""The parts of a page that take long, spread over the cores of this machine."""
+"""The parts of a page that take long, on two cores where there are two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
 
-from planner import capacity, extent
-from planner.commands.spread import cores, spread
-from planner.screen import Look
-from reports.data import Builder, in_turn
+from planner import ways
+from planner.commands.spread import cores
+from planner.errors import VplanError
+from reports.data import Builder, Done, Parts, in_turn
 
-PARTS = ("large", "small", "map", "steps", "compared")
-"""The longest work first."""
-
-
-def shared(builder: Builder, rungs: Sequence[Look]) -> tuple[Any, ...]:
-    """As `reports.data.in_turn`, on several cores where there are some. A fork knows all that was looked at before."""
-    if cores() < 2:
-        return in_turn(builder, rungs)
-    found = dict(zip(PARTS, spread(_worker, (builder, tuple(rungs)), PARTS, "report"), strict=True))
-    return found["steps"], found["map"], found["small"] + found["large"], found["compared"]
+T = TypeVar("T")
 
 
-def _worker(builder: Builder, rungs: Sequence[Look]) -> Callable[[str], Any]:
-    forms = capacity.Forms(builder.screen, builder.plan.job, extent.axis(builder.model))
-    work: dict[str, Callable[[], Any]] = {
-        "steps": builder.steps,
-        "map": lambda: builder.map(rungs, forms),
-        "small": lambda: builder.longest(rungs, forms, large=False),
-        "large": lambda: builder.longest(rungs, forms, large=True),
-        "compared": builder.compared,
-    }
-    return lambda name: work[name]()
+def shared(builder: Builder, done: Done) -> Parts:
+    """As `reports.data.in_turn`, the same to the byte: what needs nothing else is worked out beside the looks, and the
+    map beside the longest clips."""
+    # A fork knows all that was looked at before. It is safe where no other thread could hold a lock.
+    if cores() < 2 or sys.platform != "linux" or threading.active_count() > 1:
+        return in_turn(builder, done)
+    steps = Aside(builder.steps)
+    others = Aside(lambda: (builder.longest((), own=False), builder.compared()))
+    looks = done(builder.looks())
+    rungs = ways.ladder(builder.search, builder.plan.job, looks)
+    table = Aside(lambda: builder.map(rungs))
+    own = done(builder.longest(rungs, own=True))
+    phases, timeline = done(steps.result())
+    further, compared = done(others.result())
+    return Parts(looks, phases, timeline, done(table.result()), (*own, *further), compared)
+
+
+class Aside(Generic[T]):
+    """Work done in a fork of this process. A VplanError is raised where its result is asked for."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        forking = multiprocessing.get_context("fork")
+        self._found, sender = forking.Pipe(duplex=False)
+        self._process = forking.Process(target=_send, args=(work, sender), daemon=True)
+        self._process.start()
+        sender.close()
+
+    def result(self) -> T:
+        """What came of it."""
+        try:
+            found, error = self._found.recv()
+        except EOFError:
+            self._process.join()
+            fault = f"a process that worked on the report ended with exit code {self._process.exitcode}"
+            raise VplanError(fault, "what went wrong stands above; -9 is a lack of host RAM", 4) from None
+        self._process.join()
+        if error is not None:
+            raise error
+        result: T = found
+        return result
+
+
+def _send(work: Callable[[], T], sender: Connection) -> None:
+    try:
+        sender.send((work(), None))
+    except VplanError as error:
+        sender.send((None, error))
+    except KeyboardInterrupt:  # the one who asked tells
+        os._exit(130)

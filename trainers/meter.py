@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from planner.monitor import DeviceMemory, host_peak_bytes
+from planner.units import MIB
 
 
 class Told(Protocol):
@@ -45,6 +46,10 @@ class TorchMemory:
         before, self._before = self._before, self._counts()
         return {**found, **{name: count - before[name] for name, count in self._before.items()}}
 
+    def allocated_bytes(self) -> int | None:
+        """What is allocated now."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
+
     def _counts(self) -> dict[str, int]:
         if self.device.type != "cuda":
             return {}
@@ -69,12 +74,28 @@ class Meter:
         self.report.tell(phase=name)
         self.marks.append((name, time.time() * 1e6))
         self._take()
+        began, before = time.perf_counter(), self.torch.allocated_bytes()
+        if self.watch:
+            self.watch.take_trace()
         try:
             yield
             self.synchronise()
         finally:
-            self.report.told["phases"][name] = self._take()
+            seconds, found = time.perf_counter() - began, self._take()
+            self.report.told["phases"][name] = found
+            self._keep_trace(name, seconds, (before, found["allocated_bytes"], self.torch.allocated_bytes()))
             self.report.tell(host_bytes=host_peak_bytes())
+
+    def _keep_trace(self, name: str, seconds: float, allocated: tuple[int | None, ...]) -> None:
+        """How a phase went, where there is a GPU to watch."""
+        if self.watch is None:
+            return
+        told = self.report.told.setdefault("trace", {"schema": 1, "phases": {}})
+        told["phases"][name] = {
+            "seconds": round(seconds, 3),
+            "device_mib": self.watch.take_trace(),
+            "allocated_mib": [nbytes // MIB for nbytes in allocated if nbytes is not None] or None,
+        }
 
     def synchronise(self) -> None:
         """Waits until the GPU has done what it was given."""

@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import click
+
 from planner.commands.common import table, typed_line
 from planner.units import format_gib, format_seconds, gib
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from planner.commands.request import Request
     from planner.job import Strategy
-    from planner.plan import Estimate
+    from planner.plan import Estimate, Plan
     from planner.question import Suggestion, Switch
     from planner.wishes import Relaxed
 
@@ -45,8 +47,10 @@ def headline(console: Console, request: Request, found: Estimate | None = None) 
 
 def print_next(console: Console, found: Estimate, output: str | None) -> None:
     """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
-    is piped is the answer alone."""
-    if found.verdict == "no" or not console.is_terminal:
+    is piped is the answer alone; and a command that asks on behalf of another, as `train` does, goes on by itself."""
+    context = click.get_current_context(silent=True)
+    inside = context is not None and context.parent is not None and context.parent.parent is not None
+    if found.verdict == "no" or inside or not console.is_terminal:
         return
     if output is None:
         said = typed_line("-o", "plan.toml")
@@ -102,15 +106,34 @@ def _step(found: Estimate) -> str:
 
 
 def bar(console: Console, found: Estimate) -> Text:
-    """The need against the budget, as wide as the budget: one cell per 1/48 of it."""
+    """The need against the budget."""
+    return memory_bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1])
+
+
+def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str = "of the budget") -> Text:
+    """A part of some memory, as wide as all of it: one cell per 1/48."""
     from rich.text import Text
 
-    share = found.peak.device_bytes / max(found.budget_bytes, 1)
+    share = nbytes / max(whole, 1)
     filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
     full, empty = "█░" if console.encoding.startswith("utf") else "#."
-    text = Text(full * filled + empty * (BAR_WIDTH - filled), VERDICTS[found.verdict][1])
-    text.append(f" {share:.0%} of the budget", "default")
+    text = Text(full * filled + empty * (BAR_WIDTH - filled), style)
+    text.append(f" {share:.0%} {words}", "default")
     return text
+
+
+def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
+    """What a plan trains and on what, its verdict, the bar and what it switches on: how a run of it begins."""
+    from planner import catalog
+
+    count, card = catalog.parse_gpus(plan.machine.gpu)
+    many = f"{max(count, plan.machine.world)} x " if plan.machine.world > 1 else ""
+    title = catalog.model(plan.job.model).title
+    console.print(f"{title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB to use")
+    if found is not None:
+        console.print(verdict_line(found))
+        console.print(bar(console, found))
+        console.print(f"plan: {ways(found)}", style="bold")
 
 
 # ---- suggest

@@ -110,6 +110,14 @@ def _console() -> Console:
     return Answer(highlight=False, width=wide)
 
 
+def talk() -> Console:
+    """Where what is said meanwhile goes: stderr, as wide as an answer."""
+    from rich.console import Console
+
+    wide = None if sys.stderr.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
+    return Console(stderr=True, highlight=False, width=wide)
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A plain table; a column whose name starts with `>` is of numbers, right-aligned."""
     from rich.table import Table

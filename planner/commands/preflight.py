@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 
 from planner.cards import parse_wait
 from planner.commands import USAGE
+from planner.commands.answer import memory_bar, print_plan
 from planner.commands.common import DONE, Verb, examples, json_option, show, table
 from planner.errors import VplanError, quoted
 from planner.plan import read_plan
@@ -18,6 +20,8 @@ from planner.units import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from planner.plan import Plan
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim", "ok": "green"}
 
@@ -69,13 +73,15 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
     if as_json and fault:
         click.echo(json.dumps({"error": {"message": fault.what, "fix": fault.fix}, **answer}, indent=2))
         return fault.exit_code
-    show(answer, as_json, lambda console: _render(console, report))
+    show(answer, as_json, lambda console: _render(console, report, plan, path or named or ""))
     if fault:
         raise VplanError(fault.what, fault.fix, fault.exit_code)
     return DONE
 
 
-def _render(console: Console, report: Report) -> None:
+def _render(console: Console, report: Report, plan: Plan, path: str) -> None:
+    print_plan(console, plan, None)
+    _print_verdict(console, report)
     if report.need and report.need.phases:
         free = [card["free_bytes"] for card in report.gpus if card["free_bytes"] is not None]
         rows = [
@@ -89,6 +95,29 @@ def _render(console: Console, report: Report) -> None:
         console.print(f"{one.name}: {one.what}", markup=False)
         if one.fix and one.level in ("warning", "note"):
             console.print(f"  fix: {one.fix}", markup=False)
-    if not report.fault:
-        console.print("")
-        console.print("it can start", style="bold green")
+    if not report.fault and console.is_terminal:
+        verb = "report" if plan.job.method == "sample" else "train"
+        more = "" if verb == "report" else " --data DIR --output DIR --weights DIR"
+        console.print()
+        console.print(f"next: {shlex.join(['vplan', verb, path])}{more}", style="bold", markup=False, soft_wrap=True)
+
+
+def _print_verdict(console: Console, report: Report) -> None:
+    """Whether it can start, and what it needs of the GPU beside what is free there."""
+    from rich.text import Text
+
+    style = "bold red" if report.fault else "bold green"
+    line = Text("it cannot start" if report.fault else "it can start", style)
+    need, found = report.need, report.estimate
+    free = [card["free_bytes"] for card in report.gpus if card["free_bytes"] is not None]
+    whole = min(free) if free else found.budget_bytes if found else None
+    if need is None or whole is None:
+        console.print(line)
+        return
+    peak = max(need.phases.values(), default=need.high_bytes)
+    words = "of what is free" if free else "of the budget"
+    sure = f"{gib(need.low_bytes):.1f} to {gib(need.high_bytes):.1f}, {need.basis}"
+    line.append(f": needs {gib(peak):.2f} GiB ({sure}) of {gib(whole):.2f}{' free' if free else ''}", "default")
+    console.print(line)
+    console.print(memory_bar(console, peak, whole, style, words))
+    console.print()

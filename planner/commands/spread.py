@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 T = TypeVar("T")
@@ -66,3 +67,25 @@ def with_progress(names: Sequence[str], what: str) -> Iterator[str]:
         yield from names
         return
     yield from track(names, description=what, console=errors, transient=True)
+
+
+@contextmanager
+def counted(what: str, total: int) -> Iterator[Callable[[T], T]]:
+    """A function that hands back what it is given and moves a bar on stderr on, while someone looks at it.
+
+    Drawn by this thread alone, so that work can be forked meanwhile.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, auto_refresh=False, disable=not errors.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+
+        def done(part: T) -> T:
+            bar.advance(task)
+            bar.refresh()
+            return part
+
+        bar.refresh()
+        yield done

@@ -15,15 +15,17 @@ import click
 from planner import catalog, checkpoints, launch, preflight, validation
 from planner.checks import FAILED
 from planner.commands import USAGE
+from planner.commands.answer import memory_bar, print_plan
 from planner.commands.batch import write_script
 from planner.commands.choose import PLAN, choose
-from planner.commands.common import DONE, Verb, examples, json_option, show
+from planner.commands.common import DONE, Verb, examples, json_option, show, talk
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
 from planner.follow import Follower, prepare
 from planner.peers import Peers
 from planner.plan import Plan, write_plan
 from planner.stepdown import difference, next_plan
+from planner.units import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,10 +115,11 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
     with launch.locked(place, said["node_rank"]), contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
+        planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
         found = choose(asked, place, first=said["node_rank"] == 0)
         plan = preflight.ready(found)
         stack.close()
-        return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json)
+        return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json, begins=not planned)
 
 
 class _Train:
@@ -138,8 +141,8 @@ class _Train:
         self.weights = said["weights"] or str(own_folder(profile.origin))
         self.prompts = validation.prompts(plan, said)
 
-    def run(self, as_json: bool) -> int:
-        """Checks, prepares, trains, and says how it ended."""
+    def run(self, as_json: bool, *, begins: bool) -> int:
+        """Checks, prepares, trains, and says how it ended. ``begins``: nothing was said of the plan yet."""
         if self.said["slurm"]:
             return write_script(Path(self.said["slurm"]).expanduser(), self.plan, self.output, as_json)
         entries = self._entries()
@@ -149,6 +152,8 @@ class _Train:
             self._note(f"warning: {note}")
         asked = preflight.Asked(device=self.device, output=self.output, keep=self.said["keep"])
         report = preflight.preflight(self.plan, asked)
+        if begins:
+            print_plan(talk(), self.plan, report.estimate)
         report.raise_fault()
         for one in report.checks:
             if one.level == "warning":
@@ -278,7 +283,8 @@ class _Train:
             "samples": follower.samples,
             "notes": self.notes,
         }
-        show(answer, as_json, lambda console: _render(console, answer))
+        budget = estimate.budget_bytes if estimate else catalog.parse_gpus(self.plan.machine.gpu)[1].allocatable_bytes
+        show(answer, as_json, lambda console: _render(console, answer, budget))
         return DONE
 
     def _told(self, peers: Peers | None, attempt: int, entries: Path) -> launch.Request:
@@ -359,10 +365,18 @@ def own_folder(origin: str) -> Path:
     return place.parent if place.name in ("transformer", "unet") else place
 
 
-def _render(console: Console, answer: dict[str, Any]) -> None:
-    loss = answer["loss"]
-    console.print(f"trained to step {answer['steps']}" + ("" if loss is None else f", loss {loss:.4f}"))
-    console.print(f"weights: {answer['weights']}")
-    console.print(f"checkpoint: {answer['checkpoint']}")
+def _render(console: Console, answer: dict[str, Any], budget: int) -> None:
+    loss, peak = answer["loss"], (answer["peak"] or {}).get("device_bytes")
+    console.print(f"trained to step {answer['steps']}", style="bold green", end="")
+    console.print("" if loss is None else f", loss {loss:.4f}")
+    if peak is not None:
+        console.print(f"took {gib(peak):.2f} GiB of {gib(budget):.2f}")
+        console.print(memory_bar(console, peak, budget, "bold green"))
+    for name in ("weights", "checkpoint"):
+        console.print(f"{name}: {answer[name]}", markup=False, soft_wrap=True)
     if answer["samples"]:
-        console.print(f"samples: {len(answer['samples'])} in {Path(answer['samples'][0]).parent}")
+        console.print(f"samples: {len(answer['samples'])} in {Path(answer['samples'][0]).parent}", markup=False)
+    if console.is_terminal:
+        console.print()
+        more = f"to go on, the same with --steps {2 * answer['steps']}"
+        console.print(f"next: {more}", style="bold", markup=False, soft_wrap=True)

@@ -257,7 +257,8 @@ class _Answer:
         if output and best is not None:
             write_plan(plan, output)
         if report:
-            write_report(report, [(output or "plan.toml", plan)], probes=[row.to_json() for row in self.tuning.probes])
+            measured = [row.to_json() for row in self.tuning.rows.values()]
+            write_report(report, [(output or "plan.toml", plan)], probes=measured)
         said = {
             "plan": {**found.to_json(), "evidence": [each.to_json() for each in plan.evidence]},
             "probes": [row.to_json() for row in self.tuning.probes],

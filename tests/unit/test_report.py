@@ -104,7 +104,7 @@ def test_the_longest_clips_rise_with_the_card_and_the_plans_own_is_an_estimate(t
     assert own.lossless_by is not None
     job, machine = told.found.job.replace(frames=own.lossless), Machine(gpu="24GB", host_ram=own.host_ram)
     found = estimate(job, own.lossless_by, machine, facts(job, own.lossless_by, machine))
-    assert found.verdict != "no" and found.peak.device_bytes > 0.88 * found.budget_bytes
+    assert found.verdict != "no" and found.peak.device_bytes > 0.85 * found.budget_bytes
 
 
 def test_columns_and_rows_are_shapes_the_model_takes() -> None:

@@ -1,0 +1,123 @@
+"""What was measured, as a page shows it beside what is predicted. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner import through
+from planner.capacity import Capacity, Shape
+from planner.evidence import Interval, Row
+from planner.job import Job
+from planner.measurement import row_id
+from planner.plan import Evidence, Plan
+from planner.trace import Overlay, laid_over, trace_of
+from planner.units import gib
+
+NEAREST = 6
+"""Measured rows of a model that are compared on a plan's page; `vplan accuracy` compares them all."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One measured run, or why it ended."""
+
+    id: str
+    time: str
+    gpu: str
+    outcome: str
+    phase: str
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    device_bytes: int | None
+    step_seconds: float | None
+    retries: int | None
+    reason: str
+    planned: bool
+    """of this very plan"""
+
+
+def measured(table: Capacity, rows: Iterable[Row], job: Job) -> dict[Shape, tuple[str, ...]]:
+    """Shapes of the map at which somebody ran this model by this method, with the rows' ids and outcomes."""
+    shapes = {cell.shape for row in table.cells for cell in row}
+    found: dict[Shape, tuple[str, ...]] = {}
+    for row in rows:
+        length = row.job.frames if table.axis == "frames" else row.job.batch_size
+        shape = (length, row.job.height, row.job.width)
+        alike = row.job.model == job.model and row.job.method == job.method
+        if alike and shape in shapes and (table.axis == "batch" or row.job.batch_size == job.batch_size):
+            seen = f"{row.id} on {row.machine.gpu}: {row.outcome}"
+            found[shape] = (*found.get(shape, ()), seen)
+    return found
+
+
+def nearest(rows: Iterable[Row], job: Job) -> list[Row]:
+    """The rows of the same model that are most like a job: the same method, then about as many pixels."""
+
+    def distance(row: Row) -> tuple[bool, float]:
+        return row.job.method != job.method, abs(math.log(_pixels(row.job) / _pixels(job)))
+
+    return sorted((row for row in rows if row.job.model == job.model), key=distance)[:NEAREST]
+
+
+def _pixels(job: Job) -> int:
+    return job.batch_size * job.frames * job.height * job.width
+
+
+def probes(plan: Plan, told: Iterable[Mapping[str, Any]]) -> tuple[Probe, ...]:
+    """The plan's evidence, then rows of a file of the same model, each with how it ended."""
+    own = [_probe(entry.id, entry.measured.to_json(), entry.env.to_json(), "", True) for entry in plan.evidence]
+    known = {probe.id for probe in own}
+    others = [
+        _probe(str(row["id"]), row["measured"], row.get("env", {}), _reason(row), False)
+        for row in told
+        if row.get("job", {}).get("model") == plan.job.model and row["id"] not in known
+    ]
+    return (*own, *others)
+
+
+def overlay(plan: Plan, told: Iterable[Mapping[str, Any]], timeline: through.Timeline) -> Overlay | None:
+    """The trace of this very plan's last probe that has one, over the step that was replayed."""
+    name = row_id(plan)
+    traces = [trace for row in told if row["id"] == name and (trace := trace_of(row))]
+    return laid_over(timeline, traces[-1], name) if traces else None
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    details = row.get("details", {})
+    return str(details.get("message", "")) if isinstance(details, dict) else ""
+
+
+def _probe(name: str, seen: Mapping[str, Any], env: Mapping[str, Any], reason: str, planned: bool) -> Probe:
+    return Probe(
+        id=name,
+        time=str(env.get("time", "")),
+        gpu=str(env.get("gpu", "")),
+        outcome=str(seen.get("outcome", "")),
+        phase=str(seen.get("phase") or ""),
+        allocated_bytes=seen.get("allocated_bytes"),
+        reserved_bytes=seen.get("reserved_bytes"),
+        device_bytes=seen.get("device_bytes"),
+        step_seconds=seen.get("step_seconds"),
+        retries=seen.get("retries"),
+        reason=reason,
+        planned=planned,
+    )
+
+
+def evidence_row(plan: Plan, entry: Evidence) -> Row:
+    """A plan's evidence as a row to compare."""
+    seen = entry.measured
+    counters = (("device", seen.device_bytes), ("reserved", seen.reserved_bytes), ("allocated", seen.allocated_bytes))
+    intervals = [Interval(name, gib(size), gib(size)) for name, size in counters if size]  # type: ignore[arg-type]
+    return Row(
+        id=entry.id,
+        implementation="vplan",
+        job=plan.job,
+        strategy=plan.strategy,
+        machine=plan.machine,
+        outcome=seen.outcome,
+        intervals=tuple(intervals) if seen.outcome == "ok" else (),
+    )
