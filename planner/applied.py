@@ -208,4 +208,7 @@ def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     if strategy.weights(job.method) == "int8" and moves:
         yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
     if profile.experts == 2:
-        yield "a sample of one of two experts, which takes both,", "use --validation-mode off"
+        yield "a sample of two experts, which goes through both,", "use --validation-mode off"
+    if profile.inputs.get("sound"):
+        fault = f"a sample of {profile.title}, whose pipeline is not diffusers' and finds the face in a picture first,"
+        yield fault, "use --validation-mode off"

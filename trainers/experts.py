@@ -2,10 +2,12 @@
 
 Each micro-batch of the global batch goes to one expert, drawn by how much of the noise levels' density lies on its side
 of the boundary; its samples then draw their levels there. So all levels come as often as the density says, every rank
-runs the same expert, and a run that is taken up goes on with the same ones. musubi-tuner trains both the same way
-(docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``). With ``inactive_expert cpu`` what is frozen of the idle
-one waits in pinned host RAM, as much as one expert: when it is to run, the two change places, weight by weight. Swapped
-blocks of either stay where they are, and pass through one ring.
+runs the same expert, and a run that is taken up goes on with the same ones; cut into other micro-batches, the same
+samples may be another's turn. (In musubi-tuner 30c658c a batch's first sample decides, wan_train_network.py
+``next_model_is_high_noise``; it has one adapter for both, and diffusers takes one for each.)
+
+With ``inactive_expert cpu`` what is frozen of the idle one waits in pinned host RAM, as much as one expert: when it is
+to run, the two change places, weight by weight. Swapped blocks of either stay where they are, and pass through one ring.
 """
 
 from __future__ import annotations
