@@ -7,7 +7,7 @@ samples may be another's turn. (In musubi-tuner 30c658c a batch's first sample d
 ``next_model_is_high_noise``; it has one adapter for both, and diffusers takes one for each.)
 
 With ``inactive_expert cpu`` what is frozen of the idle one waits in pinned host RAM, as much as one expert: when it is
-to run, the two change places, weight by weight. Swapped blocks of either stay where they are, and pass through one ring.
+to run, the two change places, weight by weight. Swapped blocks of either stay where they are; one ring is for both.
 """
 
 from __future__ import annotations
