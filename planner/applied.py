@@ -81,8 +81,6 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
 
 def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
-    if job.experts == "both":
-        yield "measuring both experts", "write experts = high or low"
     if machine.nodes > 1:
         yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
     yield from _neither(profile, job, strategy)
@@ -103,6 +101,8 @@ def _neither(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tu
     if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
         yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
     yield from _compiled(strategy, weights)
+    if job.experts == "both":
+        yield from _not_in_turn(job, strategy)
     if "nvme" in (strategy.offload_optimizer, strategy.offload_params):  # its states could not be kept and taken up
         yield "offload to nvme, of which no checkpoint is kept yet,", "use cpu in its place"
     for field, applied in VALUES.items():
@@ -129,8 +129,6 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
-    if job.experts == "both":
-        yield from _not_in_turn(job, strategy)
     if profile.experts == 2 and job.experts is None:
         yield "one of two experts that is not named", "write experts = both, or high or low: a run each"
     if profile.experts == 2 and profile.training.boundary is None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from planner import catalog
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.plan import Plan, plan_to_toml
-from trainers import checkpoint, parallel, step, validate, weights
+from trainers import checkpoint, experts, parallel, step, validate, weights
 from trainers.average import Average
 from trainers.families import family
 from trainers.memory import swap
@@ -26,6 +27,9 @@ from trainers.noise import randomise
 SEED = 0
 LEARNING_RATE = 1e-4
 NOISE_LEVELS = 2
+TURNS = 2
+"""Micro-batches that one of two experts runs before the other does: they change places as often as in training, where
+it is 0.46 to 0.49 times a micro-batch (Wan 2.2: 2 p (1 - p), see `planner.experts.high_share`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +86,21 @@ class Probed:
         self.losses: list[float | None] = []
         self.seconds: list[float] = []
         self.done = 0
+        self.experts: experts.Experts | None = None
+        self.turns = 0
         torch.manual_seed(SEED)
         meter.report.tell(losses=self.losses, step_seconds=self.seconds)
 
     def load(self) -> None:
         """Model, engine, optimizer and average, as training sets them up."""
+        wanted = self.wanted
+        model = self._both() if wanted.job.experts == "both" else self._one()
+        made = parallel.set_up(model, wanted.profile, wanted.job, self.strategy, LEARNING_RATE)
+        self.trainee, self.engine = made
+        ema = self.strategy.ema
+        self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
+
+    def _one(self) -> nn.Module:
         wanted, device = self.wanted, self.meter.device
         model = step.build_model(wanted.profile, wanted.job, self.strategy)
         if wanted.weights is None:
@@ -95,10 +109,19 @@ class Probed:
             folder = weights.model_folder(Path(wanted.weights), wanted.profile, wanted.job)
             swapped = swap.swapped_blocks(model, wanted.profile, self.strategy)
             weights.load(model, weights.published(folder, wanted.profile), device, SEED, None, swapped)
-        made = parallel.set_up(model, wanted.profile, wanted.job, self.strategy, LEARNING_RATE)
-        self.trainee, self.engine = made
-        ema = self.strategy.ema
-        self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
+        return model
+
+    def _both(self) -> nn.Module:
+        wanted, device = self.wanted, self.meter.device
+
+        def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
+            step.materialise(model, device, randomise, waiting)
+
+        fill = at_random
+        if wanted.weights is not None:
+            fill = experts.from_folder(Path(wanted.weights), wanted.profile, wanted.job, device, SEED)
+        self.experts = experts.pair(wanted.profile, wanted.job, self.strategy, device, fill)
+        return self.experts
 
     def first_step(self) -> None:
         """The step that makes the optimizer's states, at the largest shape."""
@@ -113,7 +136,7 @@ class Probed:
 
     def _step(self, grid: dict[str, int]) -> float:
         """Seconds of one optimizer step."""
-        alone = self.strategy.gradient_accumulation == 1
+        alone = self.strategy.gradient_accumulation == 1 and self.experts is None
         batches = list(self._batches(grid)) if alone else self._batches(grid)
         self.meter.synchronise()
         began = time.perf_counter()
@@ -126,6 +149,9 @@ class Probed:
 
     def _batches(self, grid: dict[str, int]) -> Iterator[step.Batch]:
         for _ in range(self.strategy.gradient_accumulation):
+            if self.experts is not None:
+                self.experts.turn(("high", "low")[self.turns // TURNS % 2])
+                self.turns += 1
             yield self.kind.batch(grid, self.meter.device, self.dtype)
 
     def _follow(self) -> None:

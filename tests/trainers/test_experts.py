@@ -18,7 +18,7 @@ from planner.errors import VplanError  # noqa: E402
 from planner.job import Job, Machine, Strategy  # noqa: E402
 from planner.plan import Plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers import experts  # noqa: E402
+from trainers import experts, quantise  # noqa: E402
 from trainers.train import Training  # noqa: E402
 
 STEPS = 6
@@ -45,7 +45,11 @@ def turns(output: Path) -> list[str]:
 
 
 def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in model.named_parameters() if not each.requires_grad}
+    """Copies of all that frozen weights are kept in."""
+    weights = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+    return {
+        part: tensor.detach().clone() for name, each in weights for part, tensor in quantise.stored_tensors(name, each)
+    }
 
 
 def test_a_pipeline_with_two_transformers_is_lent_what_such_models_have(place: runs.Pair) -> None:
