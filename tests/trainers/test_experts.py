@@ -21,7 +21,7 @@ from tests.trainers import runs  # noqa: E402
 from trainers import experts, quantise  # noqa: E402
 from trainers.train import Training  # noqa: E402
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_an_expert_that_waits_in_host_ram_learns_the_same_and_is_taken_up_there(
 ) -> None:
     strategy = {"inactive_expert": "cpu", "gradient_checkpointing": "offload", "swap_blocks": 1}
     plan = place.plan(strategy, experts="both")
-    assert runs.train(place.request(tmp_path, plan, steps=3, checkpoint_every=3))["outcome"] == "ok"
-    at = str(tmp_path / "checkpoints" / "step-00000003")
+    assert runs.train(place.request(tmp_path, plan, steps=2))["outcome"] == "ok"
+    at = str(tmp_path / "checkpoints" / "step-00000002")
     assert runs.train(place.request(tmp_path, plan, steps=STEPS, resume=at))["outcome"] == "ok"
     assert runs.losses(tmp_path) == runs.losses(both)
     for part in experts.PARTS.values():
@@ -91,7 +91,7 @@ def test_an_expert_that_waits_in_host_ram_learns_the_same_and_is_taken_up_there(
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize(("dtype", "swapped"), [("fp32", 0), ("fp32", 1), ("nf4", 0)])
+@pytest.mark.parametrize(("dtype", "swapped"), [("fp32", 1), ("nf4", 0)])
 def test_host_ram_holds_one_expert_whichever_runs(
     place: runs.Pair, tmp_path: Path, dtype: str, swapped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
