@@ -97,12 +97,12 @@ def _neither(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tu
         yield f"references {job.references}", f"write references = {profile.shape.references}"
     if strategy.inactive_expert != "absent" and job.experts != "both":
         yield f"inactive_expert {strategy.inactive_expert} of one that is not trained", "write inactive_expert = absent"
+    if job.experts == "both":
+        yield from _not_in_turn(job, strategy)
     weights = strategy.weights(job.method)
     if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
         yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
     yield from _compiled(strategy, weights)
-    if job.experts == "both":
-        yield from _not_in_turn(job, strategy)
     if "nvme" in (strategy.offload_optimizer, strategy.offload_params):  # its states could not be kept and taken up
         yield "offload to nvme, of which no checkpoint is kept yet,", "use cpu in its place"
     for field, applied in VALUES.items():

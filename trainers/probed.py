@@ -93,35 +93,19 @@ class Probed:
 
     def load(self) -> None:
         """Model, engine, optimizer and average, as training sets them up."""
-        wanted = self.wanted
-        model = self._both() if wanted.job.experts == "both" else self._one()
+        wanted, device = self.wanted, self.meter.device
+        both = wanted.job.experts == "both"
+        model = self._both() if both else step.build_model(wanted.profile, wanted.job, self.strategy)
+        if wanted.weights is None and not both:
+            step.place(model, wanted.profile, self.strategy, device, randomise)
+        elif wanted.weights is not None and not both:
+            folder = weights.model_folder(Path(wanted.weights), wanted.profile, wanted.job)
+            swapped = swap.swapped_blocks(model, wanted.profile, self.strategy)
+            weights.load(model, weights.published(folder, wanted.profile), device, SEED, None, swapped)
         made = parallel.set_up(model, wanted.profile, wanted.job, self.strategy, LEARNING_RATE)
         self.trainee, self.engine = made
         ema = self.strategy.ema
         self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
-
-    def _one(self) -> nn.Module:
-        wanted, device = self.wanted, self.meter.device
-        model = step.build_model(wanted.profile, wanted.job, self.strategy)
-        if wanted.weights is None:
-            step.place(model, wanted.profile, self.strategy, device, randomise)
-        else:
-            folder = weights.model_folder(Path(wanted.weights), wanted.profile, wanted.job)
-            swapped = swap.swapped_blocks(model, wanted.profile, self.strategy)
-            weights.load(model, weights.published(folder, wanted.profile), device, SEED, None, swapped)
-        return model
-
-    def _both(self) -> nn.Module:
-        wanted, device = self.wanted, self.meter.device
-
-        def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
-            step.materialise(model, device, randomise, waiting)
-
-        fill = at_random
-        if wanted.weights is not None:
-            fill = experts.from_folder(Path(wanted.weights), wanted.profile, wanted.job, device, SEED)
-        self.experts = experts.pair(wanted.profile, wanted.job, self.strategy, device, fill)
-        return self.experts
 
     def first_step(self) -> None:
         """The step that makes the optimizer's states, at the largest shape."""
@@ -158,6 +142,18 @@ class Probed:
         self.done += 1
         if self.average:
             self.average.update()
+
+    def _both(self) -> nn.Module:
+        wanted, device = self.wanted, self.meter.device
+
+        def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
+            step.materialise(model, device, randomise, waiting)
+
+        fill = at_random
+        if wanted.weights is not None:
+            fill = experts.from_folder(Path(wanted.weights), wanted.profile, wanted.job, device, SEED)
+        self.experts = experts.pair(wanted.profile, wanted.job, self.strategy, device, fill)
+        return self.experts
 
     def passes(self) -> None:
         """Forward and backward of one more step."""
