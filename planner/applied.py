@@ -89,8 +89,6 @@ def check_computers(machine: Machine) -> None:
 
 def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What is asked for and not applied, and what to write instead."""
-    if job.experts == "both":
-        yield "measuring both experts", "write experts = high or low"
     yield from _neither(profile, job, strategy)
     yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
@@ -105,6 +103,8 @@ def _neither(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tu
         yield f"references {job.references}", f"write references = {profile.shape.references}"
     if strategy.inactive_expert != "absent" and job.experts != "both":
         yield f"inactive_expert {strategy.inactive_expert} of one that is not trained", "write inactive_expert = absent"
+    if job.experts == "both":
+        yield from _not_in_turn(job, strategy)
     weights = strategy.weights(job.method)
     if strategy.swap_blocks and job.method == "full" and strategy.ema != "none":
         yield "ema of trained weights that swap_blocks moves", "write ema = none, or swap_blocks = 0"
@@ -133,8 +133,6 @@ def _not_trained(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":
         yield from _not_sampled(profile, job, strategy)
-    if job.experts == "both":
-        yield from _not_in_turn(job, strategy)
     if profile.experts == 2 and job.experts is None:
         yield "one of two experts that is not named", "write experts = both, or high or low: a run each"
     if profile.experts == 2 and profile.training.boundary is None:
@@ -209,4 +207,7 @@ def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     if strategy.weights(job.method) == "int8" and moves:
         yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
     if profile.experts == 2:
-        yield "a sample of one of two experts, which takes both,", "use --validation-mode off"
+        yield "a sample of two experts, which goes through both,", "use --validation-mode off"
+    if profile.inputs.get("sound"):
+        fault = f"a sample of {profile.title}, whose pipeline is not diffusers' and finds the face in a picture first,"
+        yield fault, "use --validation-mode off"

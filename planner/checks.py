@@ -166,7 +166,8 @@ def _shown(shape: Any) -> str:
 
 
 def sample_bytes(profile: ModelProfile, job: Job) -> int:
-    """About what one encoded sample takes on disk: its latents, a condition as large where there is one, its caption.
+    """About what one encoded sample takes on disk: its latents, a condition as large where there is one, its caption
+    or sound.
 
     At four bytes a number, though most plans keep two: room is better promised too late than missing.
     """
@@ -175,4 +176,5 @@ def sample_bytes(profile: ModelProfile, job: Job) -> int:
     for atom, patch in zip("FHW", profile.shape.patch, strict=True):
         latents *= atoms[atom] * patch
     width = max((profile.config.get(key) or 0 for key in TEXT_WIDTHS), default=0)
-    return 4 * (2 * latents + atoms["T"] * width)
+    prompts = atoms["F"] if profile.inputs.get("sound") else 1  # what is heard around each frame
+    return 4 * (2 * latents + prompts * atoms["T"] * width)

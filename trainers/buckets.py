@@ -198,7 +198,7 @@ def _notes(samples: list[Sample], rate: Fraction | None, reading: Reading) -> tu
         return ()
     shapes = Counter(_shown(sample.bucket) for sample in samples)
     notes = ["samples by shape (frames x height x width): " + ", ".join(f"{n} of {s}" for s, n in shapes.items())]
-    if len(of_clips := {sample.clip.name: sample for sample in samples}) < len(samples):
+    if len(of_clips := {sample.clip: sample for sample in samples}) < len(samples):
         notes.append(f"{len(samples)} windows of {len(of_clips)} clips")
         samples = list(of_clips.values())  # the last of each
     taken = sum(len(sample.indices) for sample in samples)

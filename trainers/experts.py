@@ -2,15 +2,17 @@
 
 Each micro-batch of the global batch goes to one expert, drawn by how much of the noise levels' density lies on its side
 of the boundary; its samples then draw their levels there. So all levels come as often as the density says, every rank
-runs the same expert, and a run that is taken up goes on with the same ones. musubi-tuner trains both the same way
-(docs/wan.md, ``--dit_high_noise``, ``--offload_inactive_dit``). With ``inactive_expert cpu`` what is frozen of the idle
-one waits in pinned host RAM, as much as one expert: when it is to run, the two change places, weight by weight. Swapped
-blocks of either stay where they are, and pass through one ring.
+runs the same expert, and a run that is taken up goes on with the same ones; cut into other micro-batches, the same
+samples may be another's turn. (In musubi-tuner 30c658c a batch's first sample decides, wan_train_network.py
+``next_model_is_high_noise``; it has one adapter for both, and diffusers takes one for each.)
+
+With ``inactive_expert cpu`` what is frozen of the idle one waits in pinned host RAM, as much as one expert: when it is
+to run, the two change places, weight by weight. Swapped blocks of either stay where they are; one ring is for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,29 +118,40 @@ def _taken(place: Place) -> int:
     return -(-place.tensor.nbytes // swap.ALIGNMENT) * swap.ALIGNMENT
 
 
-def load(
-    root: Path, profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device, seed: int,
-    trained: weights.Weights | None = None,
-) -> Experts:  # fmt: skip
-    """Both experts of a pipeline's folder, built and loaded as one of them is; ``trained``: a checkpoint's weights.
+Fill = Callable[[str, nn.Module, Collection[str]], None]
+"""Gives a built expert (its noise, itself) its weights on the device, but for those named, which are for host RAM."""
 
-    They share what checkpoints in host RAM take, for one runs at a time.
+
+def pair(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device, fill: Fill) -> Experts:
+    """Both experts, each built as one of them is. They share what checkpoints in host RAM take, for one runs at a time.
     """
     inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
     found = []
-    for which, part in PARTS.items():
-        folder = weights.model_folder(root, profile, job.replace(experts=which))
+    for which in PARTS:
         model = step.build_model(profile, job, strategy, inputs=inputs)
         names = swap.on_host(swap.swapped_blocks(model, profile, strategy))
         if waits and which == "low":
             names = frozenset(name for name, each in model.named_parameters() if not each.requires_grad)
-        of_part = trained.under(f"{part}.") if trained else None
-        weights.load(model, weights.published(folder, profile), device, seed, of_part, waiting=names)
+        fill(which, model, names)
         found.append(model)
-    pair = Experts(*found)
+    made = Experts(*found)
     if waits:
-        pair.send_idle(profile, strategy, device)
-    return pair
+        made.send_idle(profile, strategy, device)
+    return made
+
+
+def from_folder(
+    root: Path, profile: ModelProfile, job: Job, device: torch.device, seed: int,
+    trained: weights.Weights | None = None,
+) -> Fill:  # fmt: skip
+    """Weights of a pipeline's folder; ``trained``: a checkpoint's, of both."""
+
+    def fill(which: str, model: nn.Module, waiting: Collection[str]) -> None:
+        folder = weights.model_folder(root, profile, job.replace(experts=which))
+        of_part = trained.under(f"{PARTS[which]}.") if trained else None
+        weights.load(model, weights.published(folder, profile), device, seed, of_part, waiting=waiting)
+
+    return fill
 
 
 def chosen(profile: ModelProfile, seed: int, number: int, micro: int) -> str:

@@ -92,8 +92,8 @@ def derive(source: Source, name: str) -> Derived:
     parameters = count(lambda: getattr(diffusers, source.class_name).from_config(config), where, source.class_name)
 
     def unlike(profile: ModelProfile) -> tuple[bool, float]:
-        other = source.is_pipeline and (profile.experts == 2) != source.has_second_expert
-        return other, distance(config, complete(profile.diffusers_class, profile.config, where))
+        alone = source.has_second_expert and profile.experts == 1
+        return alone, distance(config, complete(profile.diffusers_class, profile.config, where))
 
     lender = min(known, key=unlike)
     told: list[str] = []

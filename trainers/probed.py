@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from planner import catalog
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.plan import Plan, plan_to_toml
-from trainers import checkpoint, parallel, step, validate, weights
+from trainers import checkpoint, experts, parallel, step, validate, weights
 from trainers.average import Average
 from trainers.families import family
 from trainers.memory import swap
@@ -26,6 +27,9 @@ from trainers.noise import randomise
 SEED = 0
 LEARNING_RATE = 1e-4
 NOISE_LEVELS = 2
+TURNS = 2
+"""Micro-batches that one of two experts runs before the other does: they change places as often as in training, where
+it is 0.46 to 0.49 times a micro-batch (Wan 2.2: 2 p (1 - p), see `planner.experts.high_share`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +88,19 @@ class Probed:
         self.losses: list[float | None] = []
         self.seconds: list[float] = []
         self.done = 0
+        self.experts: experts.Experts | None = None
+        self.turns = 0
         torch.manual_seed(SEED)
         meter.report.tell(losses=self.losses, step_seconds=self.seconds)
 
     def load(self) -> None:
         """Model, engine, optimizer and average, as training sets them up."""
         wanted, device = self.wanted, self.meter.device
-        model = step.build_model(wanted.profile, wanted.job, self.strategy)
-        if wanted.weights is None:
+        both = wanted.job.experts == "both"
+        model = self._both() if both else step.build_model(wanted.profile, wanted.job, self.strategy)
+        if wanted.weights is None and not both:
             step.place(model, wanted.profile, self.strategy, device, randomise)
-        else:
+        elif wanted.weights is not None and not both:
             folder = weights.model_folder(Path(wanted.weights), wanted.profile, wanted.job)
             swapped = swap.swapped_blocks(model, wanted.profile, self.strategy)
             weights.load(model, weights.published(folder, wanted.profile), device, SEED, None, swapped)
@@ -115,7 +122,7 @@ class Probed:
 
     def _step(self, grid: dict[str, int]) -> float:
         """Seconds of one optimizer step."""
-        alone = self.strategy.gradient_accumulation == 1
+        alone = self.strategy.gradient_accumulation == 1 and self.experts is None
         batches = list(self._batches(grid)) if alone else self._batches(grid)
         self.meter.synchronise()
         began = time.perf_counter()
@@ -128,12 +135,27 @@ class Probed:
 
     def _batches(self, grid: dict[str, int]) -> Iterator[step.Batch]:
         for _ in range(self.strategy.gradient_accumulation):
+            if self.experts is not None:
+                self.experts.turn(("high", "low")[self.turns // TURNS % 2])
+                self.turns += 1
             yield self.kind.batch(grid, self.meter.device, self.dtype)
 
     def _follow(self) -> None:
         self.done += 1
         if self.average:
             self.average.update()
+
+    def _both(self) -> nn.Module:
+        wanted, device = self.wanted, self.meter.device
+
+        def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
+            step.materialise(model, device, randomise, waiting)
+
+        fill = at_random
+        if wanted.weights is not None:
+            fill = experts.from_folder(Path(wanted.weights), wanted.profile, wanted.job, device, SEED)
+        self.experts = experts.pair(wanted.profile, wanted.job, self.strategy, device, fill)
+        return self.experts
 
     def passes(self) -> None:
         """Forward and backward of one more step."""

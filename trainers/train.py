@@ -196,7 +196,8 @@ class Training:
         profile, job, strategy, seed = self.profile, self.job, self.strategy, self.request.seed
         root = Path(self.request.weights)
         if job.experts == "both":
-            self.experts = experts.load(root, profile, job, strategy, self.device, seed, trained)
+            fill = experts.from_folder(root, profile, job, self.device, seed, trained)
+            self.experts = experts.pair(profile, job, strategy, self.device, fill)
             return self.experts
         source = weights.published(weights.model_folder(root, profile, job), profile)
         model = step.build_model(profile, job, strategy)

@@ -18,10 +18,10 @@ from planner.errors import VplanError  # noqa: E402
 from planner.job import Job, Machine, Strategy  # noqa: E402
 from planner.plan import Plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers import experts  # noqa: E402
+from trainers import experts, quantise  # noqa: E402
 from trainers.train import Training  # noqa: E402
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,11 @@ def turns(output: Path) -> list[str]:
 
 
 def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in model.named_parameters() if not each.requires_grad}
+    """Copies of all that frozen weights are kept in."""
+    weights = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+    return {
+        part: tensor.detach().clone() for name, each in weights for part, tensor in quantise.stored_tensors(name, each)
+    }
 
 
 def test_a_pipeline_with_two_transformers_is_lent_what_such_models_have(place: runs.Pair) -> None:
@@ -78,8 +82,8 @@ def test_an_expert_that_waits_in_host_ram_learns_the_same_and_is_taken_up_there(
 ) -> None:
     strategy = {"inactive_expert": "cpu", "gradient_checkpointing": "offload", "swap_blocks": 1}
     plan = place.plan(strategy, experts="both")
-    assert runs.train(place.request(tmp_path, plan, steps=3, checkpoint_every=3))["outcome"] == "ok"
-    at = str(tmp_path / "checkpoints" / "step-00000003")
+    assert runs.train(place.request(tmp_path, plan, steps=2))["outcome"] == "ok"
+    at = str(tmp_path / "checkpoints" / "step-00000002")
     assert runs.train(place.request(tmp_path, plan, steps=STEPS, resume=at))["outcome"] == "ok"
     assert runs.losses(tmp_path) == runs.losses(both)
     for part in experts.PARTS.values():
@@ -87,7 +91,7 @@ def test_an_expert_that_waits_in_host_ram_learns_the_same_and_is_taken_up_there(
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize(("dtype", "swapped"), [("fp32", 0), ("fp32", 1), ("nf4", 0)])
+@pytest.mark.parametrize(("dtype", "swapped"), [("fp32", 1), ("nf4", 0)])
 def test_host_ram_holds_one_expert_whichever_runs(
     place: runs.Pair, tmp_path: Path, dtype: str, swapped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

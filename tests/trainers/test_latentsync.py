@@ -179,6 +179,12 @@ def test_clips_that_say_nothing_are_named(place: Place, tmp_path: Path, more: di
         data.read(folder, place.profile, place.plan.job)
 
 
+def test_samples_are_refused_before_anything_is_encoded(place: Place) -> None:
+    plan = place.plan.replace(strategy=PLAIN.replace(validation_mode="on"))
+    with pytest.raises(VplanError, match="a sample of tiny-lips, whose pipeline is not diffusers'"):
+        settled(plan, trained=True)
+
+
 @pytest.mark.parametrize("part", ["mask", "feature_extractor"])
 def test_what_a_folder_lacks_is_named_with_where_it_is(place: Place, tmp_path: Path, part: str) -> None:
     model = shutil.copytree(place.root / "model", tmp_path / "model", ignore=shutil.ignore_patterns(part))

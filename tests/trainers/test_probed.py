@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from diffusers import AutoencoderKLWan  # noqa: E402
 from transformers import UMT5EncoderModel  # noqa: E402
 
+from planner.applied import settled  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.job import Bucket  # noqa: E402
 from tests.trainers import runs  # noqa: E402
@@ -71,6 +72,21 @@ def test_a_scratch_folder_that_cannot_be_written_ends_nothing(place: runs.Place,
     measure(wanted(place, tmp_path / "file" / "scratch", weights=None), report)
     assert report.told["outcome"] == "ok"
     assert report.told["missing"][1].startswith("save: cannot write a checkpoint")
+
+
+def test_both_experts_are_probed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+    pair = runs.Pair(tmp_path / "pair")
+    plan = pair.plan({"inactive_expert": "cpu"}, experts="both")
+    assert settled(plan) == plan
+    asked = {"config": {}, "device": "cpu", "steps": 3, "weights": str(pair.root / "model")}
+    report = Report()
+    measure(Wanted.of(plan, scratch=tmp_path / "scratch", **asked), report)
+    assert report.told["outcome"] == "ok"
+    kept = runs.tensors(tmp_path / "scratch")
+    (states,) = (tmp_path / "scratch").glob("*/optimizer-00000.pt")
+    assert len(torch.load(states, weights_only=True)["state"]) == len(kept)  # both have been stepped
+    assert {name.partition(".")[0] for name in kept} == {"transformer", "transformer_2"}
 
 
 def test_weights_that_are_not_there_are_refused(place: runs.Place, tmp_path: Path) -> None:
