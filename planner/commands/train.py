@@ -298,9 +298,10 @@ class _Train:
     def _print_command(self, request: launch.Request, as_json: bool) -> int:
         folder = launch.write_request(launch.run_folder(self.output, self.nodes), request)
         words, unset = launch.command(self.plan, folder, self.nodes), launch.foreign()
-        answer = {"command": words, "environment": launch.settings(self.device), "unset": unset}
+        settings = launch.settings(self.device)
+        answer = {"command": words, "environment": settings, "unset": unset}
         lines = [f"unset {shlex.join(unset)}"] if unset else []
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in answer["environment"].items()]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
         lines.append(shlex.join(words))
 
         def render(console: Console) -> None:
