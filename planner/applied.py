@@ -201,9 +201,6 @@ def scales_loss(job: Job, strategy: Strategy) -> bool:
 def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """Ways in which samples cannot be made while training."""
     moves = strategy.validation_mode == "offload" or strategy.group_offload != "none"
-    if strategy.sharding in ("zero-3", "fsdp") and moves:
-        how = "group_offload" if strategy.group_offload != "none" else "validation_mode offload"
-        yield f"{how} under {strategy.sharding}, whose weights are split,", "use --validation-mode on alone"
     if strategy.weights(job.method) == "int8" and moves:
         yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
     if profile.experts == 2:

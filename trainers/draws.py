@@ -31,8 +31,8 @@ def from_seeds(seeds: Tensor | None, device: torch.device) -> Iterator[None]:
     """Draws inside come from one generator per sample; without seeds, from torch's own as ever.
 
     What torch draws by itself (dropout) is seeded with the first sample's: on the CPU and on the device. What
-    ``torch.manual_seed`` does beyond that (a stack trace for CUDA to be started later, MPS, XPU) takes as long as the
-    draws.
+    ``torch.manual_seed`` does beyond that (stack traces for a CUDA to be started later, MPS, XPU) takes longer than all
+    draws together.
     """
     if seeds is None:
         yield

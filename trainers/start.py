@@ -63,8 +63,15 @@ def start(
     accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **said)
     check(accelerator, strategy, machine, backend)
     if request and request.log_with:
-        accelerator.init_trackers("vplan", {"model": job.model, "method": job.method, **request.settings()})
+        config = {"model": job.model, "method": job.method, **request.settings()}
+        accelerator.init_trackers("vplan", config, {"wandb": _wandb(request)})
     return accelerator
+
+
+def _wandb(request: Request) -> dict[str, str]:
+    """What ``wandb.init`` is told: its files lie in the run's own folder, and a run that is taken up, however it
+    ended, is the same one there."""
+    return {"dir": request.output, "name": Path(request.output).name, "id": request.run, "resume": "allow"}
 
 
 def backend_of(strategy: Strategy, device: torch.device) -> str:

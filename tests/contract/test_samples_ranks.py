@@ -44,11 +44,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made
 
 
-def request(place: runs.Place, output: Path, world: int, sharding: str = "none", every: int = 1) -> dict[str, Any]:
+def request(place: runs.Place, output: Path, world: int, sharding: str = "none") -> dict[str, Any]:
     """Three steps of the same global batch, with two samples behind each."""
     strategy = {"validation_mode": "on", "vae_dtype": "fp32", "adapter_dtype": "fp32", "sharding": sharding}
-    plan = place.plan(strategy if every else {**strategy, "validation_mode": "off"}, gpus=world, batch_size=2 // world)
-    asked = Validation(prompts=str(place.root / "validation.json"), every=every, steps=2) if every else None
+    plan = place.plan(strategy, gpus=world, batch_size=2 // world)
+    asked = Validation(prompts=str(place.root / "validation.json"), every=1, steps=2)
     return place.request(output, plan, steps=STEPS, validation=asked).to_json()
 
 
@@ -58,31 +58,36 @@ def keep(frames: numpy.ndarray, path: Path, _fps: float) -> None:
         numpy.save(file, frames)
 
 
+@pytest.fixture(scope="module")
+def alone(place: runs.Place) -> Path:
+    """One rank with the whole model."""
+    output = place.root / "alone"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "write", keep)
+        assert runs.train(Request.read(request(place, output, 1)))["outcome"] == "ok"
+    return output
+
+
 @pytest.mark.parametrize("sharding", ["zero-3", "fsdp"])
 def test_two_ranks_that_split_a_model_sample_what_one_does(
-    place: runs.Place, tmp_path: Path, sharding: str, monkeypatch: pytest.MonkeyPatch
+    place: runs.Place, alone: Path, tmp_path: Path, sharding: str
 ) -> None:
-    """All denoise and the first decodes; losses are those of one rank, and of two that make no samples to the bit."""
-    one, two, without = tmp_path / "one", tmp_path / "two", tmp_path / "without"
-    training.run(_train_and_fail_once, request(place, two, 2, sharding), 2)
-    training.train(request(place, without, 2, sharding, every=0))
-    monkeypatch.setattr(samples, "write", keep)
-    assert runs.train(Request.read(request(place, one, 1)))["outcome"] == "ok"
-    assert runs.losses(two) == runs.losses(without)
-    assert runs.losses(two) == pytest.approx(runs.losses(one), abs=1e-5)
-    told = [(line["note"], line["samples"]) for line in runs.lines(two) if "samples" in line]
+    """All denoise and the first decodes; what fails on one rank before or behind that is told, and training goes on."""
+    training.run(_train_and_fail_twice, request(place, tmp_path, 2, sharding), 2)
+    assert runs.losses(tmp_path) == pytest.approx(runs.losses(alone), abs=1e-5)
+    told = [(line["note"], line["samples"]) for line in runs.lines(tmp_path) if "samples" in line]
     assert told[0] == ("OSError: the disk broke", []) and told[1][0] == "AttributeError: a rank's own trouble"
     names = [f"step-{STEPS:08d}-{number}.mp4" for number in (0, 1)]
-    assert told[2] == (None, names) and told[1][1] == [f"step-00000002-{0}.mp4"]
-    first, second = (numpy.load(two / "samples" / name) for name in names)
-    assert numpy.abs(first - numpy.load(one / "samples" / names[0])).max() < 1e-5
-    assert numpy.abs(second - numpy.load(one / "samples" / names[1])).max() < 1e-5
+    assert told[2] == (None, names) and told[1][1] == ["step-00000002-0.mp4"]
+    first, second = (numpy.load(tmp_path / "samples" / name) for name in names)
+    assert numpy.abs(first - numpy.load(alone / "samples" / names[0])).max() < 1e-5
+    assert numpy.abs(second - numpy.load(alone / "samples" / names[1])).max() < 1e-5
     assert numpy.abs(first - second).max() > 1e-3
 
 
-def _train_and_fail_once(request: dict[str, Any]) -> dict[str, Any]:
-    """The first sample of all cannot be written; of the second round's second one only the first rank can read the
-    prompt. Gathered weights are gone behind each round."""
+def _train_and_fail_twice(request: dict[str, Any]) -> dict[str, Any]:
+    """The first sample of all cannot be written, and the first rank cannot read the second round's second prompt.
+    Gathered weights are gone behind each round."""
     from trainers.samples import Samples
 
     asked, make = Samples._asked, Samples.make

@@ -144,9 +144,14 @@ def test_a_second_run_in_the_same_folder_is_refused(place: runs.Place, tmp_path:
 def test_the_printed_command_trains(place: runs.Place, tmp_path: Path) -> None:
     done = run(place, tmp_path, "--steps", "2", "--print-command", "--json")
     assert done.returncode == 0, done.stderr
-    command = json.loads(done.stdout)["command"]
-    ended = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=False, timeout=PATIENCE)
-    assert ended.returncode in (0, 130)
+    told = json.loads(done.stdout)
+    assert told["environment"].items() >= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}.items()
+    assert "CUDA_DEVICE_ORDER" in told["environment"]
+    ended = subprocess.run(
+        told["command"], env={**os.environ, **told["environment"]}, stdin=subprocess.DEVNULL, capture_output=True,
+        check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert ended.returncode == 0 and lines(tmp_path) == 2
 
 
 def test_a_model_is_planned_for_first(place: runs.Place, tmp_path: Path) -> None:

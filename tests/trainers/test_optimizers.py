@@ -43,6 +43,22 @@ def test_masters_and_states_are_fp32_and_what_is_fp32_is_its_own_master() -> Non
     assert all(states[name].dtype == torch.float32 for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[attr-defined]
 
 
+def test_weights_and_gradients_in_host_ram_are_one_piece_of_it() -> None:
+    """CUDA pins pages: small weights that were pinned each on its own would share one."""
+    weights = [nn.Parameter(torch.full((size,), float(size))) for size in (3, 8)]
+    weights.append(nn.Parameter(torch.ones(5).bfloat16()))
+    offloaded = Strategy(offload_optimizer="cpu")
+    optimizer = make_optimizer({str(number): weight for number, weight in enumerate(weights)}, offloaded)
+    assert isinstance(optimizer, OnHost)
+    held = [*optimizer.hosts.values(), *optimizer.gradients.values()]
+    assert {tensor.untyped_storage().data_ptr() for tensor in held} == {optimizer._host.data_ptr()}
+    assert optimizer._host.nbytes == 2 * (16 + 32 + 16)
+    for weight, copy in optimizer.hosts.items():
+        assert torch.equal(weight, copy)
+        weight.grad = torch.ones_like(weight)
+    assert [parameter.grad.sum() for parameter in optimizer.take_gradients()] == [3, 8, 5]  # type: ignore[union-attr]
+
+
 def test_a_run_goes_on_with_its_optimizer_elsewhere_and_stepping_otherwise() -> None:
     """As after running out of memory: the states are the checkpoint's, where and how it steps is the plan's."""
     torch.manual_seed(0)

@@ -202,6 +202,8 @@ def test_a_new_counter_is_one_class(library: Library) -> None:
 
 # ---- what a run's follower says of it
 
+COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes", "retries")
+
 
 def test_peaks_above_the_estimate_and_retries_are_said_at_once(tmp_path: Any, capsys: Any) -> None:
     import json
@@ -221,3 +223,27 @@ def test_peaks_above_the_estimate_and_retries_are_said_at_once(tmp_path: Any, ca
     assert "step 3 made the allocator empty its cache 2 times" in step(3, 12 * GIB, 2)
     assert "warning" not in step(4, 13 * GIB, 2)
     assert len(follower.warnings) == 2
+
+
+def test_who_follows_an_attempt_goes_on_from_who_followed_the_one_before(tmp_path: Any) -> None:
+    """A run that stepped down keeps its peaks and samples; what is made again is named once."""
+    import json
+
+    path = tmp_path / "metrics.jsonl"
+
+    def wrote(follower: Follower, *lines: dict[str, Any]) -> Follower:
+        with path.open("a") as file:
+            file.writelines(json.dumps(dict.fromkeys(COUNTERS) | line) + "\n" for line in lines)
+        follower.tick()
+        return follower
+
+    samples = {"step": 2, "samples": ["a.mp4"], "note": None, "device_bytes": 8 * GIB}
+    step = {"step": 2, "loss": 1.0, "seconds": 1.0, "device_bytes": 9 * GIB}
+    first = wrote(Follower(path, steps=4, every=4, high_bytes=None), step, samples)
+    second = Follower(path, 4, 4, None, 1, first)
+    assert second.last == first.last
+    again = {**samples, "samples": ["a.mp4", "b.mp4"]}
+    wrote(second, {**step, "device_bytes": 5 * GIB}, again, {**step, "step": 3, "device_bytes": 6 * GIB})
+    assert second.peaks == {"device_bytes": 9 * GIB}
+    assert [name.rpartition("/")[2] for name in second.samples] == ["a.mp4", "b.mp4"]
+    assert second.last is not None and second.last["step"] == 3
