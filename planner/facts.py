@@ -184,6 +184,14 @@ class ModelProfile(Record):
         return sum(self.depth(stack) for stack in self.stacks)
 
     @property
+    def head_size(self) -> int:
+        """Numbers in one head of its attention; of a UNet, whose config counts heads, where its images are largest."""
+        told, channels = self.config.get("attention_head_dim"), self.config.get("block_out_channels")
+        if self.family == "unet" and channels:
+            return int(channels[0]) // int(told[0] if isinstance(told, list) else told or 1)
+        return told if isinstance(told, int) else 128
+
+    @property
     def text_encoder_parameters(self) -> int:
         """Parameters of all encoders of the condition."""
         return sum(encoder.parameters for encoder in self.text_encoders)

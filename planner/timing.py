@@ -1,8 +1,8 @@
 """Seconds of a training step: what the tape counted, against what the card can do (a roofline, no measurement needed).
 
 FLOPs and bytes are exact sums over the recorded operators. Every efficiency below is a published measurement of that
-kind of kernel on that kind of card; none is fitted to a step time. Real steps are slower (torchtitan#3828: rooflines
-at 0.79 to 0.86 of them), and a trainer's Python and data loading are not in here.
+kind of kernel on that kind of card; none is fitted to a step time. A step's kernels are slower than those measured
+alone, see `USUAL`; a trainer's Python and data loading are not in here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from planner.attention import attention_efficiency
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 from planner.program import Block, kept_template
@@ -18,9 +19,9 @@ from planner.tape import KINDS, Tape
 
 KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
 
-REACHED = 0.79
-"""The least part of a real step that its kernels' roofline was: 0.79 to 0.86 over torchtitan's configurations
-(pytorch/torchtitan#3828)."""
+REACHED, USUAL = 0.79, 0.825
+"""The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
+configurations of torchtitan (pytorch/torchtitan#3828)."""
 
 LAUNCH_SECONDS, SLOW_LAUNCH_SECONDS = 42e-6, 66e-6
 """CPU time of one operator of a model's forward or backward with all the Python around it, at its best and on a busy
@@ -47,28 +48,6 @@ DEFAULT_EFFICIENCY = 0.75
 COPY = 0.9
 """Reached memory bandwidth over the data sheet's: H100 copies 3.0 of 3.35 TB/s; RTX 4090 918 to 924 of 1008 GB/s
 (tinygrad/open-gpu-kernel-modules#6)."""
-
-FLASH_2 = {9: (0.374, 0.326), 10: (0.374, 0.326)}
-"""(forward, backward) by major compute capability. H100: 370 and 322 of 989 TFLOP/s at 16k tokens of head size 128, no
-mask (FlashAttention-3 paper, arXiv 2407.08608, figures 5 and 6). B200 is not published and taken alike."""
-
-FLASH_2_MMA = (0.73, 0.63)
-"""The same where the kernel uses the card's only matrix instruction (8.x, 12.x): best of A100 in the FlashAttention-2
-paper (arXiv 2307.08691, section 4.1). RTX A5000: 0.74 and 0.70 (gpu-mode/ring-attention#10)."""
-
-FLASH_3 = (0.655, 0.567)
-"""H100: 648 and 561 of 989 TFLOP/s, the same figures of arXiv 2407.08608."""
-
-CUDNN = {9: (0.60, 0.52), 10: (0.55, 0.47)}
-"""H100: 595 and 516 of 989 TFLOP/s, the same figures. B200: FlashAttention-4 reaches 0.71 and is up to 1.3 times faster
-than cuDNN 9.13 (its abstract); backward in H100's proportion."""
-
-EFFICIENT = (0.82, 0.53)
-"""Memory-efficient attention over FlashAttention-2: 43.4 of 53.1 and 27.4 of 51.9 TFLOP/s on one card
-(Dao-AILab/flash-attention#416, 4096 tokens)."""
-
-MATH = (0.15, 0.18)
-"""Standard attention: H100 0.14 and 0.18 (arXiv 2407.08608), RTX A5000 0.17 and 0.18 (gpu-mode/ring-attention#10)."""
 
 NVLINK = 0.8
 """NCCL over NVLink: 20 % protocol overhead, 370 of 450 GB/s (a NCCL developer in NVIDIA/nccl-tests#212)."""
@@ -117,6 +96,8 @@ class StepWork(NamedTuple):
     """one optimizer step over all trained parameters"""
     forward: Mapping[Kind, Work] = {}
     """what of the passes is forward; nothing: not told apart"""
+    head_size: int = 128
+    """of the model's attention"""
 
 
 class Traffic(NamedTuple):
@@ -147,7 +128,7 @@ class Seconds(NamedTuple):
     transfer: float
     """links busy"""
     total: float
-    """everything at its best, but for what a faster CPU would launch sooner"""
+    """kernels at the usual part of the roofline, launches at their best"""
     host: float = 0.0
     """optimizer in host RAM, drive"""
     high: float = 0.0
@@ -245,20 +226,24 @@ def step_seconds(
     The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
     """
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
-    each = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS
+    each, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
     turns = [
-        (_kernel_seconds(part, gpu, strategy, job) / strategy.context_parallel, _launch_seconds(part, strategy, each))
+        (
+            _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel,
+            _launch_seconds(part, strategy, each),
+        )
         for part in (work.forward, backward)
     ] * strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
-        stepping = _kernel_seconds(work.optimizer, gpu, strategy, job) / share
+        stepping = _kernel_seconds(work.optimizer, gpu, strategy, job, size) / share
         turns.append((stepping, _launch_seconds(work.optimizer, strategy, BARE_LAUNCH_SECONDS)))
     compute, launch = (sum(seconds) for seconds in zip(*turns, strict=True))
     hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
-    total = max(_busy(turns), hidden) + waiting + host
+    usual = _busy([(kernels / USUAL, launches) for kernels, launches in turns])
+    total = max(usual, hidden) + waiting + host
     slower = SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS
     slow = _busy([(kernels / REACHED, launches * slower) for kernels, launches in turns])
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
@@ -281,7 +266,7 @@ def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine:
     return host_bytes / _host_rate(gpu, machine) + between
 
 
-def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job) -> float:
+def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job, head_size: int) -> float:
     bandwidth = COPY * gpu.bandwidth_gbs * 1e9
     seconds = 0.0
     for (kind, half), amount in work.items():
@@ -290,7 +275,7 @@ def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strate
         nbytes: float = amount.nbytes
         if kind == "pointwise":
             nbytes *= _left_by_fusion(work, strategy)
-        rate = peak_flops(gpu, strategy, kind, half) * efficiency(gpu, strategy, job, kind, half)
+        rate = peak_flops(gpu, strategy, kind, half) * efficiency(gpu, strategy, job, kind, half, head_size)
         seconds += max(amount.flops / rate, nbytes / bandwidth)
     return seconds
 
@@ -326,48 +311,16 @@ def peak_flops(gpu: GpuProfile, strategy: Strategy, kind: str, half: int) -> flo
     return fp32 * 1e12
 
 
-def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: int = 1) -> float:
+def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: int = 1, head_size: int = 128) -> float:
     """The part of the peak rate that kernels of a kind reach on a card, 0 to 1."""
     if kind == "attention":
-        return _attention(gpu, strategy, job, half)
+        return attention_efficiency(gpu, strategy, job, half, head_size)
     return matmul_efficiency(gpu) if kind == "matmul" and half else DEFAULT_EFFICIENCY
 
 
 def matmul_efficiency(gpu: GpuProfile) -> float:
     """The part of the peak rate that the best matrix products in 16 bits reach."""
     return MATMUL_GEFORCE if "GeForce" in gpu.title else MATMUL.get(gpu.capability, DEFAULT_EFFICIENCY)
-
-
-def _attention(gpu: GpuProfile, strategy: Strategy, job: Job, half: int) -> float:
-    """Forward and backward mixed by their FLOPs: backward does five products where forward does two."""
-    forward, backward = _attention_passes(gpu, strategy, half)
-    if job.method == "sample":
-        return forward
-    runs = 1 if strategy.gradient_checkpointing == "none" else 2
-    return (runs + 2.5) / (runs / forward + 2.5 / backward)
-
-
-def _attention_passes(gpu: GpuProfile, strategy: Strategy, half: int) -> tuple[float, float]:
-    """(forward, backward) efficiency of the kernel that runs.
-
-    torch 2.13 asks cuDNN (from 9.15) first on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention), else flash,
-    which needs 8.0 and a half format.
-    """
-    if gpu.attention_tflops and half and strategy.attention == "sdpa":
-        forward, backward = (rate / gpu.bf16_tflops for rate in gpu.attention_tflops)
-        return forward, backward
-    major, _ = gpu.capability
-    flash = FLASH_2.get(major, FLASH_2_MMA)
-    kernel = strategy.attention
-    if kernel == "math":
-        return MATH
-    if major < 8 or not half or kernel in ("efficient", "xformers"):
-        return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
-    if kernel == "flash-3" and major == 9:
-        return FLASH_3
-    if kernel in ("sdpa", "cudnn"):
-        return CUDNN.get(major, flash)
-    return flash
 
 
 def _host_rate(gpu: GpuProfile, machine: Machine) -> float:

@@ -22,6 +22,7 @@ from planner.timing import (
     NVLINK,
     REACHED,
     SLOW_LAUNCH_SECONDS,
+    USUAL,
     StepWork,
     Traffic,
     Work,
@@ -121,7 +122,7 @@ def test_symbolic_work_holds_for_every_shape():
 def test_kernels_take_the_longer_of_arithmetic_and_memory():
     expected = 10**15 / (0.803 * 989.4e12) + 1.1e12 / (COPY * 3352e9)
     assert seconds().compute == pytest.approx(expected)
-    assert seconds().total == seconds().compute
+    assert seconds().total == pytest.approx(seconds().compute / USUAL)
 
 
 def test_launches_count_only_where_the_gpu_waits_for_them():
@@ -167,7 +168,7 @@ def test_transfers_hide_behind_kernels_or_add_to_them():
     nbytes = round(100 * 55e9)
     assert seconds(traffic=Traffic(nbytes)).total == pytest.approx(100)
     waiting = seconds(traffic=Traffic(host_waiting_bytes=nbytes))
-    assert waiting.total == pytest.approx(100 + seconds().compute)
+    assert waiting.total == pytest.approx(100 + seconds().total)
     assert waiting.transfer == seconds(traffic=Traffic(nbytes)).transfer
     assert seconds(traffic=Traffic(nbytes)).high == pytest.approx(waiting.high)
     assert seconds(traffic=Traffic(10**9)).total == seconds().total
@@ -183,7 +184,7 @@ def test_the_high_end_is_slow_kernels_or_slow_launches_and_nothing_hidden():
 
 def test_the_cpu_runs_ahead_of_the_gpu_and_never_behind():
     """Kernels of 1 s in each pass; 100,000 launches, 4.2 s, in one of them."""
-    busy, many = {MATMUL: Work(round(0.803 * 989.4e12), 0)}, {LAUNCHES: Work(10**5, 0)}
+    busy, many = {MATMUL: Work(round(USUAL * 0.803 * 989.4e12), 0)}, {LAUNCHES: Work(10**5, 0)}
     launched = 10**5 * LAUNCH_SECONDS
     both = {MATMUL: Work(2 * busy[MATMUL].flops, 0), **many}
     assert seconds(StepWork(both, {}, {**busy, **many})).total == pytest.approx(launched + 1)
@@ -223,6 +224,14 @@ quickstart/KREA2.md). Krea's optimizer is optimi's Lion, and it joins query, key
 adapter."""
 
 
+def test_small_heads_are_slower_where_that_was_measured():
+    for card, slower in ((H100, True), (RTX4090, False)):
+        of_64, of_128 = (efficiency(card, Strategy(), JOB, "attention", 1, size) for size in (64, 128))
+        assert (of_64 < 0.8 * of_128) is slower
+    sizes = {name: catalog.model(name).head_size for name in ("sd3.5-medium", "wan2.1-t2v-14b", "sd1.5", "sdxl")}
+    assert sizes == {"sd3.5-medium": 64, "wan2.1-t2v-14b": 128, "sd1.5": 40, "sdxl": 64}
+
+
 def test_published_steps_are_met_and_in_the_right_order():
     found = {}
     for model, asked, attention, published in PUBLISHED:
@@ -234,7 +243,8 @@ def test_published_steps_are_met_and_in_the_right_order():
                 where = Machine(gpu=card, host_ram=2**37)
                 told = estimate(job, strategy, where, facts(job, strategy, where), trainer)
                 if taken is not None:
-                    within = 0.3 if (model, card) == ("sd3.5-medium", "h100-80gb") else 0.25  # those two by -29, -28 %
+                    missed = (model, card) == ("sd3.5-medium", "h100-80gb")  # by -27.5 and -27.1 %; 2 % in the median
+                    within = 0.28 if missed else 0.11
                     assert told.step_seconds == pytest.approx(taken, rel=within), (model, asked, checkpointing, card)
                     assert taken <= told.step_seconds_high
                     found.setdefault((model, card), []).append((taken, told.step_seconds))
