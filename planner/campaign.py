@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from planner import catalog, margin
 from planner.applied import settled
@@ -14,8 +14,8 @@ from planner.estimate import estimate
 from planner.gridfile import Entry
 from planner.job import Machine
 from planner.library import facts
-from planner.measurement import row_id
-from planner.plan import Estimate, Plan
+from planner.measurement import RAN, ProbeRow, phases_of, row_id
+from planner.plan import Estimate, PhaseName, PhasePeak, Plan
 from planner.units import MIB, gib
 
 START_SECONDS = 25.0
@@ -34,6 +34,9 @@ SAMPLED_STEPS = 3
 
 SAVED_BYTES_PER_SECOND = 1e9
 
+OFF = (("allocated_bytes", 0.01), ("device_bytes", 0.03))
+"""Counters, and the share of the measured one from which on an estimate's error has a cause to look for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -47,6 +50,16 @@ class Candidate:
     """that its probe takes, all in all"""
     skip: str | None = None
     """why it cannot run there"""
+    phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
+    """what the estimate says of each"""
+
+    def is_off(self, row: ProbeRow) -> bool:
+        """Whether a row that ran is further from the estimate of its phases than `OFF` allows."""
+        said = [peak for phase, peak in self.phases.items() if phase in phases_of(row.details)]
+        if not said or row.measured.outcome not in RAN:
+            return False
+        pairs = ((getattr(row.measured, name), max(getattr(peak, name) for peak in said), share) for name, share in OFF)
+        return any(seen and abs(predicted - seen) > share * seen for seen, predicted, share in pairs)
 
 
 def pricing(
@@ -78,7 +91,9 @@ def candidate(entry: Entry, machine: Machine, host_ram: int | None = None, on_cp
             skip = f"it needs {gib(found.host_ram_bytes):.0f} GiB of host RAM, and here are {gib(host_ram):.0f}"
     except VplanError as error:
         return Candidate(entry=entry, plan=bare, name="", seconds=0.0, skip=error.message)
-    return Candidate(entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found), skip=skip)
+    return Candidate(
+        entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found), skip=skip, phases=found.phases
+    )  # fmt: skip
 
 
 def _short_of_memory(found: Estimate) -> str | None:

@@ -14,6 +14,7 @@ import profiles
 from planner import catalog, gridfile
 from planner.applied import settled
 from planner.campaign import START_SECONDS, Candidate, candidate, in_order
+from planner.commands import calibrate as verb
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate import estimate, without_garbage_collection
@@ -23,8 +24,10 @@ from planner.layout import lay_out
 from planner.ledger import Ledger
 from planner.library import facts
 from planner.measurement import ProbeRow, held_out, in_held_out_half, row_id
-from planner.plan import Plan
+from planner.plan import Measured, Plan
+from planner.runner import RealRunner
 from planner.shapes import grid
+from planner.simulate import SimulatedRunner
 from planner.timing import step_seconds
 from planner.traffic import step_work, traffic
 from planner.units import GIB
@@ -275,3 +278,29 @@ def test_halves_are_of_a_grid_s_rows_alone() -> None:
         }
         assert not held_out(ProbeRow.read(said))
         assert held_out(ProbeRow.read({**said, "grid": "one-gpu"})) == in_held_out_half(name)
+
+
+def test_what_is_off_is_recorded(files: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner is a simulated machine in the place of a GPU, on which the first plan takes 2 % more than is said."""
+    grid, rows = files
+    recorded: list[str] = []
+
+    def run(self: RealRunner, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
+        if self.history:
+            recorded.append(Path(self.history).name)
+        said = candidate(Entry(job=plan.job, strategy=plan.strategy), Machine(gpu="rtx4090")).phases["train"]
+        share = 1.02 if plan.strategy.gradient_checkpointing == "none" else 1.005
+        seen = {name: round(share * nbytes) for name, nbytes in said.to_json().items()}
+        row = SimulatedRunner(crash=0.0).run(plan, steps=steps, time_limit=time_limit)
+        measured = Measured.read({"outcome": "ok", **seen})
+        return row.replace(measured=measured, details={"phases": {"train": {}}})
+
+    monkeypatch.setattr(RealRunner, "run", run)
+    monkeypatch.setattr(verb, "_card", lambda: catalog.gpu("rtx4090"))
+    line = ["calibrate", "--grid", grid, "-o", str(rows), "--json", "--histories", str(rows.parent)]
+    answer = json.loads(CliRunner().invoke(cli, line).stdout)
+    assert len(answer["probes"]) == len(Ledger(rows).rows()) == 2
+    off = [row["id"] for row in answer["probes"] if row["strategy"]["gradient_checkpointing"] == "none"]
+    assert recorded == [f"{name}.json" for name in off] and len(recorded) == 1
+    done = CliRunner().invoke(cli, [*line[:-1], str(rows.parent / "none")])
+    assert "there is no folder" in done.stdout
