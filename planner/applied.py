@@ -74,15 +74,21 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
         for what, fix in _not_trained(profile, plan.job, strategy):
             raise VplanError(f"{what} is not applied by vplan's training yet", fix)
     else:
-        for what, fix in _not_applied(profile, plan.job, strategy, plan.machine):
+        check_computers(plan.machine)
+        for what, fix in _not_applied(profile, plan.job, strategy):
             raise VplanError(f"{what} is not applied by vplan's training step yet, so it cannot be measured", fix)
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 
-def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy, machine: Machine) -> Iterator[tuple[str, str]]:
-    """What is asked for and not applied, and what to write instead."""
+def check_computers(machine: Machine) -> None:
+    """A VplanError where a plan is for more than the one computer that a probe runs on."""
     if machine.nodes > 1:
-        yield f"training on {machine.nodes} computers", "write nodes = 1: a probe is of one"
+        fault = f"the plan is for {machine.nodes} computers, and what is measured is one of them"
+        raise VplanError(fault, "write nodes = 1: there each GPU takes as much (ddp), or more (what shards)")
+
+
+def _not_applied(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """What is asked for and not applied, and what to write instead."""
     yield from _neither(profile, job, strategy)
     yield from _not_set_up(profile, job, strategy)
     if strategy.validation_mode != "off":

@@ -4,13 +4,15 @@ row of this very plan takes its place (`measured`). Pure: records in, records ou
 A correction has two causes, told apart because they carry over differently to another plan: what torch's allocator
 reserves is off by a share, and what is on the device beside it (CUDA context, kernels) by a number of bytes. Each is
 the median of what was seen; of the share, what recordings alone expect (the middle of their margin) counts as one run
-more. How sure it is comes from what was seen as well: the range of the errors that are left, and beyond it on either
-side half the width of the recordings' own margin, which falls with the root of the number of runs as the uncertainty of
-their middle does.
+more. How sure it is comes from the errors that are left: what a further run may show after them (`further`), the
+recordings' own margin being what is believed before the first; all that was seen is within.
+
+Encoding has a correction of its own: it runs other models, in an allocator of their own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,6 +27,9 @@ EXPECTED = 1 + (margin.RECORDED[1] - margin.RECORDED[0]) / 2
 """Measured over predicted, where nothing was measured: what recordings do not know of only adds."""
 
 HALF_WIDTH = sum(margin.RECORDED) / 2
+
+SURE = 1.6448536
+"""Standard deviations to each side that hold 90 % of a normal distribution."""
 
 SEGMENT_BYTES = 2 * MIB
 """The least that the allocator asks the driver for: what ran out needed so much more than it could have."""
@@ -81,23 +86,38 @@ class Correction:
     """that finished"""
     said: tuple[str, ...] = ()
     """the correction in words"""
+    encoding: Correction | None = None
+    """of the phases in `APART`; None where nobody measured them: then only what is beside torch's is corrected"""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All that was corrected, in words."""
+        return (*self.said, *(self.encoding.said if self.encoding else ()))
 
     def basis(self, phase: str = "train") -> Literal["recorded", "nearby"]:
         """What an estimate rests on whose peak is in this phase."""
-        return "nearby" if self.said and phase not in APART else "recorded"
+        of = self.encoding if phase in APART else self
+        return "nearby" if of and of.said else "recorded"
 
     def sides_of(self, phase: str) -> tuple[float, float]:
         """How sure the peak is, where it is in this phase."""
-        return margin.RECORDED if phase in APART else self.sides
+        of = self.encoding if phase in APART else self
+        return of.sides if of else margin.RECORDED
+
+    def share(self, phase: str) -> float:
+        """Measured over predicted, of what the allocator reserves in this phase."""
+        of = self.encoding if phase in APART else self
+        return of.reserved if of else 1.0
 
     def peak(self, allocated_bytes: int, reserved_bytes: int, outside_bytes: int, phase: str = "train") -> PhasePeak:
         """The counters as corrected, given what recordings say of a phase and what is on the device beside torch's."""
-        share = 1.0 if phase in APART else self.reserved
+        share = self.share(phase)
+        beside = self.encoding.outside if phase in APART and self.encoding else self.outside
         reserved = round(reserved_bytes * share)
         return PhasePeak(
             allocated_bytes=min(reserved, round(allocated_bytes * share)),
             reserved_bytes=reserved,
-            device_bytes=reserved + self.outside(outside_bytes),
+            device_bytes=reserved + beside(outside_bytes),
         )
 
     def outside(self, outside_bytes: int) -> int:
@@ -112,8 +132,30 @@ class Correction:
         return low * usual, low * longest + self.share_kept * (high - low) * usual
 
 
-def fit(seen: Sequence[Seen], where: str) -> Correction:
-    """The correction that some runs of one model on one class of card, called `where`, ask for."""
+def further(errors: Sequence[float]) -> float:
+    """Within which share of the prediction a further run's error is nine times in ten, after runs with these errors.
+
+    Under a normal law of unknown spread, of which the recordings' margin is believed as much as one run, that is
+    Student's t with as many degrees of freedom as there are runs with that one (Gelman et al. 2013, Bayesian Data
+    Analysis, sections 2.6 and 3.2).
+    """
+    values = len(errors) + 1
+    variance = ((HALF_WIDTH / SURE) ** 2 + math.fsum(error**2 for error in errors)) / values
+    return _student(values) * math.sqrt(variance * (1 + 1 / values))
+
+
+def _student(freedom: int) -> float:
+    """What holds 90 % of Student's t between itself and its negative, within 0.3 % from 3 degrees of freedom on
+    (Abramowitz and Stegun 1964, 26.7.5)."""
+    z = SURE
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def fit(seen: Sequence[Seen], where: str, what: str = "the model") -> Correction:
+    """The correction that some runs of one model on one class of card, called `where`, ask for; `what` was run."""
     import statistics  # slow to import, and without measurements nobody asks
 
     ran = [each for each in seen if each.ran]
@@ -123,19 +165,21 @@ def fit(seen: Sequence[Seen], where: str) -> Correction:
     own = [each.beside_bytes for each in ran if each.own_card]
     outside = round(statistics.median(own)) if own else 0
     correction = Correction(reserved=reserved, outside_bytes=outside)
-    residuals = [0.0, *(_residual(each, correction) for each in ran)]
-    below, above = (HALF_WIDTH * kept,) * 2 if ran else margin.RECORDED
-    below, above = below - min(residuals), above + max(residuals)
+    errors = [_residual(each, correction) for each in ran]
+    lowest, highest = min([0.0, *errors]), max([0.0, *errors])
+    below, above = margin.RECORDED
+    if ran:  # what was seen is within, and no more than the recordings' own margin is added to it
+        below, above = (max(seen, min(further(errors), seen + HALF_WIDTH)) for seen in (-lowest, highest))
     # One that ran out needed more than it could have: that is all it says.
     needed = ((each.budget_bytes + SEGMENT_BYTES) / _expected(each, correction).device_bytes for each in out)
     short = max(needed, default=0.0) - 1
     if not ran and short <= above:
         return Correction()
     paces = [each.measured.step_seconds / each.predicted_seconds for each in ran if _is_timed(each)]  # type: ignore[operator]
-    spread = f"they spread from {100 * min(residuals):+.1f} to {100 * max(residuals):+.1f} %"
-    words = f"{TOLD[0]}{len(ran)} measurements of the model on {where}: allocator {100 * (reserved - 1):+.1f} %, "
+    spread = f"they spread from {100 * lowest:+.1f} to {100 * highest:+.1f} %"
+    words = f"{TOLD[0]}{len(ran)} measurements of {what} on {where}: allocator {100 * (reserved - 1):+.1f} %, "
     words += f"beside it {gib(outside):+.2f} GiB; {spread}"
-    ooms = f"{len(out)} that ran out of memory on {where} widened the upper end" if short > above else ""
+    ooms = f"{len(out)} of {what} that ran out of memory on {where} widened the upper end" if short > above else ""
     return Correction(
         reserved=reserved,
         outside_bytes=outside,

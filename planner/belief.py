@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner import margin
+from planner.basis import SURE
 from planner.job import Strategy
 from planner.plan import Estimate, Measured
 from planner.space import switched
@@ -24,9 +25,6 @@ kernels and model, and differ in what they keep; the margin of a recording is so
 
 HEADROOM = 0.01
 """What a run may take beyond its probe before a plan that was measured is called proved."""
-
-SURE = 1.645
-"""Standard deviations to each side that hold 90 % of a normal distribution."""
 
 RATIOS = np.linspace(0.5, 3.0, 2501)
 

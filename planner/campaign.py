@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from planner import catalog, margin
 from planner.applied import settled
+from planner.basis import APART
 from planner.errors import VplanError
 from planner.estimate import estimate
 from planner.gridfile import Entry
@@ -82,23 +83,24 @@ def candidate(entry: Entry, machine: Machine, host_ram: int | None = None, on_cp
         if entry.config:
             if entry.cap:
                 raise VplanError("a shrunk model's peak is not estimated, so nothing can be capped at it")
-            return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=START_SECONDS)
+            seconds = START_SECONDS * (2 if entry.encode else 1)
+            return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=seconds)
         # From recordings alone, whatever has been learned: the same plan has the same row on every machine of a kind.
         found = estimate(plan.job, plan.strategy, machine, facts(plan.job, plan.strategy, machine))
         plan = plan.replace(machine=_capped(entry, found)) if entry.cap else plan
-        skip = None if entry.cap else _short_of_memory(found)
+        skip = None if entry.cap else _short_of_memory(found, entry.encode)
         if host_ram is not None and found.host_ram_bytes > host_ram:
             skip = f"it needs {gib(found.host_ram_bytes):.0f} GiB of host RAM, and here are {gib(host_ram):.0f}"
     except VplanError as error:
         return Candidate(entry=entry, plan=bare, name="", seconds=0.0, skip=error.message)
     return Candidate(
-        entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found), skip=skip, phases=found.phases
+        entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found, entry.encode), skip=skip, phases=found.phases
     )  # fmt: skip
 
 
-def _short_of_memory(found: Estimate) -> str | None:
-    """Why a plan cannot fit; None where it may. A probe trains: prompts and clips are encoded by nobody."""
-    needed = max(peak.device_bytes for phase, peak in found.phases.items() if phase != "encode")
+def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
+    """Why a plan cannot fit; None where it may. A probe that only trains encodes nothing."""
+    needed = max(peak.device_bytes for phase, peak in found.phases.items() if encodes or phase not in APART)
     if margin.verdict(needed, found.budget_bytes, found.strategy.compile != "none") != "no":
         return None
     return f"it needs {gib(needed):.1f} GiB, and the card gives {gib(found.budget_bytes):.1f}"
@@ -106,8 +108,8 @@ def _short_of_memory(found: Estimate) -> str | None:
 
 def _capped(entry: Entry, found: Estimate) -> Machine:
     """The machine with all of the card in reserve but what the plan may have."""
-    if found.peak.phase == "encode":
-        raise VplanError("its peak is in encoding, which a probe leaves out: a cap at it says nothing of training")
+    if found.peak.phase in APART:
+        raise VplanError("its peak is in encoding, so a cap at it says nothing of training")
     budget = found.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-found.high_bytes // MIB) * MIB
     card = catalog.parse_gpus(found.machine.gpu)[1].allocatable_bytes
     if budget >= card:
@@ -115,10 +117,10 @@ def _capped(entry: Entry, found: Estimate) -> Machine:
     return found.machine.replace(reserve=card - budget)
 
 
-def _seconds(found: Estimate) -> float:
+def _seconds(found: Estimate, encodes: bool) -> float:
     steps = OTHER_STEPS + STEPS + len(found.job.buckets) + SAMPLED_STEPS * (found.strategy.validation_mode != "off")
     usual = (found.step_seconds + (found.step_seconds_high or found.step_seconds)) / 2
-    return START_SECONDS + steps * usual + found.disk_bytes / SAVED_BYTES_PER_SECOND
+    return START_SECONDS * (2 if encodes else 1) + steps * usual + found.disk_bytes / SAVED_BYTES_PER_SECOND
 
 
 # ---- what tells most in the least time
@@ -175,4 +177,4 @@ def _tells(entry: Entry) -> tuple[list[About], list[About]]:
         ("buckets", bool(job.buckets)),
     ]
     techniques: list[About] = [(name, value > 0 if isinstance(value, int) else value) for name, value in tried]
-    return trained, [*techniques, ("cap", entry.cap)]
+    return trained, [*techniques, ("cap", entry.cap), ("encode", entry.encode)]

@@ -102,7 +102,7 @@ def visible() -> tuple[Facts, list[Facts]]:
     pynvml.nvmlInit()
     try:
         for word in filter(None, (word.strip() for word in said.split(","))):
-            handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, word) if word[:4] in ("GPU-", "MIG-") else None
+            handle = _named(word) if word[:4] in ("GPU-", "MIG-") else None
             if word.isascii() and word.isdigit() and int(word) < len(cards):
                 found.append(cards[int(word)])
             elif handle is not None:
@@ -112,6 +112,17 @@ def visible() -> tuple[Facts, list[Facts]]:
     finally:
         pynvml.nvmlShutdown()
     return driver, found
+
+
+def _named(uuid: str) -> Any:
+    """The handle of a card or slice by its UUID. As CUDA has it, the beginning of a card's is enough where no other
+    begins so (CUDA Programming Guide, environment variables); None when there is none, or more than one."""
+    handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+    if handle is not None or not uuid.startswith("GPU-"):
+        return handle
+    cards = [_ask(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0)]
+    named = [card for card in cards if (_text(_ask(pynvml.nvmlDeviceGetUUID, card)) or "").startswith(uuid)]
+    return named[0] if len(named) == 1 else None
 
 
 def _card(index: int, handle: Any = None) -> Facts:

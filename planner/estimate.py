@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner import attention, host, margin
-from planner.basis import APART, Correction
+from planner.basis import Correction
 from planner.beside import Component
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
@@ -148,7 +148,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         basis=correction.basis(where),
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=(*correction.said, *_assumptions(run, played)),
+        assumptions=(*correction.words, *_assumptions(run, played)),
     )
     return facts.learned.proved(found, trainer)
 
@@ -325,7 +325,7 @@ def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction:
         part = BREAKDOWN[top.run.program.category[buffer]]
         rounded = -(-top.run.sizes[buffer] // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
         parts[part] = parts.get(part, 0) + rounded
-    share = 1.0 if top.phase in APART else correction.reserved
+    share = correction.share(top.phase)
     parts = {name: int(nbytes * share) for name, nbytes in parts.items()}
     fragmentation = peak.reserved_bytes - sum(parts.values())
     return Breakdown(**parts, fragmentation=fragmentation, context=peak.device_bytes - peak.reserved_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import profiles
 import vplan
 from planner import catalog, home
-from planner.basis import NOTHING, Learned, Proof, Seen, fit
+from planner.basis import APART, NOTHING, Learned, Proof, Seen, fit
 from planner.errors import VplanError
 from planner.estimate import estimate
 from planner.facts import GpuProfile
 from planner.ledger import OURS, Ledger, default_path
 from planner.library import facts
-from planner.measurement import RAN_OUT, ProbeRow, held_out, is_of_a_gpu, phases_of
-from planner.plan import Environment, PhasePeak
+from planner.measurement import RAN_OUT, ProbeRow, held_out, is_of_a_gpu, peaks_of, phases_of
+from planner.plan import Environment, Measured, PhaseName, PhasePeak
 from planner.run import Facts
 
 NEWEST = 48
@@ -89,13 +89,16 @@ def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence
     if not told:
         return NOTHING
     said = _Said(gpu)
-    seen = [each for row, own in told if not held_out(row) and (each := _seen(row, own, said)) is not None]
+    runs = [each for row, own in told if not held_out(row) for each in _seen(row, own, said)]
     said.keep()
     proofs: dict[str, tuple[Proof, ...]] = {}
     for row, own in told:
         if here().agrees(row.env):
             proofs[row.id] = (*proofs.get(row.id, ()), Proof(row.measured, phases_of(row.details), own))
-    return Learned(fit(seen, gpu.title), proofs)
+    encoded = [each for part, each in runs if part == "encode"]
+    encoding = fit(encoded, gpu.title, "its encoders") if encoded else None
+    correction = fit([each for part, each in runs if part == "step"], gpu.title)
+    return Learned(replace(correction, encoding=encoding), proofs)
 
 
 def _minor(version: str) -> list[str]:
@@ -118,20 +121,39 @@ def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
     return None
 
 
-def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Seen | None:
+def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, Seen]]:
+    """What a row tells of the `step`, and of what was gone through before (`encode`)."""
     if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
-        return None
+        return
     if (prediction := said.of(row)) is None:
-        return None
+        return
     card = catalog.gpu(row.machine.gpu)
     others = row.details.get("others_bytes") or 0
-    return Seen(
-        measured=row.measured,
-        predicted=PhasePeak(**prediction["peak"]),
-        predicted_seconds=prediction["seconds"],
-        budget_bytes=row.capped_bytes or card.allocatable_bytes - others,
-        own_card=own_card,
-    )
+    for part, measured in _parts(row):
+        if prediction[part] is not None:
+            yield (
+                part,
+                Seen(
+                    measured=measured,
+                    predicted=PhasePeak(**prediction[part]),
+                    predicted_seconds=prediction["seconds"],
+                    budget_bytes=row.capped_bytes or card.allocatable_bytes - others,
+                    own_card=own_card,
+                ),
+            )
+
+
+def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
+    """A row's numbers, those of encoding apart from those of the steps, which did not run where it ran out before."""
+    seen = row.measured
+    if not APART.intersection(phases_of(row.details)):
+        yield "step", seen
+        return
+    early = seen.outcome in RAN_OUT and seen.phase in APART
+    if not early:
+        yield "step", seen.replace(**peaks_of(row.details, APART, apart=True))
+    nothing = {"step_seconds": None, "outcome": seen.outcome if early else "ok"}
+    yield "encode", seen.replace(**nothing, **peaks_of(row.details, APART))
 
 
 def with_learned(known: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
@@ -180,9 +202,17 @@ def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
     except VplanError:
         return None
     went = phases_of(row.details)
-    peaks = [peak for phase, peak in found.phases.items() if phase in went] or list(found.phases.values())
-    highest = {name: max(getattr(peak, name) for peak in peaks) for name in PhasePeak.model_fields}
-    return {"peak": highest, "seconds": found.step_seconds}
+    through = {phase: peak for phase, peak in found.phases.items() if phase in went} or found.phases
+    apart = {phase: peak for phase, peak in through.items() if phase in APART and phase in went}
+    step = {phase: peak for phase, peak in through.items() if phase not in apart}
+    return {"step": _highest(step), "encode": _highest(apart), "seconds": found.step_seconds}
+
+
+def _highest(phases: Mapping[PhaseName, PhasePeak]) -> dict[str, int] | None:
+    """The highest of each counter; None without phases."""
+    if not phases:
+        return None
+    return {name: max(getattr(peak, name) for peak in phases.values()) for name in PhasePeak.model_fields}
 
 
 def _fingerprint() -> str:

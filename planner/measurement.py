@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
@@ -66,6 +66,18 @@ def phases_of(details: Mapping[str, Any]) -> frozenset[str]:
     told = details.get("phases")
     names = {inner for name in told for inner in INSIDE.get(name, (name,))} if isinstance(told, dict) else set()
     return frozenset(names.intersection(get_args(PhaseName)))
+
+
+def peaks_of(details: Mapping[str, Any], phases: Collection[str], apart: bool = False) -> dict[str, int]:
+    """The highest of each counter over some phases of a probe, or over all others (`apart`); none of a row that does
+    not say."""
+    told = details.get("phases")
+    chosen = [each for name, each in told.items() if (name in phases) != apart] if isinstance(told, dict) else []
+    found: dict[str, int] = {}
+    for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
+        counted = [each[name] for each in chosen if isinstance(each, dict) and isinstance(each.get(name), int)]
+        found |= {name: max(counted)} if counted else {}
+    return found
 
 
 def is_of_a_gpu(row: ProbeRow) -> bool:

@@ -169,9 +169,10 @@ def _probed(
 ) -> tuple[Facts, list[Check]]:
     """A probe of the plan, here and now, as a check."""
     from planner.probe import probe
+    from planner.runner import RealRunner
 
     say("probing: a few real steps ...")
-    found = probe(plan, device=device, command="vplan preflight --probe")
+    found = probe(plan, RealRunner(device=device, command="vplan preflight --probe"))
     try:
         Ledger(default_path()).append(found)
     except VplanError as error:  # one that cannot be kept is still an answer

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import psutil
 
@@ -31,6 +31,7 @@ from planner.measurement import ProbeRow, row_id
 from planner.monitor import CONTEXT_BYTES
 from planner.plan import Environment, Measured, Outcome, Plan
 from planner.process import Ended, read_json, run_worker, write_json
+from planner.runner import RealRunner
 
 STEPS = 3
 """Steady steps, after the first step and a warm-up."""
@@ -38,34 +39,35 @@ TIME_LIMIT = 900.0
 """Seconds for a whole probe, its imports and the first step included."""
 SETTLE_SECONDS = 5.0
 """In which a driver takes back the memory of a process that is gone."""
-REQUEST, LOG, SCRATCH = "request.json", "log.txt", "scratch"
-"""Files in the folder that parent and workers share, and where they may write what nobody keeps."""
+REQUEST, LOG, SCRATCH, ENCODE = "request.json", "log.txt", "scratch", "encode"
+"""Files in the folder that parent and workers share, a place for what nobody keeps, and the folder of encoding."""
 COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
 STEADY = ("step", "train", "optimizer")
 """Phases in which nothing new comes: an allocator that has to empty its cache there does so in every step."""
 WORST_FIRST = ("oom", "host-oom", "nan", "ok")
 """Of ranks that say different things, whose word counts."""
 
+HERE = RealRunner()
+"""On this machine's GPU, with random weights."""
+
 
 def probe(
     plan: Plan,
+    how: RealRunner = HERE,
     *,
     steps: int = STEPS,
     time_limit: float = TIME_LIMIT,
-    device: Literal["cuda", "cpu"] = "cuda",
-    weights: str | Path | None = None,
-    config: Mapping[str, Any] | None = None,
-    history: str | Path | None = None,
-    command: str = "vplan probe",
+    encode: bool = False,
 ) -> ProbeRow:
     """Run a few steps of a plan in processes of their own. Running out of memory, time or numbers are results.
 
-    `steps` steady steps are timed; `time_limit` is in seconds; `weights` is a folder of published weights, and random
-    ones take as much; `config` replaces keys of the model's published architecture, to shrink it; `history` is a file
-    for the allocator's every event; `command` is what the row says was typed. On a card that gives more than the
-    plan's, the process gets what the plan's gives and no more. A plan that cannot be run here as it stands (no GPU, a
-    switch our step lacks) is a VplanError.
+    `steps` steady steps are timed; `time_limit` is in seconds, and a checkpoint that is being written then has as long
+    again: it is a disk's time, minutes of a large model. `encode` goes through what is cached before training too, in a
+    process of its own: text encoders with random weights, and the VAE on the largest clip. On a card that gives more
+    than the plan's, a process gets what the plan's gives and no more. A plan that cannot be run here as it stands (no
+    GPU, a switch our step lacks) is a VplanError.
     """
+    device, weights, config, history = how.device, how.weights, how.config, how.history
     plan = settled(plan)
     _check_installed(plan.strategy)
     if history and device == "cpu":
@@ -83,7 +85,7 @@ def probe(
         "capacity_bytes": card.allocatable_bytes - plan.machine.reserve,
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    outcome, told, details = _run(plan, request, time_limit)
+    outcome, told, details = _run(plan, request, time_limit, encode)
     return ProbeRow(
         id=row_id(plan, config),
         job=plan.job,
@@ -91,30 +93,36 @@ def probe(
         machine=_machine(plan.machine, told.get("gpu"), told.get("capped_bytes")),
         planned_gpu=plan.machine.gpu,
         measured=measured(outcome, told),
-        env=_environment(told, command, started),
+        env=_environment(told, how.command, started),
         capped_bytes=told.get("capped_bytes"),
         requested_bytes=told.get("requested_bytes"),
         details={**details, "config": dict(config)} if config else details,
     )
 
 
-def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
+def _run(
+    plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool
+) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
     """What became of the processes of a request, what they told, and of it what the row keeps as `details`."""
     from planner import launch  # which knows what this module does
 
     folder = _folder(request)
-    log = folder / LOG
     keep = False
     before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" else None
+    end = time.monotonic() + time_limit
     try:
-        words = launch.command(plan, folder, launch.Nodes(), "probe")
-        ended = run_worker(words, log, time_limit, launch.environment(request["device"]))
-        told = together([read_json(folder / result_file(rank)) for rank in range(plan.machine.gpus)])
-        if refused := told.get("refused"):
-            raise VplanError(refused["message"], refused["fix"])
-        if plan.machine.gpus > 1 and not ended.timed_out and _rank_was_killed(log):
-            ended = Ended(-9)
-        outcome = classify(told.get("outcome"), ended)
+        heard = encoded = None
+        if encode:
+            inner = folder / ENCODE
+            inner.mkdir()
+            write_json(inner / REQUEST, {**request, "part": "encode", "history": None})
+            heard = encoded = _heard(vplan.command("worker", "probe", str(inner)), inner, request, 1, time_limit)
+        if heard is None or heard.outcome == "ok":
+            words = launch.command(plan, folder, launch.Nodes(), "probe")
+            heard = _heard(words, folder, request, plan.machine.gpus, max(0.0, end - time.monotonic()))
+        outcome, told, ended, log = heard
+        if encoded:
+            told |= _with_encoding(told, encoded.told)
         if outcome == "ok" and (times := steady_retries(told)):
             outcome = "oom"
             message = f"the allocator had to empty its cache {times} times in steady steps: it runs at the edge, slowly"
@@ -126,6 +134,43 @@ def _run(plan: Plan, request: Mapping[str, Any], time_limit: float) -> tuple[Out
         return outcome, told, details
     finally:
         shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
+
+
+class _Heard(NamedTuple):
+    """What became of one start of the worker."""
+
+    outcome: Outcome
+    told: dict[str, Any]
+    ended: Ended
+    log: Path
+
+
+def _heard(words: list[str], folder: Path, request: Mapping[str, Any], ranks: int, time_limit: float) -> _Heard:
+    """Runs the worker on the request in a folder. What it refuses is a VplanError."""
+    from planner import launch
+
+    def told() -> dict[str, Any]:
+        return together([read_json(folder / result_file(rank)) for rank in range(ranks)])
+
+    def saves() -> bool:
+        return told().get("phase") == "save"
+
+    log = folder / LOG
+    ended = run_worker(words, log, time_limit, launch.environment(request["device"]), saves)
+    if refused := told().get("refused"):
+        raise VplanError(refused["message"], refused["fix"])
+    if ranks > 1 and not ended.timed_out and _rank_was_killed(log):
+        ended = Ended(-9)
+    found = told()
+    return _Heard(classify(found.get("outcome"), ended), found, ended, log)
+
+
+def _with_encoding(told: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """What the process that encoded adds to what the steps' processes told, or is all there is."""
+    phases = {**encoded.get("phases", {}), **told.get("phases", {})}
+    missing = list(dict.fromkeys([*told.get("missing", ()), *encoded.get("missing", ())]))
+    host = _known(max, (each.get("host_bytes") for each in (told, encoded)))
+    return {"phases": phases, "missing": missing, "host_bytes": host}
 
 
 def _folder(request: Mapping[str, Any]) -> Path:

@@ -38,8 +38,17 @@ class Ended(NamedTuple):
         return self.returncode is None
 
 
-def run_worker(command: list[str], log: Path, time_limit: float, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run a process to its end or its time limit (seconds), with its output in `log`; its whole tree is gone after."""
+def run_worker(
+    command: list[str],
+    log: Path,
+    time_limit: float,
+    environment: Mapping[str, str] | None = None,
+    once_more: Callable[[], bool] = lambda: False,
+) -> Ended:
+    """Run a process to its end or its time limit (seconds), with its output in `log`; its whole tree is gone after.
+
+    `once_more` is asked at the limit whether it has as long again, which it has once.
+    """
     with log.open("wb") as file:
         # Nothing is sent through the pipe. It closes when we die, however we die, and the worker then ends itself.
         process = subprocess.Popen(
@@ -51,15 +60,18 @@ def run_worker(command: list[str], log: Path, time_limit: float, environment: Ma
             env=None if environment is None else dict(environment),
         )
     seen: set[psutil.Process] = set()
-    end = time.monotonic() + time_limit
+    end = last = time.monotonic() + time_limit
     try:
         while True:
             try:
                 return Ended(process.wait(min(LOOK_SECONDS, max(0.0, end - time.monotonic()))))
             except subprocess.TimeoutExpired:
                 seen.update(_started_by(process))
-                if time.monotonic() >= end:
+                if time.monotonic() < end:
+                    continue
+                if end > last or not once_more():
                     return Ended(None)
+                end += time_limit
     finally:
         end_tree(process, seen)
 

@@ -57,7 +57,7 @@ class Screen:
         self._find = facts
         self.trainer = trainer
         self._facts: dict[tuple[Job, Strategy, Machine], Facts | NotRecordedError] = {}
-        self._steps: dict[tuple[object, ...], Run] = {}
+        self._steps: dict[tuple[object, ...], Run | NotRecordedError] = {}
         self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], Sizes] = {}
         self._work: dict[tuple[object, ...], Passes] = {}
@@ -194,10 +194,16 @@ class Screen:
         key = _tapes(facts, strategy, machine)[:-1]
         if key not in self._steps:
             run = Run(job, strategy, machine, facts)
-            run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
-            choose_kernels(run)
-            self._steps[key] = run
-        return self._steps[key]
+            try:
+                run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
+                choose_kernels(run)
+                self._steps[key] = run
+            except NotRecordedError as error:  # two recordings that cannot be put together, of which many ask
+                self._steps[key] = error
+        found = self._steps[key]
+        if isinstance(found, NotRecordedError):
+            raise found
+        return found
 
 
 def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, ...]:

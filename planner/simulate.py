@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner import catalog, library
@@ -88,24 +88,28 @@ class SimulatedRunner:
     crash: float = CRASH
     asked: dict[str, int] = field(default_factory=dict)
     """row id -> how often it was run"""
+    played: dict[str, _Played] = field(default_factory=dict)
+    """row id -> what was played, of plans that ran"""
 
     @property
     def name(self) -> str:
         """The word in its rows."""
         return "simulate"
 
-    def run(self, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
-        """Plays the plan. Raises the VplanError of a plan that has no recording."""
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = True) -> ProbeRow:
+        """Plays the plan, with what is cached before it. Raises the VplanError of a plan that has no recording."""
         strategy = resolve(plan.job, plan.strategy, plan.machine)
         plan = Plan(job=plan.job, strategy=strategy, machine=plan.machine, trainer=plan.trainer)
         name = row_id(plan)
         self.asked[name] = self.asked.get(name, 0) + 1
         chance = random.Random(f"{self.seed} {name} {self.asked[name]}")
         gpu = catalog.parse_gpus(plan.machine.gpu)[1]
-        played = _Played(self.runs(plan), Hidden.drawn(gpu, self.seed))
+        played = self.played.get(name) or _Played(self.runs(plan), Hidden.drawn(gpu, self.seed))
         seconds = played.step_seconds * chance.gauss(1.0, NOISE)
         slack = int(chance.uniform(-NOISE / 2, NOISE / 2) * gpu.allocatable_bytes)
         measured, requested = played.measured(seconds, slack)
+        if played.calm:
+            self.played[name] = played
         if measured.outcome == "ok" and START_SECONDS + (steps + 2) * seconds > time_limit:
             measured = Measured(outcome="timeout", phase="train")
         if chance.random() < self.crash:
@@ -139,23 +143,31 @@ class _Played:
     """A plan on a machine."""
 
     def __init__(self, runs: list[Run], hidden: Hidden) -> None:
+        run = runs[0]
         self.runs = runs
         self.hidden = hidden
         self.step_seconds = true_seconds(runs, hidden)
+        self.host_bytes = max(_host_bytes(each, hidden) for each in runs)
+        self.outside_bytes = hidden.context_bytes + hidden.slack_bytes + run.outside_bytes + _communicators(run)
+        self.room_bytes = run.facts.gpu.allocatable_bytes - run.machine.reserve
+        self.host_ram = run.machine.host_ram
+        self.calm: tuple[tuple[PhaseName, Replayed], ...] = ()
+        """what the allocator did where it never ran short: the same wherever it has as much as it reserved then"""
 
     def measured(self, seconds: float, slack: int) -> tuple[Measured, int | None]:
         """What a probe would see, and the bytes asked for in vain; `slack` more is missing than usually."""
-        run = self.runs[0]
-        host = max(_host_bytes(each, self.hidden) for each in self.runs)
-        if run.machine.host_ram is not None and host > run.machine.host_ram:
-            return Measured(outcome="host-oom", phase="load", host_bytes=run.machine.host_ram), None
-        outside = self.hidden.context_bytes + self.hidden.slack_bytes + slack + run.outside_bytes + _communicators(run)
-        room = run.facts.gpu.allocatable_bytes - run.machine.reserve - outside
+        host = self.host_bytes
+        if self.host_ram is not None and host > self.host_ram:
+            return Measured(outcome="host-oom", phase="load", host_bytes=self.host_ram), None
+        outside = self.outside_bytes + slack
+        room = self.room_bytes - outside
         allocated = reserved = retries = steady = 0
         phase: PhaseName = "load"
         outcome: Outcome = "ok"
         requested = None
-        for name, replayed in self._replayed(room):
+        played: list[tuple[PhaseName, Replayed]] = []
+        for name, replayed in self._known(room) or self._replayed(room):
+            played.append((name, replayed))
             if replayed.allocated_peak_bytes > allocated:
                 allocated, phase = replayed.allocated_peak_bytes, name
             reserved = max(reserved, replayed.reserved_peak_bytes)
@@ -164,6 +176,8 @@ class _Played:
             if replayed.oom_at is not None:
                 outcome, phase, requested = "oom", name, replayed.requested_bytes
                 break
+        if outcome == "ok" and not retries:
+            self.calm = tuple(played)
         if outcome == "ok" and steady:  # it had to empty its cache in steps that bring nothing new: at the edge
             outcome, phase = "oom", "train"
         seen = Measured(
@@ -177,6 +191,11 @@ class _Played:
             retries=retries,
         )
         return seen, requested
+
+    def _known(self, room: int) -> Sequence[tuple[PhaseName, Replayed]]:
+        """What the allocator does with so much; nothing where that is to be played."""
+        enough = all(replayed.reserved_peak_bytes <= room for _, replayed in self.calm)
+        return self.calm if enough else ()
 
     def _replayed(self, room: int) -> Iterator[tuple[PhaseName, Replayed]]:
         """Every stage in order on one allocator; what is cached before, on allocators of its own."""

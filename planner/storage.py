@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -20,6 +21,9 @@ CONNECT_SECONDS = 10
 
 CONNECT = {"postgresql": "connect_timeout", "mysql": "connect_timeout", "sqlite": "timeout"}
 """Kind of database -> what its drivers call that."""
+
+FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""What a disk says that has no room, or none for this user."""
 
 THERE_ALREADY = ("already exists", "duplicate key")
 TRIES = 10
@@ -150,6 +154,8 @@ def said_plainly(storage: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in FULL:
+            fix = "make room there, or name another with --storage: the same line goes on where it was stopped"
         raise VplanError(f"cannot use the storage {shown(storage)}: {error.strerror or error}", fix) from None
     except ImportError as error:
         cause = error.__cause__ or error.__context__  # Optuna's own error does not say which module

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +29,9 @@ from planner.storage import imported, opened, said_plainly, shown
 
 GRACE_SECONDS = 60.0
 """What a probe may take beyond its time limit before its worker is given up: starting and ending processes."""
+
+TAKING_SECONDS = 5.0
+"""Between a plan's being taken and its having its worker's name, which are two calls of a storage that answers."""
 
 DIGEST, PLAN, ROW, WORKER, KNOWN, QUESTION = "digest", "plan", "row", "worker", "known", "question"
 """Attributes of trials and studies."""
@@ -78,6 +82,8 @@ class Study:
         self.storage = storage
         self.name = name
         self._optuna = imported()
+        self._nameless: dict[int, float] = {}
+        """trial -> when, by our own clock, it was first seen taken without its worker's name"""
         with self._answering():
             self._study = self._optuna.create_study(
                 storage=opened(self._optuna, storage),
@@ -113,6 +119,11 @@ class Study:
         """Whether a plan waits for somebody to take it."""
         return bool(self._trials("WAITING"))
 
+    @property
+    def being_taken(self) -> bool:
+        """Whether a worker, or one that died at it, is about to put its name to a plan."""
+        return any(WORKER not in trial.user_attrs for trial in self._trials("RUNNING"))
+
     # ---- what is done
 
     def propose(self, plan: Plan) -> None:
@@ -132,6 +143,7 @@ class Study:
             if digest is None or self._is_taken(digest, trial.number):
                 self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
                 return None
+            trial.set_user_attr(WORKER, _me(0.0))  # at once: one that dies without leaves the others waiting
             plan = _plan(trial)
             trial.set_user_attr(WORKER, _me(time_limit(plan)))
         return Taken(trial, trial.number, plan)
@@ -169,8 +181,23 @@ class Study:
     def abandoned(self) -> Iterator[Taken]:
         """Plans whose worker died while it measured them: they are somebody's to tell, or to give up."""
         for frozen in self._trials("RUNNING"):
-            if _is_dead(frozen):
+            if self._is_dead(frozen):
                 yield Taken(self._optuna.trial.Trial(self._study, frozen._trial_id), frozen.number, _plan(frozen))
+
+    def _is_dead(self, frozen: Any) -> bool:
+        """Whether a running trial's worker is no process of this host any more, is long past its time limit, or never
+        came to put its name to it."""
+        worker = frozen.user_attrs.get(WORKER)
+        if worker is None:
+            now = time.monotonic()
+            return now - self._nameless.setdefault(frozen.number, now) > TAKING_SECONDS
+        if worker["host"] == socket.gethostname():
+            try:
+                return bool(abs(psutil.Process(worker["pid"]).create_time() - worker["started"]) > 1)
+            except psutil.NoSuchProcess:
+                return True
+        seconds = (datetime.now(UTC) - frozen.datetime_start.astimezone(UTC)).total_seconds()
+        return bool(seconds > 2 * worker["limit"] + GRACE_SECONDS)  # saving has as long again
 
     def _trials(self, *states: str) -> Sequence[Any]:
         wanted = tuple(self._optuna.trial.TrialState[name] for name in states)
@@ -238,15 +265,3 @@ def _me(time_limit: float) -> dict[str, Any]:
     process = psutil.Process()
     host = socket.gethostname()
     return {"host": host, "pid": process.pid, "started": process.create_time(), "limit": time_limit}
-
-
-def _is_dead(frozen: Any) -> bool:
-    """Whether a running trial's worker is no process of this host any more, or is long past its time limit."""
-    worker = frozen.user_attrs.get(WORKER)
-    if worker and worker["host"] == socket.gethostname():
-        try:
-            return bool(abs(psutil.Process(worker["pid"]).create_time() - worker["started"]) > 1)
-        except psutil.NoSuchProcess:
-            return True
-    seconds = (datetime.now(UTC) - frozen.datetime_start.astimezone(UTC)).total_seconds()
-    return bool(seconds > (worker["limit"] if worker else 0.0) + GRACE_SECONDS)

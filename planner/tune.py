@@ -71,8 +71,8 @@ class Learning(Search):
             part = strategy.replace(gradient_checkpointing="partial", checkpointed_blocks=count)
             try:
                 check(job, part, question.machine)
-                self.screen.facts(job, part, question.machine)
-            except VplanError:  # refused with partial checkpointing, or not recorded: it is no candidate
+                self.screen.floor_seconds(job, part, question.machine)
+            except VplanError:  # refused, or its two recordings cannot be put together: it is no candidate
                 continue
             if self._allowed(job, part):
                 yield part

@@ -91,6 +91,9 @@ class Tuning:
             if self.study.waiting:
                 self._measure(watch)
                 continue
+            if self.study.being_taken:  # what is chosen meanwhile would be another plan than its own result asks for
+                time.sleep(POLL_SECONDS)
+                continue
             running = [told.plan for told in self.told if told.row is None]
             found = self.tuner.next([(plan.job, plan.strategy) for plan in running])
             if found is not None and len(self.probes) + len(running) < self.limits.probes:
@@ -124,7 +127,9 @@ class Tuning:
         watch(self, "measuring")
         try:
             limit = self._time_limit(taken.plan)
-            row = self.runner.run(taken.plan, steps=self.limits.steps, time_limit=limit)
+            row = self.runner.run(
+                taken.plan, steps=self.limits.steps, time_limit=limit, encode=self._encodes(taken.plan)
+            )
             self.ledger.append(row)
         except (KeyboardInterrupt, VplanError):  # a plan that cannot run here, a full disk: it is others' to measure
             self.study.give_up(taken)
@@ -133,6 +138,11 @@ class Tuning:
         self._tell(taken, row)
         self._learn()
         watch(self, "choosing")
+
+    def _encodes(self, plan: Plan) -> bool:
+        """Whether what is cached before training decides if a plan fits: then steps alone would prove nothing."""
+        found = self.tuner.search.priced(plan.job, plan.strategy)
+        return found is not None and found.peak.phase == "encode"
 
     def _tell(self, taken: Taken, row: ProbeRow) -> None:
         self.study.tell(taken, row, self._result(taken.plan, row))

@@ -103,31 +103,33 @@ def _layers_of(model: nn.Module) -> list[str]:
 def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: int, layers: int | None = None) -> Trace:
     """Records loading and the forward of one batch of prompts of equal length. ``layers``: of a shallower encoder."""
     model = text_encoder(encoder, layers)
-    run = _forward(encoder, model, (batch, tokens), DTYPES[dtype])
+    run = forward(encoder, model, (batch, tokens), DTYPES[dtype], "cpu")
     return record_component(model, dtype, run, "encode", None, _layers_of(model))[0]
 
 
-def _forward(
-    encoder: TextEncoder, model: nn.Module, size: tuple[int, int], dtype: torch.dtype
+def forward(
+    encoder: TextEncoder, model: nn.Module, size: tuple[int, int], dtype: torch.dtype, device: torch.device | str
 ) -> Callable[[], Tensor | list[Tensor]]:
-    """A call of the encoder as pipelines make it; it returns what they keep."""
+    """A call of the encoder as pipelines make it, of (prompts, tokens) ``size``; it returns what they keep."""
     config, states, (batch, tokens) = encoder.config, STATES.get(encoder.class_name), size
 
     def see() -> Tensor:
-        pixels = torch.zeros((batch, 3, config["image_size"], config["image_size"]), dtype=dtype)
+        pixels = torch.zeros((batch, 3, config["image_size"], config["image_size"]), dtype=dtype, device=device)
         return model(pixel_values=pixels).last_hidden_state  # type: ignore[no-any-return]
 
     def hear() -> Tensor:  # 30 seconds at a time, whatever is asked; the decoder waits in vain
-        features = torch.zeros((batch, config["num_mel_bins"], 2 * config["max_source_positions"]), dtype=dtype)
+        shape = batch, config["num_mel_bins"], 2 * config["max_source_positions"]
+        features = torch.zeros(shape, dtype=dtype, device=device)
         return model.get_submodule("encoder")(features).last_hidden_state  # type: ignore[no-any-return]
 
     def connect() -> list[Tensor]:
-        states = torch.zeros((batch, tokens, config["caption_channels"] * config["text_proj_in_factor"]), dtype=dtype)
-        video, audio, _ = model(states, torch.ones((batch, tokens), dtype=torch.long))
+        shape = batch, tokens, config["caption_channels"] * config["text_proj_in_factor"]
+        states = torch.zeros(shape, dtype=dtype, device=device)
+        video, audio, _ = model(states, torch.ones((batch, tokens), dtype=torch.long, device=device))
         return [video, audio]
 
     def read() -> Tensor:
-        ids = torch.zeros((batch, tokens), dtype=torch.long)
+        ids = torch.zeros((batch, tokens), dtype=torch.long, device=device)
         if states is None:
             return model(input_ids=ids).last_hidden_state  # type: ignore[no-any-return]
         mask = torch.ones_like(ids) if states.masked else None

@@ -48,16 +48,23 @@ def measure(wanted: Wanted, report: Told) -> None:
             report.tell(outcome=outcome, **_shortage(error, device), **_sampled(watch))
             return
         _write_history(wanted, meter)
-        report.tell(outcome="ok" if probed.is_finite else "nan", **_sampled(watch))
+        report.tell(outcome="ok" if probed is None or probed.is_finite else "nan", **_sampled(watch))
+        if probed is None:
+            return
         with contextlib.suppress(RuntimeError):  # no memory for one more pass: the measurement is complete without it
             report.tell(attention_kernel=attention_kernels(probed))
 
 
-def _run(wanted: Wanted, meter: Meter) -> Probed:
+def _run(wanted: Wanted, meter: Meter) -> Probed | None:
     """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; what
-    training does between steps: a sample, a checkpoint."""
+    training does between steps: a sample, a checkpoint. Or what is done before all that: encoding."""
     if meter.device.type == "cuda":
         meter.report.tell(capped_bytes=limit(wanted, meter))
+    if wanted.part == "encode":
+        from trainers.encoded import encode  # with what records, which steps do without
+
+        encode(wanted.profile, wanted.job, wanted.strategy, meter)
+        return None
     if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
         start(wanted.job, wanted.strategy, wanted.plan.machine, meter.device)
     probed = Probed(wanted, meter)

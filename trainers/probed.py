@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,8 @@ class Wanted:
     capacity_bytes: int | None = None
     """what the plan's card gives, where this one may give more"""
     history: str | None = None
+    part: Literal["step", "encode"] = "step"
+    """of training that is gone through: what is cached before is encoded in a process of its own"""
 
     @classmethod
     def of(cls, plan: Plan, *, config: dict[str, Any], scratch: str | Path, **said: Any) -> Wanted:

@@ -83,7 +83,7 @@ def sample(
     leaves = strategy.validation_mode == "offload" and strategy.group_offload == "none"
     away = _Away(model, profile, strategy, device) if leaves else None
     settings = scheduler(profile, sampler, shape, asked.scheduler)
-    with _set_aside(model, strategy, device), _Turns(live, _with_settings(vae, strategy), phase, away):
+    with _set_aside(model, strategy, device), _Turns(live, with_settings(vae, strategy), phase, away):
         prompt = asked.prompt if asked.prompt is not None else _random_prompt(kind, job, strategy)
         embeds = asked.embeds if asked.embeds is not None or not sampler.embeds else prompt[sampler.embeds]
         whole = _pipeline(sampler, live, {"vae": vae, "scheduler": settings, **_guider(sampler, job, asked)}, embeds)
@@ -118,7 +118,8 @@ def random_vae(profile: ModelProfile, strategy: Strategy) -> nn.Module:
     return vae.requires_grad_(False).eval()
 
 
-def _with_settings(vae: nn.Module, strategy: Strategy) -> nn.Module:
+def with_settings(vae: nn.Module, strategy: Strategy) -> nn.Module:
+    """A VAE that works in tiles and slices as the strategy says."""
     if strategy.vae_tiling:
         vae.enable_tiling()  # type: ignore[operator]
     if strategy.vae_slicing:

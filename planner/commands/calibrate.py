@@ -137,7 +137,7 @@ def command(
         "calibration": found.to_json(),
         "path": str(path),
         "probes": [row.to_json() for row in rows],
-        "corrections": {name: list(learned(name, card).correction.said) for name in names} if card else {},
+        "corrections": {name: list(learned(name, card).correction.words) for name in names} if card else {},
         "shared": shared,
     }
     show(answer, as_json, lambda console: _render(console, answer, found, card, rows))

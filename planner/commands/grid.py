@@ -118,7 +118,7 @@ class Campaign:
                 runner = replace(runner, config=each.entry.config)
             self.left.remove(each)
             try:
-                row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit)
+                row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit, encode=each.entry.encode)
             except VplanError as error:  # what is missing for one plan may be there for the others
                 self.refused.append((each.entry.title, error.message))
                 click.echo(f"{start}: left out: {error.message}", err=True)

@@ -38,6 +38,7 @@ class _How(TypedDict):
 
     weights: str | None
     history: str | None
+    encode: bool
     device: Literal["cuda", "cpu"]
 
 
@@ -66,6 +67,9 @@ class _How(TypedDict):
     "--gpu",
     metavar="CARD",
     help="The card that the plans are for, when not their own; of a larger one only as much is used.",
+)
+@click.option(
+    "--encode/--no-encode", help="Go through text encoders and VAE too, which are cached before.  [default: no-encode]"
 )
 @click.option("--record-history", "history", metavar="FILE", help="Write every event of torch's allocator to FILE.")
 @click.option(
@@ -112,7 +116,8 @@ def command(
             continue
         click.echo(f"{start}running ...", err=True)
         words = ["--steps", str(steps), "--time-limit", str(time_limit), *(["--gpu", gpu] if gpu else [])]
-        typed = _typed(path, [*words, *(["--weights", weights] if weights else [])], device)
+        words += [*(["--weights", weights] if weights else []), *(["--encode"] if how["encode"] else [])]
+        typed = _typed(path, words, device)
         measured = replace(runner, command=typed).run(plan, steps=steps, time_limit=time_limit)
         row = measured.to_json()
         rows.append(row)

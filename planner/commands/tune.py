@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import catalog, home
+from planner.applied import check_computers
 from planner.commands import answer
 from planner.commands.common import (
     DOES_NOT_FIT,
@@ -122,6 +123,8 @@ def command(
         raise VplanError(
             f"the plan is for {asked.trainer}, and tune measures vplan's own step", 'write trainer = "vplan"'
         )
+    if real:
+        check_computers(request.machine)
     goal = _goal(asked, request, prefer)
     screen = Screen(lambda job, way, machine: facts(job, way, machine, request.model, request.gpu))
     question = Question(

@@ -38,8 +38,7 @@ def main(kills: int) -> None:
         (Path(name) / "again").mkdir()
         searched(worker(Path(name) / "again"))
         longest = time.monotonic() - started
-        hit = lost = twice = unknown = other = searches = 0
-        began = time.monotonic()
+        hit = lost = twice = unknown = slower = another = searches = 0
         while hit < kills:
             folder = Path(name) / str(searches)
             folder.mkdir()
@@ -65,11 +64,12 @@ def main(kills: int) -> None:
             unknown += len(set(ids) - {told.row.id for told in last.study.told() if told.row})
             ends, undisturbed = last.tuner.best, alone.tuner.best
             assert ends is not None and undisturbed is not None
-            other += ends.measured.step_seconds > 1.05 * undisturbed.measured.step_seconds
-            took = time.monotonic() - began
-            print(f"search {searches}: {twice} rows twice, {unknown} unknown, {other} slower, {took:.0f} s")
+            slower += ends.measured.step_seconds > 1.05 * undisturbed.measured.step_seconds
+            another += ends.strategy != undisturbed.strategy
+            print(f"search {searches}: {twice} rows twice, {unknown} unknown, {another} another plan, {slower} slower")
     print(f"{hit} kills in {searches} searches: {lost} ledgers changed, {twice} rows measured twice,")
-    print(f"{unknown} rows that a study did not know at its end, {other} answers over 5 % slower than undisturbed")
+    print(f"{unknown} rows that a study did not know at its end, {another} searches that ended at another plan than")
+    print(f"undisturbed, {slower} at one over 5 % slower")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner import catalog
 from planner.belief import HEADROOM
 from planner.errors import VplanError
@@ -29,9 +32,11 @@ from planner.job import SPLIT, Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Measured, Plan
 from planner.question import Question
+from planner.replay import BLOCK_ROUND_BYTES
 from planner.rows import append_row, rows_by_id
 from planner.rules import check
-from planner.screen import Screen, allocated_peak
+from planner.run import Run
+from planner.screen import Screen
 from planner.simulate import Hidden, SimulatedRunner, true_seconds
 from planner.space import most_swapped, naive
 from planner.tune import Goal, Learning, Tuner
@@ -50,6 +55,21 @@ CARDS = ("16GB", "24GB", "32GB", "48GB", "80GB")
 LIMITS = {"steps": 3, "time_limit": 1e9}
 
 
+def most_held(run: Run, sizes: NDArray[np.float64]) -> int:
+    """The most bytes that tensors of these sizes hold at once."""
+    rounded = -(-sizes.astype(np.int64) // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
+    rises: dict[int, tuple[int, int]] = {}  # a step's stages come more than once
+    held = most = 0
+    for _, stage in run.stages:
+        if id(stage) not in rises:
+            events = np.array([0, ~0, *stage.ops])  # something, where a stage has none
+            on_the_way = np.where(events >= 0, rounded[events], -rounded[~events]).cumsum()
+            rises[id(stage)] = int(on_the_way[-1]), int(on_the_way[1:].max())
+        rise, peak = rises[id(stage)]
+        held, most = held + rise, max(most, held + peak)
+    return most
+
+
 @dataclass
 class Case:
     """One job on one hidden machine."""
@@ -62,30 +82,34 @@ class Case:
         self.hidden = Hidden.drawn(self.question.gpu, self.seed)
         self.space = Learning(self.question, self.screen, lambda job, way: True)
         self.runner = SimulatedRunner(self.seed, self.screen.facts, self.screen.lay_out)
-        self.still = SimulatedRunner(self.seed, self.screen.facts, self.screen.lay_out, crash=0.0)
+        self.still = replace(self.runner, crash=0.0, asked={})
+        self.known: dict[tuple[Job, Strategy], float] = {}
 
     def plan(self, strategy: Strategy, job: Job | None = None) -> Plan:
         return Plan(job=job or self.question.job, strategy=strategy, machine=self.question.machine)
 
     def seconds(self, strategy: Strategy, job: Job | None = None) -> float:
         """Without noise; infinite where there is no recording."""
-        try:
-            return true_seconds(self.still.runs(self.plan(strategy, job)), self.hidden)
-        except VplanError:
-            return math.inf
+        key = job or self.question.job, strategy
+        if key not in self.known:
+            try:
+                self.known[key] = true_seconds(self.still.runs(self.plan(strategy, job)), self.hidden)
+            except VplanError:
+                self.known[key] = math.inf
+        return self.known[key]
 
     def fits(self, strategy: Strategy) -> bool:
         """Whether it truly runs, with the room a proof asks for."""
+        return self.may_fit(strategy) and self.proved(self.still.run(self.plan(strategy), **LIMITS).measured)
+
+    def may_fit(self, strategy: Strategy) -> bool:
+        """Whether its tensors alone have room: known without a replay."""
         try:
             run = self.still.runs(self.plan(strategy))[0]
         except VplanError:
             return False
-        scaled = [
-            int(size * self.hidden.memory[kind]) for size, kind in zip(run.sizes, run.program.category, strict=True)
-        ]
-        if allocated_peak(replace(run, sizes=scaled))[0] + self.hidden.context_bytes > self.question.budget_bytes:
-            return False  # without a replay
-        return self.proved(self.still.run(self.plan(strategy), **LIMITS).measured)
+        factors = np.array([self.hidden.memory[kind] for kind in run.program.category])
+        return most_held(run, run.sizes * factors) + self.hidden.context_bytes <= self.question.budget_bytes
 
     def proved(self, seen: Measured) -> bool:
         enough = (seen.device_bytes or 0) * (1 + HEADROOM) <= self.question.budget_bytes
@@ -142,10 +166,15 @@ class Case:
             low = max((count for count in parts if count < high), default=0)
             if not high:
                 return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(way.replace(swap_blocks=middle)) else (middle, high)
-        return way.replace(swap_blocks=high)
+        for fits in (self.may_fit, self.fits):  # what cannot fit is known for less
+            bottom, top = low, high
+            while top - bottom > 1:
+                near = fits == self.fits and bottom == low  # it mostly does what its tensors do
+                middle = bottom + 1 if near else (bottom + top) // 2
+                bottom, top = (bottom, middle) if fits(way.replace(swap_blocks=middle)) else (middle, top)
+            if fits == self.may_fit:
+                low = bottom
+        return way.replace(swap_blocks=top)
 
 
 # ---- the ways to search

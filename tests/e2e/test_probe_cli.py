@@ -14,6 +14,7 @@ import vplan
 from planner.job import Job, Machine, Strategy
 from planner.plan import Plan, write_plan
 from planner.probe import probe
+from planner.runner import RealRunner
 
 torch = pytest.importorskip("torch")
 
@@ -42,7 +43,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_real_step() -> None:
     strategy = {"gradient_checkpointing": "full", "validation_mode": "on", "ema": "cpu", "gradient_accumulation": 2}
-    row = probe(plan(strategy), device="cpu", config=TINY, steps=2, time_limit=300)
+    row = probe(plan(strategy), RealRunner(device="cpu", config=TINY), steps=2, time_limit=300)
     assert row.measured.outcome == "ok", row.details
     assert row.measured.step_seconds and row.measured.step_seconds > 0
     assert row.measured.allocated_bytes is row.measured.reserved_bytes is row.measured.device_bytes is None
@@ -60,7 +61,9 @@ def test_a_real_step() -> None:
 def test_a_loss_that_is_no_number() -> None:
     """A norm's epsilon below zero takes the root of a negative number. All else is as in a run that works."""
     strategy = {"optimizer_step": "fused", "expandable_segments": False}
-    row = probe(plan(strategy, method="full"), device="cpu", config={**TINY, "eps": -1e30}, steps=1, time_limit=300)
+    row = probe(
+        plan(strategy, method="full"), RealRunner(device="cpu", config={**TINY, "eps": -1e30}), steps=1, time_limit=300
+    )
     assert row.measured.outcome == "nan", row.details
     assert row.details["losses"] == [None] * 4
     assert len(row.details["step_seconds"]) == 1

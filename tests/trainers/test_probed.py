@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from diffusers import AutoencoderKLWan  # noqa: E402
+from transformers import UMT5EncoderModel  # noqa: E402
 
 from planner.errors import VplanError  # noqa: E402
 from planner.job import Bucket  # noqa: E402
@@ -41,9 +45,7 @@ def wanted(place: runs.Place, scratch: Path, **said: Any) -> Wanted:
     return Wanted.of(plan, scratch=scratch, **{**asked, **said})
 
 
-def test_published_weights_and_every_bucket(
-    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_weights_and_every_bucket(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, shapes, step = [], [], Probed._step
 
     def noted(self: Probed, grid: dict[str, int]) -> float:
@@ -74,3 +76,34 @@ def test_a_scratch_folder_that_cannot_be_written_ends_nothing(place: runs.Place,
 def test_weights_that_are_not_there_are_refused(place: runs.Place, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match=r"config\.json"):
         measure(wanted(place, tmp_path, weights=str(tmp_path)), Report())
+
+
+SMALL = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
+VAE = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+
+def test_encoding_is_a_part_of_its_own(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every encoder, each gone before the next, and of the clips the largest; nothing is trained."""
+    asked = wanted(place, tmp_path / "scratch", part="encode")
+    profile = asked.profile
+    vae = profile.vae.replace(config={**profile.vae.config, **VAE})
+    text = profile.text_encoders[0].replace(max_tokens=8, config={**profile.text_encoders[0].config, **SMALL})
+    strategy = asked.strategy.replace(text_encoder_dtype="fp32", vae_dtype="fp32")
+    clips, prompts = [], []
+    seen, read = AutoencoderKLWan.encode, UMT5EncoderModel.forward
+
+    def encode(self: Any, clip: Any, *rest: Any, **more: Any) -> Any:
+        clips.append(tuple(clip.shape))
+        return seen(self, clip, *rest, **more)
+
+    def forward(self: Any, input_ids: Any, **more: Any) -> Any:
+        prompts.append(tuple(input_ids.shape))
+        return read(self, input_ids=input_ids, **more)
+
+    monkeypatch.setattr(AutoencoderKLWan, "encode", encode)
+    monkeypatch.setattr(UMT5EncoderModel, "forward", forward)
+    report = Report()
+    measure(replace(asked, profile=profile.replace(vae=vae, text_encoders=(text,)), strategy=strategy), report)
+    assert report.told["outcome"] == "ok" and set(report.told["phases"]) == {"encode"}
+    assert prompts == [(1, 8)] and clips == [(1, 3, 5, 32, 48)]
+    assert "losses" not in report.told and not (tmp_path / "scratch").exists()

@@ -12,6 +12,7 @@ from planner.units import MIB
 
 TOLD = [
     "Name",
+    "UUID",
     "CudaComputeCapability",
     "EccMode",
     "MigMode",

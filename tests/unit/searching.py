@@ -43,8 +43,8 @@ class Written:
     path: Path
     name: str = "simulate"
 
-    def run(self, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
-        row = self.runner.run(plan, steps=steps, time_limit=time_limit)
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
+        row = self.runner.run(plan, steps=steps, time_limit=time_limit, encode=encode)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{row.id}\n")
         return row

@@ -234,3 +234,22 @@ def test_the_worst_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     levels = [finding.level for finding in look(monkeypatch, RTX, {}, environment={"CUDA_VISIBLE_DEVICES": "-1"})]
     assert levels == sorted(levels, key=("error", "warning", "note").index)
     assert levels[0] == "error"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("GPU-1a2b", ["L4"]),
+        ("GPU-1a9f0c7e,0", ["A10G", "L4"]),
+        ("GPU-1a", []),  # of two cards
+        ("GPU-ff", []),
+        ("1a2b", []),
+        ("MIG-1a2b", []),  # slices are named in full
+    ],
+)
+def test_a_card_is_named_by_the_beginning_of_its_uuid(
+    said: str, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Driver(monkeypatch, [{"Name": "L4", "UUID": "GPU-1a2b77"}, {"Name": "A10G", "UUID": b"GPU-1a9f0c7e"}])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+    assert [card["name"] for card in doctor.visible()[1]] == shown

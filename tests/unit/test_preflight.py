@@ -272,7 +272,7 @@ def test_a_probe_has_the_last_word(
 ) -> None:
     Driver(monkeypatch, [RTX])
     row = {"measured": {"phase": None, "device_bytes": None, "retries": None, **measured}, "details": {}}
-    monkeypatch.setattr("planner.probe.probe", lambda plan, **said: SimpleNamespace(to_json=lambda: row))
+    monkeypatch.setattr("planner.probe.probe", lambda plan, how: SimpleNamespace(to_json=lambda: row))
     result = run("plan.toml", "--probe")
     assert result.exit_code == code
     assert told in result.output

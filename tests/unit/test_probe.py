@@ -31,6 +31,7 @@ from planner.plan import Plan, write_plan
 from planner.probe import classify, measured, probe, together
 from planner.process import Ended, run_worker, write_json
 from planner.rows import append_row, rows_by_id
+from planner.runner import RealRunner
 from planner.units import GIB
 
 PHASE = {"allocated_bytes": None, "reserved_bytes": None, "device_bytes": None, "retries": None}
@@ -295,6 +296,48 @@ def test_a_hung_worker_and_its_children_are_gone_at_the_limit(worker: Any, tmp_p
     assert [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if _runs(pid)] == []
 
 
+@pytest.mark.parametrize(("phase", "outcome"), [("save", "ok"), ("step", "timeout")])
+def test_a_checkpoint_that_is_written_has_as_long_again(phase: str, outcome: str, worker: Any) -> None:
+    """One and a half times the limit, from when the process began."""
+    worker(
+        f"import psutil; tell(phase={phase!r}, phases={{}})\n"
+        "time.sleep(max(0, psutil.Process().create_time() + 6 - time.time())); tell(outcome='ok', phases={})"
+    )
+    assert probe(plan(), time_limit=4).measured.outcome == outcome
+
+
+def test_as_long_again_is_given_once(tmp_path: Path) -> None:
+    asked: list[bool] = []
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert run_worker(words, tmp_path / "log", 0.1, once_more=lambda: not asked.append(True)).timed_out
+    assert asked == [True]
+
+
+ENCODED = (
+    "part = json.loads((folder / 'request.json').read_text()).get('part', 'step')\n"
+    "counted = dict(allocated_bytes=3, reserved_bytes=4, device_bytes={'encode': 9, 'step': 6}[part], retries=0)\n"
+    "phases = {'encode': counted} if part == 'encode' else {'load': counted, 'train': counted}\n"
+)
+
+
+def test_encoding_is_another_process_of_the_same_row(worker: Any) -> None:
+    worker(ENCODED + "tell(outcome='ok', phases=phases, missing=[part], step_seconds=[1.0], host_bytes=len(part))")
+    row = probe(plan(), encode=True)
+    assert list(row.details["phases"]) == ["encode", "load", "train"] and row.details["missing"] == ["step", "encode"]
+    assert (row.measured.outcome, row.measured.device_bytes, row.measured.host_bytes) == ("ok", 9, 6)
+    assert "encode" not in probe(plan()).details["phases"]
+
+
+def test_what_runs_out_while_encoding_is_not_stepped(worker: Any) -> None:
+    worker(ENCODED + "assert part == 'encode'; tell(outcome='oom', phase='encode', phases=phases, requested_bytes=5)")
+    row = probe(plan(), encode=True)
+    assert (row.measured.outcome, row.measured.phase, row.requested_bytes) == ("oom", "encode", 5)
+    worker(ENCODED + "raise ImportError('no encoder')")
+    row = probe(plan(), encode=True)
+    assert row.measured.outcome == "crash" and "no encoder" in row.details["message"]
+    assert "no encoder" in Path(row.details["log"]).read_text()
+
+
 def test_what_a_worker_that_died_had_started_is_gone(worker: Any, tmp_path: Path) -> None:
     """Ranks lead sessions of their own, and a launcher may be the first to be killed."""
     worker(
@@ -371,7 +414,10 @@ def test_every_field_is_judged() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sharding": "zero-2", "gpus": 2, "nodes": 2}, "training on 2 computers is not applied"),
+        (
+            {"sharding": "zero-2", "gpus": 2, "nodes": 2},
+            "for 2 computers, and what is measured is one of them; write nodes = 1",
+        ),
         ({"sharding": "fsdp", "gpus": 2, "weights_dtype": "nf4"}, "nf4"),
         ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
         ({"weights_dtype": "int4"}, "weights_dtype int4 has no backward"),
@@ -443,13 +489,13 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     ran: list[int] = []
     outcomes = {5: "ok", 9: "oom", 13: "crash"}
 
-    def fake(plan: Plan, *, command: str, **_: Any) -> ProbeRow:
+    def fake(plan: Plan, how: RealRunner, **_: Any) -> ProbeRow:
         ran.append(plan.job.frames)
         told = {"phase": "train", "phases": {"train": {**PHASE, "device_bytes": GIB}}, "step_seconds": [1.5]}
         outcome: Any = outcomes[plan.job.frames]
         return ProbeRow(
             id=row_id(plan), job=plan.job, strategy=plan.strategy, machine=plan.machine,
-            measured=measured(outcome, told), env=probing._environment(told, command, "now"),
+            measured=measured(outcome, told), env=probing._environment(told, how.command, "now"),
         )  # fmt: skip
 
     monkeypatch.setattr(probing, "probe", fake)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from planner import study
 from planner.errors import VplanError
 from planner.ledger import Ledger
 from planner.measurement import ProbeRow
@@ -103,7 +105,7 @@ class Stopped:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def run(self, plan: Plan, *, steps: int, time_limit: float) -> ProbeRow:
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         raise self.error
 
 
@@ -151,6 +153,62 @@ def test_kills_at_random_moments_lose_nothing(whole: tuple[Path, Tuning], tmp_pa
     best, alone = last.tuner.best, whole[1].tuner.best
     assert best is not None and alone is not None
     assert best.measured.step_seconds <= 1.1 * (alone.measured.step_seconds or 0)  # type: ignore[operator]
+
+
+def short_of_room(folder: Path, kib: int) -> None:
+    """A worker whose files may grow so far: the disk's end, as it sees it."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, kib * 1024))
+    try:
+        searched(worker(folder))
+    except VplanError as error:
+        (folder / "said.txt").write_text(str(error))
+        os._exit(3)
+
+
+@POSIX
+def test_a_disk_that_fills_up_is_one_line_and_loses_nothing(whole: tuple[Path, Tuning], tmp_path: Path) -> None:
+    ledger, told = Ledger(tmp_path / "ledger.jsonl"), ""
+    for kib in (8, 16, 24):
+        process = multiprocessing.get_context("fork").Process(target=short_of_room, args=(tmp_path, kib))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 3
+        said = (tmp_path / "said.txt").read_text()
+        assert "File too large; make room there" in said and "\n" not in said
+        text = ledger.path.read_text() if ledger.path.exists() else ""
+        assert text.startswith(told) and (not text or text.endswith("\n"))
+        told = text
+    last = worker(tmp_path)
+    searched(last)
+    assert ledger.path.read_text().startswith(told) and plans(ledger.rows()) == plans(whole[1].probes)
+
+
+def die_at(folder: Path, name: str) -> None:
+    """A worker that dies as it takes its second plan: before its name is on it, or right after."""
+    tuning = worker(folder)
+    tuning.limits = replace(tuning.limits, probes=1)
+    searched(tuning)
+    tuning.limits = replace(tuning.limits, probes=2)
+    setattr(study if name == "_me" else tuning, name, lambda _: os._exit(1))
+    searched(tuning)
+
+
+@POSIX
+@pytest.mark.parametrize("moment", ["_me", "_time_limit"])
+def test_a_worker_that_dies_taking_a_plan_changes_no_answer(
+    moment: str, whole: tuple[Path, Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=die_at, args=(tmp_path, moment))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    monkeypatch.setattr(study, "TAKING_SECONDS", 0.0)  # nobody else is about to take it
+    again = worker(tmp_path)
+    assert again.study.being_taken == (moment == "_me")
+    searched(again)
+    assert plans(again.probes) == plans(whole[1].probes)
 
 
 @POSIX
