@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from planner import catalog, margin
 from planner.applied import settled
+from planner.basis import APART
 from planner.errors import VplanError
 from planner.estimate import estimate
 from planner.gridfile import Entry
 from planner.job import Machine
 from planner.library import facts
-from planner.measurement import row_id
-from planner.plan import Estimate, Plan
+from planner.measurement import RAN, ProbeRow, phases_of, row_id
+from planner.plan import Estimate, PhaseName, PhasePeak, Plan
 from planner.units import MIB, gib
 
 START_SECONDS = 25.0
@@ -34,6 +35,9 @@ SAMPLED_STEPS = 3
 
 SAVED_BYTES_PER_SECOND = 1e9
 
+OFF = (("allocated_bytes", 0.01), ("device_bytes", 0.03))
+"""Counters, and the share of the measured one from which on an estimate's error has a cause to look for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -47,6 +51,16 @@ class Candidate:
     """that its probe takes, all in all"""
     skip: str | None = None
     """why it cannot run there"""
+    phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
+    """what the estimate says of each"""
+
+    def is_off(self, row: ProbeRow) -> bool:
+        """Whether a row that ran is further from the estimate of its phases than `OFF` allows."""
+        said = [peak for phase, peak in self.phases.items() if phase in phases_of(row.details)]
+        if not said or row.measured.outcome not in RAN:
+            return False
+        pairs = ((getattr(row.measured, name), max(getattr(peak, name) for peak in said), share) for name, share in OFF)
+        return any(seen and abs(predicted - seen) > share * seen for seen, predicted, share in pairs)
 
 
 def pricing(
@@ -69,21 +83,24 @@ def candidate(entry: Entry, machine: Machine, host_ram: int | None = None, on_cp
         if entry.config:
             if entry.cap:
                 raise VplanError("a shrunk model's peak is not estimated, so nothing can be capped at it")
-            return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=START_SECONDS)
+            seconds = START_SECONDS * (2 if entry.encode else 1)
+            return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=seconds)
         # From recordings alone, whatever has been learned: the same plan has the same row on every machine of a kind.
         found = estimate(plan.job, plan.strategy, machine, facts(plan.job, plan.strategy, machine))
         plan = plan.replace(machine=_capped(entry, found)) if entry.cap else plan
-        skip = None if entry.cap else _short_of_memory(found)
+        skip = None if entry.cap else _short_of_memory(found, entry.encode)
         if host_ram is not None and found.host_ram_bytes > host_ram:
             skip = f"it needs {gib(found.host_ram_bytes):.0f} GiB of host RAM, and here are {gib(host_ram):.0f}"
     except VplanError as error:
         return Candidate(entry=entry, plan=bare, name="", seconds=0.0, skip=error.message)
-    return Candidate(entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found), skip=skip)
+    return Candidate(
+        entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found, entry.encode), skip=skip, phases=found.phases
+    )  # fmt: skip
 
 
-def _short_of_memory(found: Estimate) -> str | None:
-    """Why a plan cannot fit; None where it may. A probe trains: prompts and clips are encoded by nobody."""
-    needed = max(peak.device_bytes for phase, peak in found.phases.items() if phase != "encode")
+def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
+    """Why a plan cannot fit; None where it may. A probe that only trains encodes nothing."""
+    needed = max(peak.device_bytes for phase, peak in found.phases.items() if encodes or phase not in APART)
     if margin.verdict(needed, found.budget_bytes, found.strategy.compile != "none") != "no":
         return None
     return f"it needs {gib(needed):.1f} GiB, and the card gives {gib(found.budget_bytes):.1f}"
@@ -91,8 +108,8 @@ def _short_of_memory(found: Estimate) -> str | None:
 
 def _capped(entry: Entry, found: Estimate) -> Machine:
     """The machine with all of the card in reserve but what the plan may have."""
-    if found.peak.phase == "encode":
-        raise VplanError("its peak is in encoding, which a probe leaves out: a cap at it says nothing of training")
+    if found.peak.phase in APART:
+        raise VplanError("its peak is in encoding, so a cap at it says nothing of training")
     budget = found.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-found.high_bytes // MIB) * MIB
     card = catalog.parse_gpus(found.machine.gpu)[1].allocatable_bytes
     if budget >= card:
@@ -100,10 +117,10 @@ def _capped(entry: Entry, found: Estimate) -> Machine:
     return found.machine.replace(reserve=card - budget)
 
 
-def _seconds(found: Estimate) -> float:
+def _seconds(found: Estimate, encodes: bool) -> float:
     steps = OTHER_STEPS + STEPS + len(found.job.buckets) + SAMPLED_STEPS * (found.strategy.validation_mode != "off")
     usual = (found.step_seconds + (found.step_seconds_high or found.step_seconds)) / 2
-    return START_SECONDS + steps * usual + found.disk_bytes / SAVED_BYTES_PER_SECOND
+    return START_SECONDS * (2 if encodes else 1) + steps * usual + found.disk_bytes / SAVED_BYTES_PER_SECOND
 
 
 # ---- what tells most in the least time
@@ -160,4 +177,4 @@ def _tells(entry: Entry) -> tuple[list[About], list[About]]:
         ("buckets", bool(job.buckets)),
     ]
     techniques: list[About] = [(name, value > 0 if isinstance(value, int) else value) for name, value in tried]
-    return trained, [*techniques, ("cap", entry.cap)]
+    return trained, [*techniques, ("cap", entry.cap), ("encode", entry.encode)]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import profiles
 from planner.errors import VplanError, quoted
 from planner.job import Job, Strategy
-from planner.record import Record
+from planner.record import Flag, Record
 
 LARGEST_BYTES = 1 << 20
 MOST_PLANS = 1_000
@@ -22,12 +22,18 @@ Cap = Literal["under", "over"]
 """What of the card a plan may have: the most at which the estimate says no, the least at which it says that it fits."""
 
 
+BESIDE = frozenset({"cap", "encode"})
+"""What a plan of the file says beside fields of a Strategy."""
+
+
 class Entry(Record):
     """One plan of a grid, whatever the card."""
 
     job: Job
     strategy: Strategy
     cap: Cap | None = None
+    encode: Flag = False
+    """goes through text encoders and VAE first, as caching does, in a process of its own"""
     config: dict[str, Any] = {}
     """keys of the model's published architecture that are replaced, to shrink it: for rehearsals"""
 
@@ -38,6 +44,7 @@ class Entry(Record):
         shape = f"{job.frames}x{job.height}x{job.width}" if job.frames > 1 else f"{job.height}x{job.width}"
         shape += f" x {job.batch_size}" if job.batch_size > 1 else ""
         ways = [_words(name, getattr(self.strategy, name)) for name in sorted(self.strategy.model_fields_set)]
+        ways += ["encodes"] if self.encode else []
         ways += [f"capped {self.cap} its peak"] if self.cap else []
         return f"{job.model} {job.method} {shape}: {', '.join(filter(None, ways)) or 'as it is'}"
 
@@ -87,7 +94,7 @@ def _entries(whole: Mapping[str, Any], where: str) -> Iterator[Entry]:
         if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
             raise VplanError(f"{here} ({job.model}) has no list of plans", "write plans = [{}] below it")
         for place, plan in enumerate(plans, start=1):
-            ways = {name: value for name, value in plan.items() if name != "cap"}
+            ways = {name: value for name, value in plan.items() if name not in BESIDE}
             strategy = Strategy.read(ways, f"{here}, plan {place}")
-            found = {"job": job, "strategy": strategy, "cap": plan.get("cap"), "config": config}
-            yield Entry.read(found, f"{here}, plan {place}")
+            how = {name: value for name, value in plan.items() if name in BESIDE}
+            yield Entry.read({"job": job, "strategy": strategy, "config": config, **how}, f"{here}, plan {place}")

@@ -33,6 +33,9 @@ NEWEST = 48
 KEPT = "predictions.json"
 """What was said of rows, in the user's folder."""
 
+_said_here: dict[str, dict[str, Any]] = {}
+"""Fingerprint -> the same, in this process: a computer that only reads rows has no such folder."""
+
 
 class Here(NamedTuple):
     """This computer, as far as it says: None for what it does not have."""
@@ -165,10 +168,10 @@ class _Said:
         self._gpu = gpu
         self._path = home.folder() / KEPT
         self._print = _fingerprint()
-        self._found: dict[str, Any] = {}
+        self._found: dict[str, Any] = dict(_said_here.get(self._print, {}))
         with contextlib.suppress(OSError, ValueError):  # not there, or of no use: it is made again
             kept = json.loads(self._path.read_text(encoding="utf-8"))
-            self._found = dict(kept["said"]) if kept["of"] == self._print else {}
+            self._found |= kept["said"] if kept["of"] == self._print else {}
         self._before = len(self._found)
 
     def of(self, row: ProbeRow) -> dict[str, Any] | None:
@@ -185,6 +188,7 @@ class _Said:
 
     def keep(self) -> None:
         """Writes down what is new, where it can."""
+        _said_here[self._print] = self._found
         if len(self._found) > self._before and self._path.parent.is_dir():
             from planner.process import write_json  # slow to import
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ from planner.units import parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from planner.facts import GpuProfile
+
 _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 
 
@@ -56,6 +58,11 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 )
 @click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
 @click.option(
+    "--calibrated",
+    is_flag=True,
+    help="Price our own rows with what `vplan calibrate` measured of their GPU: context, rates.",
+)
+@click.option(
     "--history", metavar="FILE", help="Compare what `vplan probe --record-history FILE` wrote with the tape's events."
 )
 @click.option("--least", metavar="SIZE", default="1MiB", show_default=True, help="With --history: events from this on.")
@@ -65,6 +72,7 @@ def command(
     files: Sequence[str],
     allocator: str | None,
     text: str | None,
+    calibrated: bool,
     history: str | None,
     least: str,
     report: str | None,
@@ -96,7 +104,7 @@ def command(
             click.echo(f"note: {note}", err=True)
     if text is not None:
         rows = only(rows, text)
-    predict, after_step = _estimator()
+    predict, after_step = _estimator(_cards(own) if calibrated else {})
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
     found = answer(compared)
@@ -189,13 +197,29 @@ def _render_learned(console: Console, found: dict[str, Any]) -> None:
     console.print(table(("our own probes, mean error", ">n", ">recorded", ">learned from the others"), rows))
 
 
-def _estimator() -> tuple[Predict, AfterStep]:
-    """The real estimator, imported only when there is something to compare."""
+def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
+    """Name -> the card as it was calibrated, of those that our own rows were taken on; a VplanError without any."""
+    from planner import calibration, catalog
+
+    found = {}
+    for name, env in {row.machine.gpu: row.env for row in own}.items():
+        if known := calibration.read(env.gpu, env.driver, env.torch):
+            card = catalog.parse_gpus(name)[1]
+            found[card.name] = calibration.calibrated(card, known)
+    if not found:
+        fault = "no GPU that the rows were taken on was calibrated under their driver and torch"
+        raise VplanError(fault, "run `vplan calibrate --no-probes` there, or leave out --calibrated")
+    return found
+
+
+def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
+    """The real estimator, imported only when there is something to compare. `cards`: what is known better of some."""
     from planner.estimate import after_step_bytes, estimate
     from planner.library import facts
 
     def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine), trainer))
+        card = cards.get(machine.gpu) if trainer == "vplan" else None
+        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine, gpu=card), trainer))
 
     def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
         return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)

@@ -51,6 +51,9 @@ def _grid_options(function: Any) -> Any:
                      help="Begin no plan that would end after this.", **said),
         click.option("--dry-run", is_flag=True, help="Show the order and the seconds, and measure nothing.", **said),
         click.option("--retry", is_flag=True, help="Take rows again that crashed or ran out of time.", **said),
+        click.option("--histories", metavar="DIR",
+                     help="Run what is off its estimate by 1 % allocated or 3 % device once more, for "
+                     "`vplan accuracy --history DIR/ID.json`.", **said),
         click.option("--runner", "runner_name", type=click.Choice(["real", "simulate"]), default="real",
                      help="simulate: no GPU, a machine that is drawn from --seed.  [default: real]", **said),
         click.option("--gpu", metavar="CARD", help="The card that is simulated.", **said),
@@ -159,7 +162,7 @@ def _measure_grid(
         raise VplanError("--grid names its own models", "leave out MODEL, or --grid", USAGE)
     asked = Asked(
         grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
-        dry_run=said["dry_run"], retry=said["retry"], time_limit=time_limit,
+        dry_run=said["dry_run"], retry=said["retry"], histories=said["histories"], time_limit=time_limit,
     )  # fmt: skip
     asked.check()
     if said["runner_name"] == "simulate":

@@ -44,6 +44,7 @@ class Asked:
     max_minutes: float | None
     dry_run: bool
     retry: bool
+    histories: str | None
     time_limit: int
 
     def check(self) -> None:
@@ -52,6 +53,8 @@ class Asked:
             raise VplanError("--grid measures rows, and nobody said where they go", "add -o ROWS.jsonl", USAGE)
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
             raise VplanError(f"there is no folder for {self.output}", "make it, or name another file")
+        if self.histories is not None and not Path(self.histories).is_dir():
+            raise VplanError(f"there is no folder {self.histories}", f"make it: mkdir {self.histories}")
 
 
 class Where(NamedTuple):
@@ -115,7 +118,7 @@ class Campaign:
                 runner = replace(runner, config=each.entry.config)
             self.left.remove(each)
             try:
-                row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit)
+                row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit, encode=each.entry.encode)
             except VplanError as error:  # what is missing for one plan may be there for the others
                 self.refused.append((each.entry.title, error.message))
                 click.echo(f"{start}: left out: {error.message}", err=True)
@@ -129,6 +132,17 @@ class Campaign:
             self.rows.append(row)
             self._paces.append(seconds / each.seconds)
             click.echo(f"{start}: {told_line(row.to_json())}", err=True)
+            if self.asked.histories and each.is_off(row) and isinstance(runner, RealRunner):
+                path = Path(self.asked.histories) / f"{row.id}.json"
+                click.echo(f"{start}: off the estimate, so once more for {path}", err=True)
+                self._record(each, replace(runner, history=path))
+
+    def _record(self, each: Candidate, runner: RealRunner) -> None:
+        """Runs a plan for its history. A row of its own that is not: recording takes time."""
+        try:
+            runner.run(each.plan, steps=1, time_limit=self.asked.time_limit)
+        except VplanError as error:  # a full disk, say: the rows are what counts
+            click.echo(f"warning: {error}", err=True)
 
     @property
     def pace(self) -> float:

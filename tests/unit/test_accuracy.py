@@ -489,7 +489,7 @@ def test_only_by_id_or_model(tmp_path: Path) -> None:
 
 @pytest.fixture
 def estimator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "_estimator", lambda: (predictor(), after_step))
+    monkeypatch.setattr(verb, "_estimator", lambda cards: (predictor(), after_step))
 
 
 @pytest.mark.usefixtures("estimator")

@@ -224,7 +224,8 @@ def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
     ledger.append(row(config={"num_layers": 2}))
     for words in (["--only", "wan2.1-t2v-1.3b-lora"], [str(ledger.path)]):
         done = CliRunner().invoke(cli, ["accuracy", *words, "--json"])
-        learnt = json.loads(done.stdout)["learned"]
+        listed = json.loads(done.stdout)
+        learnt = listed["learned"]
         before, after = (learnt[side]["reserved"] for side in ("before", "after"))
         assert (before["n"], after["n"]) == (3, 3)
         assert before["mean_abs_pct"] == pytest.approx(100 * 0.04 / 1.04, abs=0.01)
@@ -232,6 +233,11 @@ def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
         widths = [learnt[side]["coverage"]["median_width_pct"] for side in ("before", "after")]
         assert widths[1] < widths[0]
     done = CliRunner().invoke(cli, ["accuracy", str(ledger.path)])
-    assert "learned from the others" in done.stdout
+    assert "learned from the others" in done.stdout and "our own trainer, estimates from recordings" in done.stdout
+    assert "was calibrated" in CliRunner().invoke(cli, ["accuracy", str(ledger.path), "--calibrated"]).stderr
+    calibration.write(FOUND)  # less context than is listed
+    known = json.loads(CliRunner().invoke(cli, ["accuracy", str(ledger.path), "--calibrated", "--json"]).stdout)
+    assert known["summary"]["device"]["mean_abs_pct"] > listed["summary"]["device"]["mean_abs_pct"]
+    assert known["summary"]["reserved"] == listed["summary"]["reserved"]
     done = CliRunner().invoke(cli, ["accuracy", "--only", "sd3", "--json"])
     assert json.loads(done.stdout)["learned"]["before"]["reserved"]["n"] == 0
