@@ -15,7 +15,7 @@ from planner.accuracy import Compared, Prediction
 from planner.capacity import Capacity, Forms, Mapper, Shape
 from planner.commands.answer import words
 from planner.estimate import after_step_bytes, estimate, judged
-from planner.evidence import Interval, Row
+from planner.evidence import Row
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
