@@ -172,7 +172,8 @@ def _probed(
     from planner.runner import RealRunner
 
     say("probing: a few real steps ...")
-    found = probe(plan, RealRunner(device=device, command="vplan preflight --probe"))
+    encodes = plan.estimate is not None and plan.estimate.peak.phase == "encode"  # what is cached before decides
+    found = probe(plan, RealRunner(device=device, encode=encodes, command="vplan preflight --probe"))
     try:
         Ledger(default_path()).append(found)
     except VplanError as error:  # one that cannot be kept is still an answer

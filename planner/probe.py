@@ -106,7 +106,7 @@ def _run(
     """What became of the processes of a request, what they told, and of it what the row keeps as `details`."""
     from planner import launch  # which knows what this module does
 
-    folder = _folder(request)
+    folder = _folder(request, encode)
     keep = False
     before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" else None
     end = time.monotonic() + time_limit
@@ -114,8 +114,6 @@ def _run(
         heard = encoded = None
         if encode:
             inner = folder / ENCODE
-            inner.mkdir()
-            write_json(inner / REQUEST, {**request, "part": "encode", "history": None})
             heard = encoded = _heard(vplan.command("worker", "probe", str(inner)), inner, request, 1, time_limit)
         if heard is None or heard.outcome == "ok":
             words = launch.command(plan, folder, launch.Nodes(), "probe")
@@ -173,12 +171,15 @@ def _with_encoding(told: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[
     return {"phases": phases, "missing": missing, "host_bytes": host}
 
 
-def _folder(request: Mapping[str, Any]) -> Path:
-    """A new folder with a request in it; a VplanError where there is no room for it."""
+def _folder(request: Mapping[str, Any], encode: bool) -> Path:
+    """A new folder with a request in it, and one of encoding; a VplanError where there is no room for it."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
         try:
             write_json(folder / REQUEST, request)
+            if encode:
+                (folder / ENCODE).mkdir()
+                write_json(folder / ENCODE / REQUEST, {**request, "part": "encode", "history": None})
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise

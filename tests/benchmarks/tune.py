@@ -5,7 +5,7 @@
 Draws jobs (model, method, shape, card) and hidden machines, searches each, and compares in the same run with Optuna's
 TPE without our prior, with halving the batch until it fits, and with going from the smallest plan up. The best there is
 is found with the machine's own numbers. A finished job is a line of FILE, and the same command goes on behind the last
-one. Half a minute a job and core.
+one. Ten seconds a job and core.
 """
 
 from __future__ import annotations
@@ -393,6 +393,8 @@ def main(jobs: int, path: Path | None) -> None:
         if "error" not in row:
             rows.append(row)
     report(rows)
+    if jobs > len(rows):
+        print(f"{jobs - len(rows)} jobs ended in an error")
 
 
 if __name__ == "__main__":
