@@ -21,6 +21,9 @@ from planner.units import format_gib, format_seconds
 NAMED = 5
 """Files left out that are named; the others are counted."""
 
+BAR = 16
+"""Cells of a bar: with its words it stays within 80 columns, as what fills a line is not wiped away by Ctrl-C."""
+
 RECENT = 20
 """Steps whose median says how long one takes."""
 
@@ -45,7 +48,7 @@ class Follower:
         self._read = path.stat().st_size if path.is_file() else 0
         """What is there already is of an earlier call, and the run will write it anew."""
         console = Console(stderr=True)
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(BAR), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("loading", total=steps)
 
@@ -143,7 +146,7 @@ class Preparing:
     def __init__(self, output: Path) -> None:
         self.folder = output / PREPARE_FOLDER
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("looking through the data", total=None)
         self._doing = ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -82,7 +83,8 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
     import reports
     from planner.storage import without_password
 
-    reports.write(path, plans, command=without_password(typed_line()), **more)
+    with stoppable(lambda: f"{path} is as it was"):
+        reports.write(path, plans, command=without_password(typed_line()), **more)
     click.echo(f"wrote {path}", err=True)
 
 
@@ -108,6 +110,16 @@ def _console() -> Console:
 
     wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
     return Answer(highlight=False, width=wide)
+
+
+@contextlib.contextmanager
+def stoppable(kept: Callable[[], str]) -> Iterator[None]:
+    """Long work that Ctrl-C may end: then a line on stderr says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\nstopped: {kept()}", err=True)
+        raise
 
 
 def talk() -> Console:

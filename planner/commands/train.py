@@ -18,7 +18,7 @@ from planner.commands import USAGE
 from planner.commands.answer import memory_bar, print_plan
 from planner.commands.batch import write_script
 from planner.commands.choose import PLAN, choose
-from planner.commands.common import DONE, Verb, examples, json_option, show, talk
+from planner.commands.common import DONE, Verb, examples, json_option, show, stoppable, talk
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
 from planner.follow import Follower, prepare
@@ -119,7 +119,8 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
         found = choose(asked, place, first=said["node_rank"] == 0)
         plan = preflight.ready(found)
         stack.close()
-        return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json, begins=not planned)
+        with stoppable(lambda: _left(place)):
+            return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json, begins=not planned)
 
 
 class _Train:
@@ -334,15 +335,13 @@ class _Train:
             return
         if ended.name == "refused" and ended.exit_code == 1:  # before anything was trained
             raise VplanError(ended.message, ended.fix, ended.exit_code)
-        newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
-        left = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         message, fix = ended.message, ended.fix
         if ended.name in ("oom", "host-oom"):
             message = f"{_memory(ended)}: {message}"
             fix = "plan for less, as with --gradient-checkpointing full, and give the command again"
         if ended.name == "nan":
             fix = "try a lower --learning-rate, and look at the data of that step"
-        raise VplanError(f"{message}; {left}", fix, ended.exit_code)
+        raise VplanError(f"{message}; {_last(self.output)}", fix, ended.exit_code)
 
 
 def _memory(ended: launch.Outcome) -> str:
@@ -350,6 +349,17 @@ def _memory(ended: launch.Outcome) -> str:
     shape = ended.shape
     size = f" at {shape['frames']}x{shape['height']}x{shape['width']}" if shape else ""
     return f"out of {'GPU' if ended.name == 'oom' else 'host'} memory{size}"
+
+
+def _last(output: Path) -> str:
+    """The checkpoint to go on from, in words."""
+    newest, _ = checkpoints.newest(output, checkpoints.run_id(output))
+    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+
+
+def _left(output: Path) -> str:
+    """What a run that was stopped leaves behind."""
+    return f"{_last(output)}; what was encoded is kept, and the same command goes on from there"
 
 
 def _steps_of(checkpoint: Path | None) -> int | None:

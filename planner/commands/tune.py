@@ -24,6 +24,7 @@ from planner.commands.common import (
     output_option,
     report_option,
     show,
+    stoppable,
     write_report,
 )
 from planner.commands.progress import Progress
@@ -131,7 +132,10 @@ def command(
         request.job, request.strategy, request.machine, request.model, request.gpu, request.fixed, allow is not None
     )
     tuner = Tuner(question, screen, goal, _applied(question) if real else lambda job, way: True)
-    with _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress):
+    with (
+        _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress),
+        stoppable(lambda: f"{len(tuning.rows)} probes are kept; the same command goes on with them"),
+    ):
         why = tuning.run(progress.show)
     return _Answer(request, tuning, why).give(output, report, as_json)
 

@@ -15,6 +15,7 @@ from planner.errors import VplanError  # noqa: E402
 from planner.history import read_history  # noqa: E402
 from planner.job import Bucket, Job, Machine, Strategy  # noqa: E402
 from planner.plan import Plan  # noqa: E402
+from planner.trace import trace_of  # noqa: E402
 from trainers import measure  # noqa: E402
 from trainers.measure import out_of_memory, requested_bytes  # noqa: E402
 from trainers.meter import Meter  # noqa: E402
@@ -169,3 +170,22 @@ def test_history_is_plain_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     wanted.history = str(tmp_path)
     with pytest.raises(VplanError, match="cannot write"):
         measure._write_history(wanted, meter)
+
+
+def test_a_phase_keeps_how_the_card_s_memory_went() -> None:
+    class Card:
+        """A card whose use NVML saw go up and down."""
+
+        def take(self) -> dict[str, int | None]:
+            return {"device_bytes": 3 * 2**20}
+
+        def take_trace(self) -> list[int]:
+            return [1, 3, 2]
+
+    told: dict[str, Any] = {"phases": {}}
+    report = SimpleNamespace(told=told, tell=lambda **facts: told.update(facts))
+    with Meter(torch.device("cpu"), Card(), report).phase("train"):  # type: ignore[arg-type]
+        pass
+    found = trace_of({"id": "a", "details": told})
+    assert found is not None and found.phases["train"].device_mib == (1, 3, 2)
+    assert found.phases["train"].allocated_mib is None and found.phases["train"].seconds < 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from planner.commands import spread as module
 from planner.commands.spread import spread
 from planner.errors import VplanError
+from reports.share import Aside
 
 
 def shouter(suffix: str) -> Callable[[str], tuple[str, int]]:
@@ -19,6 +21,21 @@ def shouter(suffix: str) -> Callable[[str], tuple[str, int]]:
         return name.upper() + suffix, os.getpid()
 
     return ask
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a page's parts are forked on Linux only")
+def test_a_part_worked_out_aside_is_what_it_is_here_or_a_fault_with_a_name() -> None:
+    def wrong() -> int:
+        raise VplanError("bad is bad", "use good", 3)
+
+    known = [1, 2]
+    fine, bad, killed = Aside(lambda: (known, os.getpid())), Aside(wrong), Aside(lambda: os.kill(os.getpid(), 9))
+    found, pid = fine.result()
+    assert found == known and pid != os.getpid()
+    with pytest.raises(VplanError, match="bad is bad; use good"):
+        bad.result()
+    with pytest.raises(VplanError, match="ended with exit code -9"):
+        killed.result()
 
 
 NAMES = ["a", "b", "c", "d", "e"]
