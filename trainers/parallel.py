@@ -215,9 +215,9 @@ class Zero(Alone):
                 master.copy_(kept)
                 there = self.inner.optimizer.state[master]
                 for key, value in values.items():
-                    if from_drive and isinstance(value, Tensor) and value.ndim:
+                    if from_drive and key in there and isinstance(value, Tensor) and value.ndim:
                         there[key].copy_(value)  # its buffer is what goes back to the drive
-                    else:
+                    else:  # before the first step a drive has no states: they are taken there as those of a step are
                         there[key] = value.to(master.device) if isinstance(value, Tensor) and value.ndim else value
 
     @contextlib.contextmanager

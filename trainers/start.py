@@ -7,7 +7,9 @@ backend named ``num_processes`` is 1; its own FSDP never engages).
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,11 +104,28 @@ def _build_async_io() -> None:
     if not AsyncIOBuilder().is_compatible():
         raise VplanError(f"{fault}, and there is no libaio to build it with", f"install libaio-dev, {fix}")
     try:
-        AsyncIOBuilder().load(verbose=False)
+        with _no_other_builds():
+            AsyncIOBuilder().load(verbose=False)
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         need = "install ninja and a C++ compiler, see `ds_report`"
         raise VplanError(f"{fault}, which cannot be built: {reason}", f"{need}, {fix}") from error
+
+
+@contextlib.contextmanager
+def _no_other_builds() -> Iterator[None]:
+    """One process of ours at a time. torch keeps others away by a file (``FileBaton``), which stays when a process is
+    killed, and whoever comes then waits for ever: one that is there now is of the dead."""
+    import fcntl
+
+    from torch.utils import cpp_extension
+
+    folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in ("pin_memory", "async_io")]
+    with (folders[0] / ".vplan-lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # goes with the process
+        for folder in folders:
+            (folder / "lock").unlink(missing_ok=True)
+        yield
 
 
 def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backend: str) -> None:

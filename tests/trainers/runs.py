@@ -41,8 +41,8 @@ COG = {
     "sample_width": 8,
     "sample_frames": 9,
 }
-WIDE = {**WAN, "attention_head_dim": 48, "ffn_dim": 1152, "num_layers": 3}
-"""Enough for DeepSpeed to put half of it on a drive (its share is more than a MiB), and to split weights in stage 3."""
+WIDE = {**WAN, "attention_head_dim": 48, "ffn_dim": 6144}
+"""Enough for DeepSpeed to split weights in stage 3, and to put shares on a drive: those of a MiB and more."""
 
 TINY = {"wan": ("wan2.1-t2v-1.3b", WAN), "cogvideox": ("cogvideox-2b", COG), "wide": ("wan2.1-t2v-1.3b", WIDE)}
 SHAPES = {
