@@ -114,6 +114,32 @@ parameters in 2 bytes.
 """
 
 
+class CardSize(NamedTuple):
+    """A publisher who prints the memory of the card a run fitted into where others print what the run took."""
+
+    publisher: tuple[str, ...]
+    cards: Mapping[float, str]
+    """GB -> the card named beside it"""
+    source: str
+
+    def reason(self, size: float) -> str:
+        """Why that number is no measurement of a peak."""
+        card = self.cards[size]
+        return (
+            f"no measurement of the peak but the memory of the card it fits into: {size:g} GB, {card} ({self.source})"
+        )
+
+
+CARD_SIZES = (
+    CardSize(
+        ("zai-org/CogVideo", "finetune/README.md"),
+        {16.0: "NVIDIA 4080", 24.0: "NVIDIA 4090"},
+        'finetune/README.md @f516938, column "Hardware Requirements"',
+    ),
+)
+"""Such rows are priced and shown as all others, and their errors count; beside them stand the figures without."""
+
+
 class Interval(NamedTuple):
     """What one counter showed, GiB: a printed number allows an interval, our own counters are exact."""
 
@@ -147,6 +173,8 @@ class Row:
     """that a probe of ours went through"""
     version: str = ""
     """the implementation's, where its publisher says so"""
+    not_a_peak: str | None = None
+    """why the number is no measurement of the run's peak, see CARD_SIZES"""
 
     @property
     def trainer(self) -> str:
@@ -256,6 +284,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         unsupported=unsupported,
         phases=phases_of(line.details) if isinstance(line.details, dict) and not published else frozenset(),
         version=_version(line.source),
+        not_a_peak=_not_a_peak(line.source, intervals) if published else None,
     )
 
 
@@ -273,6 +302,15 @@ def _version(source: object) -> str:
 def _published_by(source: object, publishers: tuple[tuple[str, ...], ...]) -> bool:
     text = json.dumps(source)
     return any(all(part in text for part in parts) for parts in publishers)
+
+
+def _not_a_peak(source: object, intervals: tuple[Interval, ...]) -> str | None:
+    """Why a published number is no measurement of the peak; None where it may be one."""
+    for publisher in CARD_SIZES:
+        for size in publisher.cards if _published_by(source, (publisher.publisher,)) else ():
+            if any(found.low_gib <= size <= found.high_gib for found in intervals):
+                return publisher.reason(size)
+    return None
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
