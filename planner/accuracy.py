@@ -299,8 +299,18 @@ def summary(compared: Sequence[Compared]) -> dict[str, Any]:
             "false_refusal": sum(entry.missed == "false_refusal" for entry in judged),
         },
         "coverage": coverage(compared),
+        "measured_peaks": _measured_peaks(compared),
         "unsupported": sum(entry.unsupported is not None for entry in compared),
     }
+
+
+def _measured_peaks(compared: Sequence[Compared]) -> dict[str, Any]:
+    """What is no measurement of a peak, with the reason, and the same figures by implementation without it."""
+    left_out = {entry.row.id: entry.row.not_a_peak for entry in compared if entry.row.not_a_peak}
+    without = sorted({entry.row.implementation for entry in compared if entry.row.not_a_peak})
+    kept = [entry for entry in compared if not entry.row.not_a_peak]
+    spreads = {name: _by_counter([entry for entry in kept if entry.row.implementation == name]) for name in without}
+    return {"left_out": left_out, "by_implementation": spreads}
 
 
 def coverage(compared: Iterable[Compared]) -> dict[str, Any]:

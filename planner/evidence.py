@@ -114,6 +114,32 @@ parameters in 2 bytes.
 """
 
 
+class CardSize(NamedTuple):
+    """A publisher who prints the memory of the card a run fitted into where others print what the run took."""
+
+    publisher: tuple[str, ...]
+    cards: Mapping[float, str]
+    """GB -> the card named beside it"""
+    source: str
+
+    def reason(self, size: float) -> str:
+        """Why that number is no measurement of a peak."""
+        card = self.cards[size]
+        return (
+            f"no measurement of the peak but the memory of the card it fits into: {size:g} GB, {card} ({self.source})"
+        )
+
+
+CARD_SIZES = (
+    CardSize(
+        ("zai-org/CogVideo", "finetune/README.md"),
+        {16.0: "NVIDIA 4080", 24.0: "NVIDIA 4090"},
+        'finetune/README.md @f516938, column "Hardware Requirements"',
+    ),
+)
+"""Such rows are priced and shown as all others, and their errors count; beside them stand the figures without."""
+
+
 class Interval(NamedTuple):
     """What one counter showed, GiB: a printed number allows an interval, our own counters are exact."""
 
@@ -152,6 +178,8 @@ class Row:
     held_out: bool = False
     """of a grid's half that only judges"""
     step_seconds: float | None = None
+    not_a_peak: str | None = None
+    """why the number is no measurement of the run's peak, see CARD_SIZES"""
 
     @property
     def trainer(self) -> str:
@@ -271,6 +299,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         taken="published" if published else "measured" if line.runner == "real" else "simulated",
         held_out=line.grid is not None and in_held_out_half(line.id),
         step_seconds=None if published else line.measured.get("step_seconds"),
+        not_a_peak=_not_a_peak(line.source, intervals) if published else None,
     )
 
 
@@ -295,6 +324,15 @@ def _version(source: object) -> str:
 def _published_by(source: object, publishers: tuple[tuple[str, ...], ...]) -> bool:
     text = json.dumps(source)
     return any(all(part in text for part in parts) for parts in publishers)
+
+
+def _not_a_peak(source: object, intervals: tuple[Interval, ...]) -> str | None:
+    """Why a published number is no measurement of the peak; None where it may be one."""
+    for publisher in CARD_SIZES:
+        for size in publisher.cards if _published_by(source, (publisher.publisher,)) else ():
+            if any(found.low_gib <= size <= found.high_gib for found in intervals):
+                return publisher.reason(size)
+    return None
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:

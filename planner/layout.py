@@ -23,6 +23,7 @@ from planner.strategies import (
     offloaded_optimizer,
     paged_states,
     step_in_backward,
+    workspaces_at_first_use,
 )
 from planner.trainable import part_trained
 from planner.variants import Precision
@@ -51,6 +52,11 @@ TRANSFORMS: tuple[Term, ...] = (
     sampling,
     saving,
 )
+
+
+def transforms(trainer: str) -> tuple[Term, ...]:
+    """All that is applied to a recorded run, in order, as ``trainer`` would run it."""
+    return (*TRANSFORMS, *dialects.terms(trainer), workspaces_at_first_use)
 
 
 PRICED: tuple[tuple[str, frozenset[object], str], ...] = (
@@ -138,7 +144,7 @@ def lay_out(
     run.sizes = run.program.bytes_of(grid)
     choose_kernels(run)
     end_of_step(run)
-    for transform in (*TRANSFORMS, *dialects.terms(trainer)):
+    for transform in transforms(trainer):
         transform(run)
     return run
 

@@ -139,6 +139,9 @@ class Run:
     first: Stage | None = None
     """The first step's forward and backward, where it differs from later ones: the optimizer steps inside it."""
 
+    workspaces: list[int] = field(default_factory=list)
+    """cuBLAS's, of the thread that runs forward and of autograd's."""
+
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
 

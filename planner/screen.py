@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from planner import dialects, host
+from planner import host
 from planner.errors import NotRecordedError
 from planner.estimate import outside_bytes, replayed_alone
 from planner.job import Bucket, Job, Machine, Strategy
-from planner.layout import TRANSFORMS, choose_kernels, end_of_step, kernels, refuse_unpriced
+from planner.layout import choose_kernels, end_of_step, kernels, refuse_unpriced, transforms
 from planner.phases import caching
 from planner.program import Stage
 from planner.replay import BLOCK_ROUND_BYTES
@@ -161,7 +161,7 @@ class Screen:
             optimizer=base.optimizer.copy(),
             sizes=base.sizes.copy(),
         )
-        for transform in (*TRANSFORMS, *dialects.terms(trainer)):
+        for transform in transforms(trainer):
             transform(run)
         return run
 

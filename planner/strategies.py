@@ -9,6 +9,7 @@ import itertools
 
 from planner.errors import VplanError
 from planner.facts import GpuProfile
+from planner.gather import first_backward
 from planner.program import Block, Moment, Stage
 from planner.run import SERVICE, Run
 from planner.units import KIB, MIB
@@ -16,13 +17,39 @@ from planner.variants import UNPAGED, Precision
 
 
 def cublas_workspace(run: Run) -> None:
-    """cuBLAS takes a workspace per handle from the caching allocator: one for the thread that runs forward, one for
-    autograd's. 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-    for _ in range(CUBLAS_HANDLES):
-        run.add(run.load, cublas_bytes(run.facts.gpu), "workspace", "cublas")
+    """cuBLAS takes a workspace per handle from the caching allocator, when a thread first asks for the handle, and
+    keeps it: 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
+    getCurrentCUDABlasHandle). One for the thread that runs forward, one for autograd's."""
+    run.workspaces = [run.new(cublas_bytes(run.facts.gpu), "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
+    if run.samples:
+        run.place(run.load, run.workspaces, "cublas")
+
+
+def workspaces_at_first_use(run: Run) -> None:
+    """In training the one of forward's thread comes with the model's first matrix product, and autograd's with
+    backward's first. There, among activations, it decides which of the holes around it a large tensor still fits into.
+    Last of all terms: the first step is then one of its own."""
+    if run.samples:
+        return
+    forward, backward = run.workspaces
+    run.first = (run.first or run.step).copy()
+    _before_product(run, run.first, first_backward(run.first), backward)
+    _before_product(run, run.first, 0, forward)
 
 
 CUBLAS_HANDLES = 2
+PRODUCTS = frozenset({"addmm", "bmm", "mm"})
+
+
+def _before_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
+    """Allocates a buffer before the first matrix product of a stage from its ``start``-th stretch on; before all where
+    no product makes a tensor of its own."""
+    for position, (moment, events) in enumerate(stage.stretches[start:], start=start):
+        for at, event in enumerate(events):
+            if event >= 0 and run.program.op[event] in PRODUCTS:
+                stage.stretches[position] = (moment, [*events[:at], buffer, *events[at:]])
+                return
+    run.place(stage, [buffer], "cublas", at=start)
 
 
 def cublas_bytes(gpu: GpuProfile) -> int:

@@ -234,7 +234,11 @@ def _render(console: Console, compared: Sequence[Compared], summary: dict[str, A
         if entries:
             console.print(name, style="bold", markup=False)
             columns = ("id", "counter", ">measured GiB", ">predicted GiB", ">error")
-            console.print(table(columns, [_row(entry) for entry in entries]), "")
+            console.print(table(columns, [_row(entry) for entry in entries]))
+            for entry in entries:
+                if entry.row.not_a_peak:
+                    console.print(f"{entry.row.id}: {entry.row.not_a_peak}", markup=False, soft_wrap=True)
+            console.print("")
     _render_unsupported(console, compared)
     heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
     console.print(table(heads, _summary_rows(compared, summary)), "")
@@ -288,6 +292,11 @@ def _render_unsupported(console: Console, compared: Sequence[Compared]) -> None:
         console.print("")
 
 
+def _fewer(some: dict[str, Any], all_of_them: dict[str, Any], counter: str) -> bool:
+    """Whether a counter is in both, with fewer numbers in the first."""
+    return counter in some and bool(some[counter]["n"] < all_of_them[counter]["n"])
+
+
 def _summary_rows(compared: Sequence[Compared], summary: dict[str, Any]) -> list[list[str]]:
     """Per implementation: each counter, then each family of models."""
     from rich.markup import escape
@@ -296,6 +305,8 @@ def _summary_rows(compared: Sequence[Compared], summary: dict[str, Any]) -> list
     for name, found in summary["by_implementation"].items():
         entries = [entry for entry in compared if entry.row.implementation == name]
         spreads = {_counter(counter): found[counter] for counter in (*PEAKS, AFTER_STEP) if counter in found}
+        alone = summary["measured_peaks"]["by_implementation"].get(name, {})
+        spreads |= {f"{counter}, peaks alone": alone[counter] for counter in PEAKS if _fewer(alone, found, counter)}
         spreads |= {f"{family} models": spread for family, spread in by_family(entries).items()}
         for of, spread in spreads.items():
             if spread["n"]:

@@ -16,9 +16,8 @@ from planner.rules import resolve
 from planner.units import GIB
 
 KNOWN_MISSES = {
-    "cvx-001": "the size of the card it ran on is printed (16 GB, RTX 4080), which the run needed not to fill",
-    "cvxf-114": "full fine-tune at batch 4: AdamW's states find less of the activations' holes, cause unknown",
-    "cvxf-139": "full fine-tune at batch 4 under ZeRO-2 with the optimizer on the CPU: CogVideoX 5B is met, 2B is not",
+    "cvx-001": "the memory of the card it fits into is printed (16 GB, RTX 4080), see planner.evidence.CARD_SIZES",
+    "cvxf-114": "full fine-tune at batch 4: AdamW's states find less of the activations' holes, see docs/accuracy.md",
 }
 """Rows off by more than 5 %, each with its cause as far as we know it. A new one fails the suite."""
 

@@ -468,8 +468,24 @@ def test_json_has_exactly_the_promised_names(tmp_path: Path) -> None:
         for row in found["rows"]
     )
     counters = {"allocated", "reserved", "device", "unknown", "allocated_after_step"}
-    assert set(found["summary"]) == counters | {"by_implementation", "verdict", "coverage", "unsupported"}
+    assert set(found["summary"]) == counters | {
+        *("by_implementation", "verdict", "coverage", "measured_peaks", "unsupported")
+    }
     assert list(found["summary"]["coverage"]) == ["n", "inside_pct", "median_width_pct"]
+
+
+def test_a_cards_size_is_no_peak_and_figures_are_given_without_it(tmp_path: Path) -> None:
+    printed = {"repo": "zai-org/CogVideo (THUDM/CogVideo)", "where": "finetune/README.md + finetune/configs/*.yaml"}
+    sizes = {"card": (15.5, 16.5), "other": (16.6, 17.6)}
+    rows = [
+        line(id=name, source=printed, measured={"counter": "reserved", "low_gib": low, "high_gib": high})
+        for name, (low, high) in sizes.items()
+    ]
+    found = summary(judged(tmp_path, *rows, line(id="elsewhere", measured={"counter": "reserved", "low_gib": 16.0})))
+    assert found["reserved"]["n"] == 3
+    assert list(found["measured_peaks"]["left_out"]) == ["card"]
+    assert "16 GB, NVIDIA 4080" in found["measured_peaks"]["left_out"]["card"]
+    assert found["measured_peaks"]["by_implementation"]["diffusers"]["reserved"]["n"] == 2
 
 
 def test_worst_first(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ BACKWARD = BATCH + TABLE + BLOCKS * X + 2 * X + ADAPTER
 def test_zero_1_reduces_whole_gradients_behind_backward() -> None:
     found = peaks(laid_out(EIGHT, **zero("zero-1")))
     kept = LOADED + 12 * SHARE
-    assert found["load"] == LOADED + BLOCKS * ADAPTER  # the flat weights beside those they are made of
+    assert found["load"] == LOADED - CUBLAS + BLOCKS * ADAPTER  # the flat weights beside those they are made of
     assert found["step"] == kept + BACKWARD + BUCKET
     assert found["optimizer"] == kept + BATCH + BUCKET + BLOCKS * ADAPTER
 
@@ -108,7 +108,7 @@ def test_zero_3_splits_all_weights_and_keeps_its_buckets() -> None:
 
 def test_zero_3_with_offloaded_weights_keeps_only_what_is_small() -> None:
     run = laid_out(EIGHT, **zero("zero-3", offload_optimizer="cpu", offload_params="cpu"))
-    assert peaks(run)["load"] == after(run) == CUBLAS + SMALL + BUCKET
+    assert peaks(run)["load"] == after(run) - CUBLAS == SMALL + BUCKET
 
 
 def test_on_a_drive_the_gpu_keeps_the_same_and_host_ram_its_buffers() -> None:
