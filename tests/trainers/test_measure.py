@@ -161,8 +161,8 @@ def test_history_is_plain_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     measure._write_history(wanted, meter)
     data = json.loads((tmp_path / "h.json").read_text())
     assert data["columns"] == ["action", "addr", "size", "stream", "frame"]
-    events = [["alloc", 4096, 512, 0, 0], ["free_completed", 4096, 512, 0, -1], ["oom", 0, 2**40, 0, -1]]
-    assert data["events"] == events
+    rows = [["alloc", 4096, 512, 0, 0], ["free_completed", 4096, 512, 0, -1], ["oom", 0, 2**40, 0, -1]]
+    assert data["events"] == rows
     assert data["phases"] == [["load", 0], ["train", 1]]
     assert data["frames"] == ["unet.py:12 forward"]
     assert read_history(tmp_path / "h.json").plan == plan
