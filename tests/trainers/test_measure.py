@@ -146,10 +146,17 @@ def test_weights_are_filled_and_buffers_left(dtype: torch.dtype) -> None:
 
 def test_history_is_plain_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     events = [
-        {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 10, "frames": [
-            {"filename": "/venv/lib/torch/nn/functional.py", "line": 1, "name": "linear"},
-            {"filename": "/venv/lib/diffusers/models/unet.py", "line": 12, "name": "forward"},
-        ]},
+        {
+            "action": "alloc",
+            "addr": 4096,
+            "size": 512,
+            "stream": 0,
+            "time_us": 10,
+            "frames": [
+                {"filename": "/venv/lib/torch/nn/functional.py", "line": 1, "name": "linear"},
+                {"filename": "/venv/lib/diffusers/models/unet.py", "line": 12, "name": "forward"},
+            ],
+        },
         {"action": "free_completed", "addr": 4096, "size": 512, "stream": 0, "time_us": 20},
         {"action": "oom", "device_free": 7, "size": 2**40, "stream": 0, "time_us": 30},
     ]
