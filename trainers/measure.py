@@ -253,6 +253,6 @@ def _line(event: dict[str, Any], lines: dict[str, int]) -> int:
     are started from no line."""
     for frame in event.get("frames", ()):
         folder, _, name = frame["filename"].replace("\\", "/").rpartition("/")
-        if folder and "/torch" not in folder:
+        if folder and "/torch/" not in f"{folder}/":
             return lines.setdefault(f"{name}:{frame['line']} {frame['name']}", len(lines))
     return -1

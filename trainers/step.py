@@ -278,9 +278,12 @@ def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
 
 
 def compute_dtype(strategy: Strategy) -> torch.dtype:
-    """The dtype inputs have: autocast's, else the weights', else what quantised weights are turned into."""
+    """The dtype inputs have: autocast's, else the weights', else what quantised weights are turned into; under FSDP2
+    that in which weights are gathered, whatever the shares are stored in."""
     if strategy.autocast != "none":
         return DTYPES[strategy.autocast]
+    if strategy.sharding == "fsdp":
+        return DTYPES[strategy.compute_dtype]
     return DTYPES.get(strategy.weights_dtype or "bf16", DTYPES[strategy.compute_dtype])
 
 

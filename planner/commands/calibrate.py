@@ -119,9 +119,9 @@ def command(
     each, what tells most in the least time first: every row is written to ROWS.jsonl as it is taken, and the same line
     goes on where it was stopped. `vplan accuracy ROWS.jsonl` says how near the estimates come.
     """
+    _refuse_mixed(grid["grid"] is not None)
     if grid["grid"] is not None:
-        return _measure_grid(models, device, time_limit, as_json, grid)
-    _refuse_without_grid()
+        return _measure_grid(device, time_limit, as_json, grid)
     names = [catalog.model(name).name for name in models or (DEFAULT_MODEL,)]
     card = None if device == "cpu" else _card()
     if share is not None and Path(share).is_dir():
@@ -144,22 +144,23 @@ def command(
     return FAILED if any(row.measured.outcome in ("crash", "timeout") for row in rows) else DONE
 
 
-def _refuse_without_grid() -> None:
-    """Words that mean something with --grid only."""
+def _refuse_mixed(grid: bool) -> None:
+    """Raises a VplanError for words that mean something with --grid only, or without it only."""
     context = click.get_current_context()
     for option in context.command.params:
-        typed = option.name is not None and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
-        if isinstance(option, GridOption) and typed:
+        name = option.name or ""
+        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        if isinstance(option, GridOption) and not grid:
             raise VplanError(f"{option.opts[-1]} goes with --grid", "add --grid one-gpu, or leave it out", USAGE)
+        if grid and name in ("models", "probes", "share"):
+            word = "MODEL" if name == "models" else f"--{name}"
+            raise VplanError(f"{word} means nothing with --grid, which has its own plans", f"leave out {word}", USAGE)
 
 
-def _measure_grid(
-    models: Sequence[str], device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]
-) -> int:
+def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]) -> int:
     from planner.commands.grid import Asked, Where, measure
 
-    if models:
-        raise VplanError("--grid names its own models", "leave out MODEL, or --grid", USAGE)
     asked = Asked(
         grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
         dry_run=said["dry_run"], retry=said["retry"], histories=said["histories"], time_limit=time_limit,

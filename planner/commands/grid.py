@@ -55,6 +55,7 @@ class Asked:
             raise VplanError(f"there is no folder for {self.output}", "make it, or name another file")
         if self.histories is not None and not Path(self.histories).is_dir():
             raise VplanError(f"there is no folder {self.histories}", f"make it: mkdir {self.histories}")
+        read_grid(self.grid)
 
 
 class Where(NamedTuple):

@@ -147,10 +147,17 @@ def test_weights_are_filled_and_buffers_left(dtype: torch.dtype) -> None:
 
 def test_history_is_plain_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     events = [
-        {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 10, "frames": [
-            {"filename": "/venv/lib/torch/nn/functional.py", "line": 1, "name": "linear"},
-            {"filename": "/venv/lib/diffusers/models/unet.py", "line": 12, "name": "forward"},
-        ]},
+        {
+            "action": "alloc",
+            "addr": 4096,
+            "size": 512,
+            "stream": 0,
+            "time_us": 10,
+            "frames": [
+                {"filename": "/venv/lib/torch/nn/functional.py", "line": 1, "name": "linear"},
+                {"filename": "/venv/lib/diffusers/models/unet.py", "line": 12, "name": "forward"},
+            ],
+        },
         {"action": "free_completed", "addr": 4096, "size": 512, "stream": 0, "time_us": 20},
         {"action": "oom", "device_free": 7, "size": 2**40, "stream": 0, "time_us": 30},
     ]
@@ -162,8 +169,8 @@ def test_history_is_plain_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     measure._write_history(wanted, meter)
     data = json.loads((tmp_path / "h.json").read_text())
     assert data["columns"] == ["action", "addr", "size", "stream", "frame"]
-    events = [["alloc", 4096, 512, 0, 0], ["free_completed", 4096, 512, 0, -1], ["oom", 0, 2**40, 0, -1]]
-    assert data["events"] == events
+    rows = [["alloc", 4096, 512, 0, 0], ["free_completed", 4096, 512, 0, -1], ["oom", 0, 2**40, 0, -1]]
+    assert data["events"] == rows
     assert data["phases"] == [["load", 0], ["train", 1]]
     assert data["frames"] == ["unet.py:12 forward"]
     assert read_history(tmp_path / "h.json").plan == plan

@@ -304,6 +304,15 @@ def test_the_tiny_models_are_of_all_families() -> None:
     assert {catalog.model(name).family for name in MODELS} == set(FAMILIES)
 
 
+def test_inputs_have_the_format_that_weights_have_when_they_are_used() -> None:
+    stored = {"weights_dtype": "fp32", "autocast": "none"}
+    assert step.compute_dtype(Strategy(**stored)) is torch.float32
+    assert step.compute_dtype(Strategy(**stored, sharding="fsdp")) is torch.bfloat16  # as FSDP2 gathers them
+    assert step.compute_dtype(Strategy(**stored, sharding="fsdp", compute_dtype="fp32")) is torch.float32
+    assert step.compute_dtype(Strategy(weights_dtype="fp32")) is torch.bfloat16
+    assert step.compute_dtype(Strategy(weights_dtype="nf4", autocast="none")) is torch.bfloat16
+
+
 @EACH
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_meta_build_has_the_dtypes_that_from_pretrained_gives(name: str, dtype: str, tmp_path: Path) -> None:

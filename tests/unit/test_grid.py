@@ -250,7 +250,9 @@ def test_time_crashes_and_words(files: tuple[str, Path]) -> None:
     assert len(measured(grid, rows, "--retry")["probes"]) == 1
     for words, fault in (
         (["--grid", grid], "nobody said where they go"),
-        (["--grid", grid, "-o", "rows.jsonl", "sd1.5"], "names its own models"),
+        (["--grid", grid, "-o", "rows.jsonl", "sd1.5"], "MODEL means nothing with --grid"),
+        (["--grid", grid, "-o", "rows.jsonl", "--no-probes"], "--probes means nothing with --grid"),
+        (["--grid", "on-gpu", "-o", "rows.jsonl"], "or one that comes with vplan: one-gpu"),
         (["--grid", grid, "-o", "no/rows.jsonl"], "there is no folder"),
         (["--max-minutes", "3"], "--max-minutes goes with --grid"),
         (["--grid", grid, "-o", "rows.jsonl", "--gpu", "4090"], "a card to simulate"),
