@@ -67,12 +67,17 @@ class Timeline:
     """on the device beside torch: CUDA's context and libraries"""
 
 
-def phases(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan"
-) -> tuple[PhaseParts, ...]:
-    """Every phase of a resolved plan at its highest, in the order they run; with buckets, of the largest shape."""
-    run = _run(job, strategy, machine, facts, trainer)
-    played, outside, correction = play(run), outside_bytes(run), facts.learned.correction
+def laid_out(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> Run:
+    """The run of a resolved plan; with buckets, of the largest shape."""
+    shapes = [grid(facts.model, job, shape) for shape in job.shapes]
+    largest = max(shapes, key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
+    return lay_out(job, strategy, machine, facts, largest, trainer)
+
+
+def phases(run: Run) -> tuple[PhaseParts, ...]:
+    """Every phase at its highest, in the order they run."""
+    strategy, correction = run.strategy, run.facts.learned.correction
+    played, outside = play(run), outside_bytes(run)
     found = []
     for phase in dict.fromkeys(entry.phase for entry in played):
         own = [entry for entry in played if entry.phase == phase]
@@ -84,12 +89,9 @@ def phases(
     return tuple(found)
 
 
-def timeline(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", points: int = POINTS
-) -> Timeline:
-    """The steady step of a resolved plan: allocated bytes by part, and what is reserved around them."""
-    run = _run(job, strategy, machine, facts, trainer)
-    allocator = CachingAllocator(expandable_segments=strategy.expandable_segments)
+def timeline(run: Run, points: int = POINTS) -> Timeline:
+    """The steady step of a run: allocated bytes by part, and what is reserved around them."""
+    allocator = CachingAllocator(expandable_segments=run.strategy.expandable_segments)
     steady = ("denoise",) if run.samples else STEADY
     wanted = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
     # Of sampling, the second of two calls: it finds what the first left.
@@ -121,12 +123,6 @@ def timeline(
     return Timeline(
         tuple(names[place] for place in used), shown[:-1], tuple(marks), events, shown[-1], moment, outside_bytes(run)
     )
-
-
-def _run(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str) -> Run:
-    shapes = [grid(facts.model, job, shape) for shape in job.shapes]
-    largest = max(shapes, key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
-    return lay_out(job, strategy, machine, facts, largest, trainer)
 
 
 def _up_to(played: Sequence[Played], top: Played) -> list[Played]:

@@ -137,8 +137,8 @@ class Builder:
         """Phases, and the timeline of a step."""
         plan = self.plan
         known = self._facts(plan.job, plan.strategy, plan.machine)
-        asked = (plan.job, plan.strategy, plan.machine, known, plan.trainer)
-        return through.phases(*asked), through.timeline(*asked, points=self.points)
+        run = through.laid_out(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+        return through.phases(run), through.timeline(run, self.points)
 
     def _forms(self) -> Forms:
         return Forms(self.screen, self.plan.job, extent.axis(self.model))

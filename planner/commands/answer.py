@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from planner import typed
 from planner.commands.common import table, typed_line
+from planner.job import Strategy
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from planner.commands.request import Request
-    from planner.job import Strategy
     from planner.plan import Estimate, Plan
     from planner.question import Suggestion, Switch
     from planner.wishes import Relaxed
@@ -50,9 +51,13 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     is piped is the answer alone; and a command that asks on behalf of another, as `train` does, goes on by itself."""
     context = click.get_current_context(silent=True)
     inside = context is not None and context.parent is not None and context.parent.parent is not None
-    if found.verdict == "no" or inside or not console.is_terminal:
+    if inside or not console.is_terminal:
         return
-    if output is None:
+    if found.verdict == "no":
+        if context is None or context.info_name != "estimate":  # others say themselves what would fit
+            return
+        said = typed.command("suggest", found.job, Strategy(), found.machine)
+    elif output is None:
         said = typed_line("-o", "plan.toml")
     elif found.verdict == "tight":
         said = shlex.join(["vplan", "probe", output])
