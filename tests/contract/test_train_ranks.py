@@ -122,15 +122,8 @@ def test_what_is_on_a_drive_trains_as_in_host_ram(tmp_path: Path, monkeypatch: p
     goes another way under Adam."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     wide = runs.Place(tmp_path, "wide")
-    half = request(
-        wide,
-        tmp_path / "nvme",
-        "zero-3",
-        {"offload_optimizer": "nvme"},
-        job={"method": "full"},
-        steps=2,
-        checkpoint_every=2,
-    )
+    strategy = {"offload_optimizer": "nvme"}
+    half = request(wide, tmp_path / "nvme", "zero-3", strategy, job={"method": "full"}, steps=2, checkpoint_every=2)
     check(training.train(half))
     last = {**half, "steps": 4, "resume": str(tmp_path / "nvme" / "checkpoints" / "step-00000002")}
     told = training.train(last)
