@@ -25,7 +25,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
     "offload_optimizer": ("none", "cpu", "nvme"),
     "offload_gradients": ("none", "cpu", "nvme"),
-    "offload_params": ("none", "cpu", "nvme"),
+    "offload_params": ("none", "cpu"),
     "text_encoder": ("cached",),
     "vae": ("cached",),
     "validation_mode": ("off", "on", "offload"),

@@ -7,6 +7,8 @@ the largest sub-group), partitioned_param_swapper.py (``buffer_count`` x ``buffe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.errors import VplanError
 from planner.run import Run
 from planner.zero import DEEPSPEED, FULL, HALF, sub_groups, trained
@@ -16,6 +18,11 @@ OPTIMIZER_BUFFERS = 4
 
 PARAM_BUFFERS, PARAM_BUFFER_ELEMENTS, MOST_IN_CPU = 5, 100_000_000, 1_000_000_000
 """``buffer_count``, ``buffer_size`` and ``max_in_cpu`` of the parameters."""
+
+
+SWAPPED_BYTES, ALIGNED = 2**20, 256
+"""Smaller tensors stay in host RAM (``MIN_AIO_BYTES``), and so do gradients whose place in their sub-group is at no
+multiple of so many numbers (``numel_alignment``; trainers/parallel.py ``_keep_misplaced_gradients``)."""
 
 
 def check_buffers(run: Run) -> None:
@@ -29,10 +36,23 @@ def check_buffers(run: Run) -> None:
 
 
 def optimizer_host_bytes(run: Run) -> int:
-    """Host RAM of one rank whose states are on the drive: gradients in 16 bits, and the buffers they pass through."""
+    """Host RAM of one rank whose states are on the drive: gradients in 16 bits, those in fp32 that do not go there, and
+    the buffers that the others pass through."""
     partitions = _partitions(run)
     largest = max(sub_groups(partitions, DEEPSPEED.sub_group))
-    return HALF * sum(partitions) + OPTIMIZER_BUFFERS * FULL * largest
+    return HALF * sum(partitions) + FULL * kept_gradients(partitions) + OPTIMIZER_BUFFERS * FULL * largest
+
+
+def kept_gradients(partitions: Sequence[int], sub_group: int = DEEPSPEED.sub_group) -> int:
+    """How many numbers of a rank's gradients stay in host RAM."""
+    kept = place = 0
+    for elements in partitions:
+        goes = FULL * elements >= SWAPPED_BYTES and place % ALIGNED == 0
+        kept += elements % ALIGNED if goes else elements
+        place += elements
+        if place >= sub_group:
+            place = 0
+    return kept
 
 
 def checkpoint_bytes(run: Run) -> int:
@@ -51,7 +71,7 @@ def kept_bytes(run: Run) -> int:
     """What all ranks together keep on the drive: fp32 weights, gradients and two states; and weights in 16 bits."""
     nbytes = 0
     if run.strategy.offload_optimizer == "nvme":
-        nbytes += 4 * FULL * sum(_partitions(run))
+        nbytes += FULL * _on_drive(run)
     if run.strategy.offload_params == "nvme":
         nbytes += HALF * sum(-(-elements // run.machine.world) for elements in run.elements.values())
     return nbytes * run.machine.gpus
@@ -62,11 +82,17 @@ def moved_bytes(run: Run) -> int:
     forward, for backward and, those that train, back."""
     nbytes, world = 0, run.machine.world
     if run.strategy.offload_optimizer == "nvme":
-        nbytes += 2 * 4 * FULL * sum(_partitions(run))
+        nbytes += 2 * FULL * _on_drive(run)
     if run.strategy.offload_params == "nvme":
         nbytes += 2 * run.strategy.gradient_accumulation * HALF * sum(run.elements.values()) // world
         nbytes += HALF * sum(_partitions(run))
     return nbytes * run.machine.gpus
+
+
+def _on_drive(run: Run) -> int:
+    """Numbers of one rank's weights, two states, and gradients as far as they go there."""
+    partitions = _partitions(run)
+    return 4 * sum(partitions) - kept_gradients(partitions)
 
 
 def _partitions(run: Run) -> list[int]:

@@ -159,6 +159,8 @@ class Zero(Alone):
         self.stage_3 = self.gathers = strategy.sharding == "zero-3"
         trainee.model = self.deepspeed
         self.inner = self.deepspeed.optimizer
+        if self.stage_3 and self.inner.swap_optimizer:
+            _keep_misplaced_gradients(self.inner.optimizer_swapper)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:  # type: ignore[override]
@@ -237,6 +239,24 @@ class Zero(Alone):
     def param_groups(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.inner.optimizer.param_groups
         return found
+
+
+def _keep_misplaced_gradients(swapper: Any) -> None:
+    """Has gradients stay in host RAM that a drive could not give back.
+
+    DeepSpeed 0.19 reads each gradient straight to its place in a flat buffer (``_swap_in_pinned_gradients``), past the
+    page cache (O_DIRECT), which takes places at multiples of 512 bytes alone. Any other is left as it was, and no error
+    comes of it (csrc/aio counts what is done, not what was read): the step is then of other gradients.
+    """
+    split = swapper._adjust_for_misaligned_lengths
+
+    def kept(tensors: list[Tensor], offsets: list[int]) -> Any:
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            if offset % swapper.numel_alignment:
+                tensor.swappable = False  # type: ignore[attr-defined]
+        return split(tensors, offsets)
+
+    swapper._adjust_for_misaligned_lengths = kept
 
 
 def set_up(

@@ -89,7 +89,7 @@ def _plugin(job: Job, strategy: Strategy, drive: Path) -> Any:
     import deepspeed
     from accelerate import DeepSpeedPlugin
 
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_params):
+    if strategy.offload_optimizer == "nvme":
         _build_async_io()
     if not torch.cuda.is_available():  # else every start compiles it, for half a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -133,25 +133,24 @@ def is_built() -> bool:
 
 
 @pytest.mark.skipif(not is_built(), reason="DeepSpeed's async_io is not built here")
-@pytest.mark.parametrize("params", ["none", "nvme"])
-def test_what_is_on_a_drive_trains_as_in_host_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str) -> None:
+def test_what_is_on_a_drive_trains_as_in_host_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and states are files there, and go on from a checkpoint. One weight in 100,000 with next to no gradient
     goes another way under Adam."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     wide = runs.Place(tmp_path, "wide")
-    strategy = {"offload_optimizer": "nvme", "offload_params": params}
+    strategy = {"offload_optimizer": "nvme"}
     half = request(wide, tmp_path / "nvme", "zero-3", strategy, job={"method": "full"}, steps=2, checkpoint_every=2)
     check(training.train(half))
     last = {**half, "steps": 4, "resume": str(tmp_path / "nvme" / "checkpoints" / "step-00000002")}
     told = training.train(last)
     check(told)
-    plan = wide.plan({}, method="full", batch_size=2)
+    plan = wide.plan({}, method="full", batch_size=2)  # the shares of its trained weights are no multiples of 512 bytes
     assert runs.train(wide.request(tmp_path / "alone", plan))["outcome"] == "ok"
     assert runs.losses(tmp_path / "nvme") == pytest.approx(runs.losses(tmp_path / "alone"), abs=TOLERANCE)
     ours, theirs = (runs.tensors(tmp_path / name / "final") for name in ("nvme", "alone"))
     assert all((ours[name] - tensor).abs().mean() < 1e-6 for name, tensor in theirs.items())
     trained = sum(tensor.numel() for tensor in theirs.values())
-    assert 3 * 4 * trained <= told[0]["drive_bytes"] <= (4 + (params == "nvme")) * 4 * trained + 2**20
+    assert 3 * 4 * trained <= told[0]["drive_bytes"] <= 4 * 4 * trained + 2**20
     assert not (tmp_path / "nvme" / "offload").exists()
 
 

@@ -294,6 +294,7 @@ def test_a_drive_that_deepspeed_cannot_reach_is_refused_by_name(monkeypatch: pyt
     """Where libaio is missing; DeepSpeed itself would fail to compile, in a hundred lines."""
     builder = pytest.importorskip("deepspeed.ops.op_builder").AsyncIOBuilder
     monkeypatch.setattr(builder, "is_compatible", lambda self, verbose=False: False)
+    job = Job(model="wan2.1-t2v-1.3b", frames=5, height=480, width=832)
     strategy = Strategy(sharding="zero-3", offload_optimizer="nvme")
     with pytest.raises(VplanError, match="libaio"):
-        start._plugin(Job(model="wan2.1-t2v-1.3b"), strategy, Path("offload"))
+        start._plugin(job, strategy, Path("offload"))

@@ -11,7 +11,7 @@ from planner.errors import VplanError
 from planner.fsdp import share_of
 from planner.host import disk_bytes, host_ram, ram_bytes
 from planner.job import Machine
-from planner.nvme import check_buffers
+from planner.nvme import check_buffers, kept_gradients
 from planner.run import Run
 from planner.traffic import traffic
 from planner.zero import DEEPSPEED, aligned, in_share, most_in_one_share, sub_groups
@@ -114,14 +114,25 @@ def test_zero_3_with_offloaded_weights_keeps_only_what_is_small() -> None:
 def test_on_a_drive_the_gpu_keeps_the_same_and_host_ram_its_buffers() -> None:
     cpu, nvme = (laid_out(EIGHT, **zero("zero-3", offload_optimizer=o, offload_params=o)) for o in ("cpu", "nvme"))
     assert peaks(cpu) == peaks(nvme) and after(cpu) == after(nvme)
-    # A rank: 16-bit gradients, four fp32 buffers of its one group; five buffers of 1e8 numbers, its trained weights.
-    rank = 2 * SHARE + 4 * 4 * SHARE + 2 * (5 * 10**8 + SHARE)
+    # A rank: 16-bit gradients, and in fp32 those too small for a drive, which are all; four fp32 buffers of its one
+    # group; five buffers of 1e8 numbers, its trained weights.
+    rank = 2 * SHARE + 4 * SHARE + 4 * 4 * SHARE + 2 * (5 * 10**8 + SHARE)
     held, plain = (host_ram(run, EIGHT).phases["train"] for run in (nvme, laid_out(EIGHT, **zero("zero-3"))))
     assert held - plain == 8 * rank
     everything = (LARGE + BLOCKS * ADAPTER) // 2
-    assert disk_bytes(nvme) - disk_bytes(cpu) == 16 * TRAINED + 2 * everything
+    assert disk_bytes(nvme) - disk_bytes(cpu) == 12 * TRAINED + 2 * everything
     assert traffic(cpu).disk_bytes == 0
-    assert traffic(nvme).disk_bytes == 32 * TRAINED + 4 * everything + 2 * TRAINED
+    assert traffic(nvme).disk_bytes == 24 * TRAINED + 4 * everything + 2 * TRAINED
+
+
+def test_gradients_go_to_a_drive_where_they_begin_at_512_bytes() -> None:
+    """DeepSpeed leaves out what it cannot read to its place; what is not a multiple of that is split off."""
+    large = 2**18
+    assert kept_gradients([large, large]) == 0
+    assert kept_gradients([large - 1]) == large - 1
+    assert kept_gradients([8, large, large]) == 8 + 2 * large
+    assert kept_gradients([large + 8, large]) == 8 + large
+    assert kept_gradients([large, 8, large], sub_group=large + 8) == 8
 
 
 def test_what_deepspeed_does_not_hide_waits() -> None:
