@@ -6,6 +6,7 @@ creates its states), then a later step, which is where most runs die.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -290,8 +291,13 @@ def play(*runs: Run) -> list[Played]:
 def replayed_alone(encoding: Run) -> Replayed:
     """What is encoded before training, on an allocator of its own."""
     assert encoding.encode is not None
-    allocator = CachingAllocator(expandable_segments=encoding.strategy.expandable_segments)
-    return allocator.run(encoding.encode.ops, encoding.sizes)
+    return _alone(encoding.strategy.expandable_segments, tuple(encoding.encode.ops), tuple(encoding.sizes))
+
+
+@functools.lru_cache(maxsize=16)
+def _alone(expandable: bool, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
+    """Encoders do the same whatever the strategy of training, which a search asks about again and again."""
+    return CachingAllocator(expandable_segments=expandable).run(ops, sizes)
 
 
 def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:
