@@ -28,9 +28,10 @@ from planner.facts import ModelProfile
 from planner.job import QUANTISED, Job, Strategy
 from planner.shapes import grid
 from planner.units import format_gib
-from trainers import clips, families, parts
+from trainers import by_layer, clips, families, parts
 from trainers.clips import UnusableError
 from trainers.data import Dataset, Fault, Sample, refused
+from trainers.encoders import layers_of
 from trainers.families.base import Family
 from trainers.families.encoding import Encoder, Turn
 from trainers.loader import Entry, in_pairs
@@ -62,6 +63,8 @@ class Setting:
     """the model: a diffusers folder, or a hub id"""
     folder: Path
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    room_bytes: int | None = None
+    """what an encoder may take there; None: anything"""
     rank: int = 0
     ranks: int = 1
     wait: Callable[[], None] = _alone
@@ -238,8 +241,14 @@ class Work:
         if is_vae and strategy.vae_slicing:
             model.enable_slicing()
         helper = parts.load_helper(self.root, turn.helper) if turn.helper else None
-        place = self.setting.device
-        return Encoder(shrink(model, dtype, place) if dtype in QUANTISED else model.to(place), helper, self.tokens)
+        place, layers = self.setting.device, [] if is_vae else layers_of(model)
+        if dtype in QUANTISED:
+            model = shrink(model, dtype, place)
+        elif layers and by_layer.is_too_large(model, self.setting.room_bytes):
+            model = by_layer.bring_layers(model, layers, place)
+        else:
+            model = model.to(place)
+        return Encoder(model, helper, self.tokens)
 
     def _dtype_of(self, turn: Turn) -> str:
         return self.setting.strategy.vae_dtype if turn.part == "vae" else self.setting.strategy.text_encoder_dtype

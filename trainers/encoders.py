@@ -91,7 +91,7 @@ def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
     return model
 
 
-def _layers_of(model: nn.Module) -> list[str]:
+def layers_of(model: nn.Module) -> list[str]:
     """The module list of an encoder's layers: of one that sees too, those of the language model. None of diffusers'."""
     ends = tuple(end for end, _ in LAYERS)
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -104,7 +104,7 @@ def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: in
     """Records loading and the forward of one batch of prompts of equal length. ``layers``: of a shallower encoder."""
     model = text_encoder(encoder, layers)
     run = forward(encoder, model, (batch, tokens), DTYPES[dtype], "cpu")
-    return record_component(model, dtype, run, "encode", None, _layers_of(model))[0]
+    return record_component(model, dtype, run, "encode", None, layers_of(model))[0]
 
 
 def forward(
@@ -155,7 +155,7 @@ def text_tape(encoder: TextEncoder, dtype: str) -> dict[str, Any]:
     tokens, regime = _length(encoder)
     trace = record_text_encoder(encoder, dtype, BATCH, tokens, layers)
     full = text_encoder(encoder)
-    counts = [run.count for run in find_runs(full, _layers_of(full), None)[0]]
+    counts = [run.count for run in find_runs(full, layers_of(full), None)[0]]
     body = compress(trace, {"B": BATCH} if regime else {"B": BATCH, "T": tokens}, counts)
     name = component_name(encoder.class_name, encoder.config)
     return tape_file(name, f"encode-{dtype}", trace, body, {}, regime, ())

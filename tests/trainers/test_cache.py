@@ -26,6 +26,7 @@ from tests.trainers import tiny
 from tests.trainers.caching import FP32, dataset, files, job, run, setting
 from trainers import cache, data, parts
 from trainers.families.base import Family
+from trainers.families.encoding import Encoder
 from trainers.store import NO_ROOM, Digests, Store
 
 
@@ -53,6 +54,27 @@ def test_two_shapes_and_an_image_in_one_dataset(model: Path, clips: Path, tmp_pa
     assert [entry.bucket.frames for entry in entries] == [9, 9, 9, 1]
     assert entries[3].bucket.batch_size == 4
     assert load_file(entries[3].path)["latents"].shape == (16, 1, 8, 8)
+
+
+def test_an_encoder_larger_than_the_card_brings_its_layers_one_by_one(
+    model: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes the same, and the layers of none are left where the encoder is."""
+    whole = run(clips, setting(model, tmp_path / "whole"))
+    left = []
+    free = cache._free
+
+    def look_and_free(encoder: Encoder) -> None:
+        left.append({name for name, each in encoder.model.named_parameters() if each.device.type == "meta"})
+        free(encoder)
+
+    monkeypatch.setattr(cache, "_free", look_and_free)
+    layered = run(clips, setting(model, tmp_path / "layered", room_bytes=0))
+    for one, other in zip(whole, layered, strict=True):
+        torch.testing.assert_close(load_file(other.text), load_file(one.text), rtol=0, atol=0)
+    waiting, of_vae = left
+    assert waiting and not of_vae
+    assert all(".block." in name for name in waiting)
 
 
 # ---- keys

@@ -42,8 +42,8 @@ class Encoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the encoder is."""
-        return next(self.model.parameters()).device
+        """Where the encoder is; layers that wait for their turn are nowhere."""
+        return next(each.device for each in self.model.parameters() if each.device.type != "meta")
 
 
 def pipeline(name: str, **given: Any) -> Any:
