@@ -5,7 +5,7 @@
 Draws jobs (model, method, shape, card) and hidden machines, searches each, and compares in the same run with Optuna's
 TPE without our prior, with halving the batch until it fits, and with going from the smallest plan up. The best there is
 is found with the machine's own numbers. A finished job is a line of FILE, and the same command goes on behind the last
-one. Ten seconds a job and core.
+one. Ten seconds a job and core; all cores work.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -370,31 +371,32 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main(jobs: int, path: Path | None) -> None:
-    known = rows_by_id(path) if path else {}
-    rows = []
-    for number in range(jobs):
-        row = known.get(str(number))
-        if row is None:
-            try:
-                row = measured(number)
-            except VplanError as error:  # a strategy that cannot be priced: no fault of a search, but not to be hidden
-                row = {"id": str(number), "error": str(error)}
+    rows = rows_by_id(path) if path else {}
+    missing = [number for number in range(jobs) if str(number) not in rows]
+    with ProcessPoolExecutor() as pool:
+        for row in pool.map(answer, missing):
+            rows[row["id"]] = row
             if path:
                 append_row(path, row)
-            if "error" in row:
-                print(f"[{number + 1}/{jobs}] {row['error']}", flush=True)
-                continue
-            over = row["ours"]["seconds"] / row["best"] - 1 if row["ours"]["seconds"] and row["best"] else math.nan
-            what = f"{row['model']} {row['method']} {row['gpu']}"
-            print(
-                f"[{number + 1}/{jobs}] {what}: {row['ours']['probes']} probes, {100 * over:+.1f} %, {row['took']} s",
-                flush=True,
-            )
-        if "error" not in row:
-            rows.append(row)
-    report(rows)
-    if jobs > len(rows):
-        print(f"{jobs - len(rows)} jobs ended in an error")
+            print(f"[{len(rows)}/{jobs}] {row['error'] if 'error' in row else _told(row)}", flush=True)
+    counted = [rows[str(number)] for number in range(jobs)]
+    report([row for row in counted if "error" not in row])
+    if failed := sum("error" in row for row in counted):
+        print(f"{failed} jobs ended in an error")
+
+
+def answer(number: int) -> dict[str, Any]:
+    """The row of a job; a strategy that cannot be priced is no fault of a search, but is not hidden either."""
+    try:
+        return measured(number)
+    except VplanError as error:
+        return {"id": str(number), "error": str(error)}
+
+
+def _told(row: dict[str, Any]) -> str:
+    over = row["ours"]["seconds"] / row["best"] - 1 if row["ours"]["seconds"] and row["best"] else math.nan
+    what = f"{row['model']} {row['method']} {row['gpu']}"
+    return f"{what}: {row['ours']['probes']} probes, {100 * over:+.1f} %, {row['took']} s"
 
 
 if __name__ == "__main__":
