@@ -77,7 +77,7 @@ class GridOption(click.Option):
         "vplan calibrate wan2.1-t2v-14b flux.1-dev",
         "vplan calibrate --no-probes --share rows.jsonl",
         "vplan calibrate --grid one-gpu -o rows.jsonl --max-minutes 30",
-        "vplan calibrate --grid one-gpu -o rehearsal.jsonl --runner simulate --gpu h100",
+        "vplan calibrate --grid one-gpu -o rows.jsonl --runner simulate --gpu h100",
     ),
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")

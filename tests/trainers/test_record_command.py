@@ -92,7 +92,7 @@ def test_where_nobody_may_write_tapes_go_to_the_user_s_folder(monkeypatch: pytes
 
 
 def test_one_command_records_all_that_a_question_lacks() -> None:
-    strategy = Strategy(weights_dtype="int8", optimizer="lion")
+    strategy = Strategy(weights_dtype="int8", optimizer="came")
     with pytest.raises(NotRecordedError) as caught:
         facts(job_for(catalog.model("mochi-1"), {}), strategy, Machine(gpu="h100-80gb"))
     words = caught.value.fix.partition("vplan record ")[2].split()
