@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from planner import catalog
 from planner.belief import HEADROOM
 from planner.errors import VplanError
+from planner.hidden import Hidden, true_seconds
 from planner.job import SPLIT, Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Measured, Plan
@@ -38,7 +39,7 @@ from planner.rows import append_row, rows_by_id
 from planner.rules import check
 from planner.run import Run
 from planner.screen import Screen
-from planner.simulate import Hidden, SimulatedRunner, true_seconds
+from planner.simulate import SimulatedRunner
 from planner.space import most_swapped, naive
 from planner.tune import Goal, Learning, Tuner
 from planner.units import GIB

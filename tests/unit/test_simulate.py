@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import planner.hidden
 import planner.simulate
 from planner import catalog
+from planner.hidden import MEMORY, REACHED, SPEED, Hidden
 from planner.plan import Plan
 from planner.replay import LARGE_SEGMENT_BYTES
-from planner.simulate import MEMORY, REACHED, SPEED, Hidden, SimulatedRunner
+from planner.simulate import SimulatedRunner
 from planner.units import GIB
 from tests.unit.searching import SCREEN, question
 
@@ -29,8 +32,9 @@ def runner(seed: int = 0, crash: float = 0.0) -> SimulatedRunner:
     return SimulatedRunner(seed, SCREEN.facts, SCREEN.lay_out, crash)
 
 
-def test_it_shares_nothing_with_the_estimate() -> None:
-    tree = ast.parse(Path(planner.simulate.__file__).read_text(encoding="utf-8"))
+@pytest.mark.parametrize("module", [planner.hidden, planner.simulate])
+def test_it_shares_nothing_with_the_estimate(module: ModuleType) -> None:
+    tree = ast.parse(Path(module.__file__ or "").read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names = {f"{node.module}.{name.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
              for name in node.names}  # fmt: skip
