@@ -31,7 +31,6 @@ from planner.units import format_gib
 from trainers import by_layer, clips, families, parts
 from trainers.clips import UnusableError
 from trainers.data import Dataset, Fault, Sample, refused
-from trainers.encoders import layers_of
 from trainers.families.base import Family
 from trainers.families.encoding import Encoder, Turn
 from trainers.loader import Entry, in_pairs
@@ -63,8 +62,6 @@ class Setting:
     """the model: a diffusers folder, or a hub id"""
     folder: Path
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    room_bytes: int | None = None
-    """what an encoder may take there; None: anything"""
     rank: int = 0
     ranks: int = 1
     wait: Callable[[], None] = _alone
@@ -241,11 +238,11 @@ class Work:
         if is_vae and strategy.vae_slicing:
             model.enable_slicing()
         helper = parts.load_helper(self.root, turn.helper) if turn.helper else None
-        place, layers = self.setting.device, [] if is_vae else layers_of(model)
+        place = self.setting.device
         if dtype in QUANTISED:
             model = shrink(model, dtype, place)
-        elif layers and by_layer.is_too_large(model, self.setting.room_bytes):
-            model = by_layer.bring_layers(model, layers, place)
+        elif not is_vae and by_layer.is_too_large(model, by_layer.room_bytes(place)):
+            model = by_layer.bring_layers(model, place)
         else:
             model = model.to(place)
         return Encoder(model, helper, self.tokens)

@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.facts import ModelProfile, TextEncoder
 from planner.job import QUANTISED, Job, Strategy
-from trainers import encoders, step, validate
+from trainers import by_layer, encoders, step, validate
 from trainers.families import family
 from trainers.families.encoding import Encoder
 from trainers.meter import Meter
@@ -42,8 +42,12 @@ def _read(encoder: TextEncoder, dtype: str, device: torch.device) -> None:
     if half is torch.float16:  # in which its class keeps some matrices in fp32
         model._keep_in_fp32_modules = type(model)._keep_in_fp32_modules
     step.cast_weights(model, half)
-    step.materialise(model, "cpu" if dtype in QUANTISED else device, randomise)
-    model = shrink(model, dtype, device) if dtype in QUANTISED else model
+    by_layers = by_layer.is_too_large(model, by_layer.room_bytes(device))
+    step.materialise(model, "cpu" if dtype in QUANTISED or by_layers else device, randomise)
+    if dtype in QUANTISED:
+        model = shrink(model, dtype, device)
+    elif by_layers:
+        model = by_layer.bring_layers(model, device)
     run = encoders.forward(encoder, _frozen(model), (1, encoder.max_tokens), half, device)
     with torch.inference_mode():
         run()

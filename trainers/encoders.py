@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from planner.components import component_name
 from planner.errors import VplanError
 from planner.facts import TextEncoder
+from trainers.by_layer import LAYERS, layers_of
 from trainers.components import DTYPES, record_component, tape_file
 from trainers.compress import HEAD, TAIL, compress
 from trainers.places import find_runs
@@ -32,9 +33,6 @@ ALIGNED, BEYOND_WINDOW = 8 * 67, 8 * 131
 """Likewise of encoders that mask some pairs, of prompts that are always a multiple of 8 long: such rows of a mask are
 taken as they are, others copied (attention.cu, pad_bias). Gemma's reach the end of its sliding window, from where on it
 has a second mask. T5 is asked for 226 tokens by one model and 512 by others: its tape copies."""
-
-LAYERS = (("block", "num_layers"), ("layers", "num_hidden_layers"), ("layers", "encoder_layers"))
-"""Module lists of an encoder's layers (end of the name), and the config key of their number."""
 
 OF_PIPELINES = {"LTX2TextConnectors": "diffusers.pipelines.ltx2"}
 """Text encoders that are diffusers' own, and the package of each."""
@@ -89,15 +87,6 @@ def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
     model.tie_weights()  # type: ignore[operator]
     model._keep_in_fp32_modules = None  # transformers keeps them for fp16 only (modeling_utils: _keep_in_fp32_modules)
     return model
-
-
-def layers_of(model: nn.Module) -> list[str]:
-    """The module list of an encoder's layers: of one that sees too, those of the language model. None of diffusers'."""
-    ends = tuple(end for end, _ in LAYERS)
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [name for name in lists if name.rpartition(".")[2] in ends]
-    language = [name for name in found if "language_model" in name]
-    return (language or found)[:1]
 
 
 def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: int, layers: int | None = None) -> Trace:

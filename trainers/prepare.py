@@ -56,7 +56,6 @@ def prepare(wanted: Preparation, tell: Callable[..., None]) -> None:
         source=wanted.weights,
         folder=entries.parent,
         device=torch.device(wanted.device),
-        room_bytes=torch.cuda.mem_get_info()[0] if wanted.device.startswith("cuda") else None,
         tell=tell,
     )
     is_cache = entries.is_file() and entries.parent == Path(wanted.data)  # made by others: there are no clips

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from planner.errors import VplanError
 from tests.trainers import tiny
 from tests.trainers.caching import FP32, dataset, files, job, run, setting
-from trainers import cache, data, parts
+from trainers import by_layer, cache, data, parts
 from trainers.families.base import Family
 from trainers.families.encoding import Encoder
 from trainers.store import NO_ROOM, Digests, Store
@@ -69,7 +69,8 @@ def test_an_encoder_larger_than_the_card_brings_its_layers_one_by_one(
         free(encoder)
 
     monkeypatch.setattr(cache, "_free", look_and_free)
-    layered = run(clips, setting(model, tmp_path / "layered", room_bytes=0))
+    monkeypatch.setattr(by_layer, "room_bytes", lambda device: 0)
+    layered = run(clips, setting(model, tmp_path / "layered"))
     for one, other in zip(whole, layered, strict=True):
         torch.testing.assert_close(load_file(other.text), load_file(one.text), rtol=0, atol=0)
     waiting, of_vae = left

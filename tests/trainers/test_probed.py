@@ -17,6 +17,7 @@ from planner.applied import settled  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.job import Bucket  # noqa: E402
 from tests.trainers import runs  # noqa: E402
+from trainers import by_layer  # noqa: E402
 from trainers.measure import measure  # noqa: E402
 from trainers.probed import Probed, Wanted  # noqa: E402
 
@@ -98,8 +99,12 @@ SMALL = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "
 VAE = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 
-def test_encoding_is_a_part_of_its_own(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every encoder, each gone before the next, and of the clips the largest; nothing is trained."""
+@pytest.mark.parametrize("room", [None, 0])
+def test_encoding_is_a_part_of_its_own(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    """Every encoder, each gone before the next, by layers where it has no room, and of the clips the largest."""
+    monkeypatch.setattr(by_layer, "room_bytes", lambda device: room)
     asked = wanted(place, tmp_path / "scratch", part="encode")
     profile = asked.profile
     vae = profile.vae.replace(config={**profile.vae.config, **VAE})
@@ -114,6 +119,7 @@ def test_encoding_is_a_part_of_its_own(place: runs.Place, tmp_path: Path, monkey
 
     def forward(self: Any, input_ids: Any, **more: Any) -> Any:
         prompts.append(tuple(input_ids.shape))
+        assert (room is not None) == any(each.is_meta for each in self.encoder.block.parameters())
         return read(self, input_ids=input_ids, **more)
 
     monkeypatch.setattr(AutoencoderKLWan, "encode", encode)
