@@ -117,18 +117,22 @@ def _size(program: Program, buffer: int) -> object:
 
 
 def _same_in_backward(program: Program, pairs: list[Pair]) -> dict[int, int]:
-    """The same of what leaves its stretch in backward: gradients for the block before, by size and order."""
+    """The same of what leaves its stretch in backward: gradients for the block before, by size and order. Those of
+    weights are one and the same already (`_unfold_beside`), and no other buffer may take their place."""
     found: dict[int, int] = {}
     for moment, events, recomputed in pairs:
         if moment.passes != "backward":
             continue
         waiting: dict[object, list[int]] = {}
-        for buffer in _leaving(events):
-            waiting.setdefault(_size(program, buffer), []).append(buffer)
-        for buffer in _leaving(recomputed):
-            if ours := waiting.get(_size(program, buffer)):
+        leaving, others = _leaving(events), _leaving(recomputed)
+        same = set(leaving) & set(others)
+        for buffer in leaving:
+            if buffer not in same:
+                waiting.setdefault(_size(program, buffer), []).append(buffer)
+        for buffer in others:
+            if buffer not in same and (ours := waiting.get(_size(program, buffer))):
                 found[buffer] = ours.pop(0)
-    return {other: one for other, one in found.items() if other != one}
+    return found
 
 
 def _leaving(events: list[int]) -> list[int]:

@@ -21,7 +21,7 @@ from planner.job import Job, Machine, Strategy
 from planner.layout import refuse_unpriced
 from planner.library import facts
 from planner.rules import check, resolve
-from planner.run import Run
+from planner.run import Run, recorded
 from planner.screen import Screen, allocated_peak
 from planner.shapes import grid as shape_of
 from planner.shapes import job_for
@@ -223,3 +223,13 @@ def test_blocks_that_are_swapped_are_those_that_are_checkpointed() -> None:
     plain, swapped = (looked(wan("lora"), **strategy, swap_blocks=blocks) for blocks in (0, 20))
     weights = 2 * WAN.parameters // WAN.blocks
     assert plain - swapped == pytest.approx(18 * weights, rel=0.1)
+
+
+def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> None:
+    """Mochi's last block but one has a weight whose gradient is as large as what its last block hands on."""
+    model = catalog.model("mochi-1")
+    job, machine = job_for(model, {"method": "full", "frames": 25}), Machine(gpu="b200")
+    strategy = resolve(job, Strategy(gradient_checkpointing="partial", checkpointed_blocks=42), machine)
+    run = Run(job, strategy, machine, facts(job, strategy, machine))
+    _, step, _ = recorded(run.program, run.facts, strategy)
+    assert not {~event for event in step.ops if event < 0} & set(run.named("gradient").values())
