@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from planner import attention, host, margin
+from planner.allocator import CachingAllocator
 from planner.basis import Correction
 from planner.beside import Component
 from planner.job import Job, Machine, Strategy
@@ -21,7 +22,7 @@ from planner.layout import lay_out
 from planner.phases import caching, decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
 from planner.program import Moment, Stage
-from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator, Replayed
+from planner.replay import BLOCK_ROUND_BYTES, Replayed
 from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.shapes import grid

@@ -12,9 +12,8 @@ With default settings the rules that decide bytes are the same in all. Not model
 - Where torch was built without the driver API it ignores expandable segments: replay without them there.
 
 Addresses break ties and are the driver's: cudaMalloc and cuMemAddressReserve are taken to hand out rising ones. The
-address space of an expandable segment is 9/8 of the capacity (torch: of the card's total memory).
-
-Allocated is `torch.cuda.memory_allocated`: whole blocks, so also what a block could not split off. Reserved is
+address space of an expandable segment is 9/8 of the capacity (torch: of the card's total memory). Allocated is
+`torch.cuda.memory_allocated`: whole blocks, so also what a block could not split off. Reserved is
 `torch.cuda.memory_reserved`: segments, or the mapped pages of expandable segments.
 """
 
@@ -24,6 +23,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from planner.errors import VplanError
 from planner.units import MIB
@@ -34,6 +34,8 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer: a small pool's segment, or its pa
 LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer: the segment of requests below the next limit, and the large pool's page
 LARGE_LIMIT_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a new segment has the size of the request
 LARGE_ROUND_BYTES = 2 * MIB  # kRoundLarge: such a segment is a multiple of it
+
+UNLIMITED_BYTES = 1 << 44  # address space of an expandable segment where nothing limits it
 
 # What a stretch of addresses is. Unmapped exists in expandable segments only: address space with no memory behind it.
 _FREE, _IN_USE, _UNMAPPED = 0, 1, 2
@@ -146,15 +148,12 @@ class CachingAllocator:
         return self._play(ops, sizes, streams, None)
 
     def timeline(
-        self, ops: Sequence[int], sizes: Sequence[int], streams: Sequence[int] | None = None, *, points: int = 1000
+        self, ops: Sequence[int], sizes: Sequence[int], streams: Sequence[int] | None = None
     ) -> list[tuple[int, int, int]]:
-        """Play `ops` as `run` does and return (op index, allocated, reserved) after at most `points` of them, in order.
-
-        The first op, the last and both peaks are always among them; in between, each stretch shows its highest values.
-        """
+        """Play `ops` as `run` does and return (op index, allocated, reserved) after each."""
         history: list[tuple[int, int, int]] = []
         self._play(ops, sizes, streams, history)
-        return _thin(history, points)
+        return history
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`: give back segments (or pages) that no live buffer touches, of all streams."""
@@ -327,7 +326,8 @@ class CachingAllocator:
             if room >= size:
                 return first
         page = pool.page_bytes
-        pages = 1 << 40 if self._capacity is None else max(1, -(-(self._capacity * 9 // 8) // page))
+        room = max(size, UNLIMITED_BYTES) if self._capacity is None else max(page, self._capacity * 9 // 8)
+        pages = -(-room // page)
         # A multiple of every page size, so that page boundaries are multiples of the page size.
         start = -(-self._next_address // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         self._next_address = start + pages * page
@@ -383,16 +383,7 @@ class CachingAllocator:
             insort(pool.unmapped, (block.address, block))
 
 
-def _thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, int, int]]:
-    """At most `points` (but 4 at least) of `history`, with both peaks, the first and the last."""
-    points = max(points, 4)
-    if len(history) <= points:
-        return history
-    # The first and the last take two points; each stretch gives two, its highest allocated and its highest reserved.
-    stretch = -(-len(history) // ((points - 2) // 2))
-    kept = {0, len(history) - 1}
-    for start in range(0, len(history), stretch):
-        indices = range(start, min(start + stretch, len(history)))
-        kept.add(max(indices, key=lambda index: history[index][1]))
-        kept.add(max(indices, key=lambda index: history[index][2]))
-    return [history[index] for index in sorted(kept)]
+def held(ops: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """What ops add to what is allocated, and the most on the way; ``sizes`` are of whole blocks."""
+    levels = list(accumulate(sizes[op] if op >= 0 else -sizes[~op] for op in ops))
+    return levels[-1], max(levels)

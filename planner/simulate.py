@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner import catalog, library
+from planner.allocator import CachingAllocator
 from planner.facts import GpuProfile
 from planner.hidden import Hidden, host_bytes, true_seconds
 from planner.job import Job, Machine, Strategy
@@ -21,7 +22,7 @@ from planner.measurement import ProbeRow, row_id
 from planner.phases import caching
 from planner.plan import Environment, Measured, Outcome, PhaseName, Plan
 from planner.program import Stage
-from planner.replay import CachingAllocator, Replayed
+from planner.replay import Replayed
 from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.shapes import grid

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.allocator import CachingAllocator
 from planner.estimate import BREAKDOWN, NAMED, Played, breakdown_at, describe, highest, outside_bytes, phase_peak, play
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.plan import Breakdown, PhaseName
 from planner.program import Stage
-from planner.replay import BLOCK_ROUND_BYTES, CachingAllocator
+from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run
 from planner.shapes import grid
 
@@ -105,7 +106,7 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
     for index, (_, stage) in enumerate(run.stages[: wanted[-1] + 1]):
         if index in wanted:
             share = points * len(stage.ops) // total
-            history = allocator.timeline(stage.ops, run.sizes, points=max(share, LEAST))
+            history = _thin(allocator.timeline(stage.ops, run.sizes), max(share, LEAST))
             found += _told(run, stage, history, live, names, events)
             marks += _marks(stage, events)
             events += len(stage.ops)
@@ -123,6 +124,21 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
     return Timeline(
         tuple(names[place] for place in used), shown[:-1], tuple(marks), events, shown[-1], moment, outside_bytes(run)
     )
+
+
+def _thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, int, int]]:
+    """At most `points` (but 4 at least) of `history`, with both peaks, the first and the last."""
+    points = max(points, 4)
+    if len(history) <= points:
+        return history
+    # The first and the last take two points; each stretch gives two, its highest allocated and its highest reserved.
+    stretch = -(-len(history) // ((points - 2) // 2))
+    kept = {0, len(history) - 1}
+    for start in range(0, len(history), stretch):
+        indices = range(start, min(start + stretch, len(history)))
+        kept.add(max(indices, key=lambda index: history[index][1]))
+        kept.add(max(indices, key=lambda index: history[index][2]))
+    return [history[index] for index in sorted(kept)]
 
 
 def _up_to(played: Sequence[Played], top: Played) -> list[Played]:

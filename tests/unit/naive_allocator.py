@@ -190,7 +190,8 @@ class NaiveAllocator:
                 if idle >= size:
                     return segment, stretches[begin][0]
         page = 2 * MIB if size <= MIB else 20 * MIB
-        pages = 2**40 if self.capacity is None else max(1, -(-(self.capacity + self.capacity // 8) // page))
+        room = max(size, 2**44) if self.capacity is None else max(1, self.capacity + self.capacity // 8)
+        pages = -(-room // page)
         start = -(-self.next_address // (20 * MIB)) * 20 * MIB
         segment = Segment(start, pages * page, stream, size <= MIB, page)
         self.next_address = start + segment.size

@@ -1,14 +1,30 @@
-"""planner/replay.py: cases worked by hand. test_replay_agreement.py compares it with a second allocator."""
+"""planner/replay.py and the same compiled: cases worked by hand; test_replay_agreement.py has a second allocator."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 
+from planner import allocator as chosen
+from planner import replay
 from planner.errors import VplanError
 from planner.replay import CachingAllocator, Replayed
 
 MIB = 2**20
+COMPILED = pytest.param(
+    chosen.CachingAllocator,
+    id="compiled",
+    marks=pytest.mark.skipif(chosen.CachingAllocator is replay.CachingAllocator, reason="installed without a compiler"),
+)
 BOTH = pytest.mark.parametrize("expandable", [False, True])
+
+
+@pytest.fixture(autouse=True, params=[pytest.param(replay.CachingAllocator, id="python"), COMPILED])
+def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case here is played by both."""
+    monkeypatch.setattr(sys.modules[__name__], "CachingAllocator", request.param)
 
 
 def classic(capacity: int | None = None) -> CachingAllocator:
@@ -339,19 +355,10 @@ def test_peaks_are_those_of_the_run_and_the_allocator_keeps_its_own() -> None:
     assert (allocator.allocated_peak_bytes, allocator.reserved_peak_bytes) == (12 * MIB, 12 * MIB)
 
 
-def test_timeline_is_thin_and_keeps_both_peaks() -> None:
-    sizes = [(1 + n * 7919 % 50) * 100_000 for n in range(500)]
-    ops = [op for n in range(500) for op in ([n, ~(n - 20)] if n >= 20 else [n])]
-    ops += [~n for n in range(480, 500)]
-    peak = classic().run(ops, sizes)
-    for points in (4, 7, 50, 10_000):
-        line = classic().timeline(ops, sizes, points=points)
-        assert len(line) <= min(points, len(ops))
-        assert line == sorted(line)
-        assert line[0] == (0, 100_352, 2 * MIB)
-        assert line[-1][:2] == (len(ops) - 1, 0)
-        assert (peak.allocated_peak_at, peak.allocated_peak_bytes) in [point[:2] for point in line]
-        assert peak.reserved_peak_bytes in [point[2] for point in line]
+def test_timeline_tells_both_levels_after_every_op() -> None:
+    ops, sizes = [0, 1, ~0, 2], [MIB, 12 * MIB, MIB]
+    line = [(0, MIB, 2 * MIB), (1, 13 * MIB, 14 * MIB), (2, 12 * MIB, 14 * MIB), (3, 13 * MIB, 14 * MIB)]
+    assert classic().timeline(ops, sizes) == line
     assert classic().timeline([], []) == []
 
 
@@ -362,3 +369,12 @@ def test_timeline_is_thin_and_keeps_both_peaks() -> None:
 def test_a_broken_tape_is_refused(ops: list[int], sizes: list[int]) -> None:
     with pytest.raises(VplanError, match=r"of the tape .*record it again"):
         classic().run(ops, sizes)
+
+
+@pytest.mark.parametrize("held", dict.fromkeys([replay.held, chosen.held]), ids=lambda function: function.__module__)
+def test_what_ops_hold_is_what_a_run_allocates(held: Callable[[list[int], list[int]], tuple[int, int]]) -> None:
+    ops, sizes = [0, 1, ~0, 2, 3, ~1, ~3], [4 * MIB, 512, 3 * MIB, 1024]
+    assert held(ops, sizes) == (3 * MIB, 4 * MIB + 512)
+    assert held([~0], sizes) == (-4 * MIB, -4 * MIB)
+    allocator = classic()
+    assert allocator.run(ops, sizes).allocated_peak_bytes == 4 * MIB + 512 and allocator.allocated_bytes == 3 * MIB
