@@ -126,7 +126,7 @@ def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
     """Records one optimizer variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
-    grid, sums, _ = prime_grid(profile, None)
+    grid, sums, _ = prime_grid(profile, PRIMES["B"])  # a prime also of what is recorded at few batches
     trace = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
     return _tape(profile, variant.name, trace, grid, sums, {})
 
