@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 from planner import host
+from planner.allocator import held
+from planner.beside import STORED
 from planner.errors import NotRecordedError
 from planner.estimate import outside_bytes, replayed_alone
-from planner.job import Bucket, Job, Machine, Strategy
+from planner.job import SPLIT, Bucket, Job, Machine, Strategy
 from planner.layout import choose_kernels, end_of_step, kernels, refuse_unpriced, transforms
 from planner.phases import caching
 from planner.program import Stage
@@ -83,6 +84,20 @@ class Screen:
             step_seconds(StepWork(self._passes(run)[0]), facts.gpu, strategy, job, machine, Traffic()).total
             for run in (self._empty(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
         )
+
+    def floor_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """Weights, gradients and states that lie on the GPU whole: never more than a look says, and known sooner."""
+        if job.method == "sample" or strategy.sharding in SPLIT:
+            return 0
+        parameters = self.facts(job, strategy, machine).model.parameters
+        weights = STORED[strategy.weights(job.method)] * parameters
+        held = 0.0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
+        if job.method == "full" and not job.trainable:
+            if strategy.offload_gradients == "none" and strategy.optimizer_step != "backward":
+                held += weights
+            if strategy.offload_optimizer == "none":
+                held += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
+        return int(held)
 
     def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
         """What a resolved strategy needs, at the worst of the job's shapes."""
@@ -245,16 +260,9 @@ class Sizes:
 
         Worked out when first asked for: who asks for host RAM alone, at many shapes, does without.
         """
-        # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
-        change = (self.rounded + [-size for size in reversed(self.rounded)]).__getitem__
-        stretches = {}
         run = self.run
-        for stage in (run.load, run.step, run.optimizer_first, run.optimizer) if run else ():
-            for _, events in stage.stretches:
-                if events:
-                    held = list(accumulate(map(change, events)))
-                    stretches[id(events)] = held[-1], max(held)
-        return stretches
+        stages = (run.load, run.step, run.optimizer_first, run.optimizer) if run else ()
+        return {id(events): held(events, self.rounded) for stage in stages for _, events in stage.stretches if events}
 
 
 UNKNOWN = Sizes()
@@ -285,13 +293,10 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
 
 def _rise_and_peak(stage: Stage, rounded: list[int], known: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """What a stage adds to what is allocated, and the most it adds on the way."""
-    held = peak = 0
+    risen = peak = 0
     for _, events in stage.stretches:
-        if not events:
-            continue
-        if (told := known.get(id(events))) is None:
-            on_the_way = list(accumulate(rounded[event] if event >= 0 else -rounded[~event] for event in events))
-            told = on_the_way[-1], max(on_the_way)
-        peak = max(peak, held + told[1])
-        held += told[0]
-    return held, peak
+        if events:
+            rise, most = known.get(id(events)) or held(events, rounded)
+            peak = max(peak, risen + most)
+            risen += rise
+    return risen, peak

@@ -6,6 +6,7 @@ Pure, given a getter of facts.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -18,38 +19,16 @@ from planner.estimate import judged
 from planner.job import SPLIT, Job, Strategy
 from planner.plan import Estimate
 from planner.question import Question, Suggestion, Switch
+from planner.ranking import TIGHTEST, WORTH_LOSS, loss, slowness
 from planner.screen import Look, Screen
 from planner.space import effort, most_swapped, naive, strategies, switched
 
 Prefer = Literal["speed", "frames", "batch", "resolution"]
 
-SAME_SPEED = 0.005
-"""Seconds that differ by less than this share are no reason to switch anything on: predictions are not that good."""
-
 RUNNERS_UP = 3
 
 NEVER = 1e6
 """Times what a look says: where a strategy cannot be replayed."""
-
-FOUR_BITS = ("nf4", "int4")
-
-WORTH_LOSS = 1.05
-"""The tightest plan of all is a lossy one only when every lossless one needs this much more."""
-
-
-WORTH_SPEED = 2.0
-"""Among lossy plans one more lossy field must make the step this much faster: an optimizer in host RAM gives up nothing
-more than one of 8 bits saves, and can take eight times as long."""
-
-
-def loss(job: Job, strategy: Strategy) -> int:
-    """How much a strategy gives up: its lossy fields, 4 bits of a weight counting twice."""
-    return len(strategy.lossy_fields(job)) + (strategy.weights(job.method) in FOUR_BITS)
-
-
-def slowness(seconds: float, fastest: float, lost: int = 0) -> int:
-    """Seconds of a step beside the fastest, in steps that matter, with what is given up in the same currency."""
-    return round((math.log(seconds / fastest) + lost * math.log(WORTH_SPEED)) / SAME_SPEED)
 
 
 class _Hopeless:
@@ -88,6 +67,8 @@ class Search:
         self.missing: NotRecordedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
+        self._strategies: dict[Job, dict[Strategy, bool]] = {}
+        """Strategy -> whether it is lossy."""
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._most: dict[tuple[Job, Strategy], Strategy] = {}
         self._tiled: dict[Job, bool] = {}
@@ -127,9 +108,12 @@ class Search:
     def candidates(self, job: Job, lossy: bool | None = None) -> list[Strategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
         question, found = self.question, []
-        tiled = self.needs_tiles(job)
-        for strategy in strategies(job, question.strategy, question.machine, question.fixed, tiled):
-            if lossy is not None and bool(strategy.lossy_fields(job)) != lossy:
+        if job not in self._strategies:
+            tiled = self.needs_tiles(job)
+            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
+            self._strategies[job] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
+        for strategy, gives_up in self._strategies[job].items():
+            if lossy is not None and gives_up != lossy:
                 continue
             try:
                 self.screen.facts(job, strategy, question.machine)
@@ -189,7 +173,7 @@ class Search:
                     continue
                 tried.add(look.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
-            if bare in hopeless:
+            if bare in hopeless or self.never_fits(job, bare, verdict):
                 continue
             look = self.roomiest(job, bare, verdict)
             if look is None:
@@ -214,7 +198,17 @@ class Search:
 
     def too_large(self, look: Look, verdict: str, less: int = 0) -> bool:
         """Whether the GPU's memory rules this verdict out, even with so much less."""
-        low, high = margin.interval(self.device_bytes(look) - less, look.strategy.compile != "none", self.sides)
+        return self._over(self.device_bytes(look) - less, look.strategy, verdict)
+
+    def never_fits(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+        """Whether this verdict is ruled out without a look, however many blocks are swapped."""
+        question = self.question
+        if most_swapped(job, strategy, question.model, question.fixed):
+            return False
+        return self._over(self.screen.floor_bytes(job, strategy, question.machine), strategy, verdict)
+
+    def _over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
+        low, high = margin.interval(device_bytes, strategy.compile != "none", self.sides)
         return (high if verdict == "fits" else low) > self.question.budget_bytes
 
     def has_ram(self, look: Look) -> bool:
@@ -296,8 +290,7 @@ class Search:
         return low
 
     def _ram(self, job: Job, strategy: Strategy, swapped: int) -> int:
-        strategy = strategy.replace(swap_blocks=swapped)
-        return self.screen.host_ram_bytes(job, strategy, self.question.machine)
+        return self.screen.host_ram_bytes(job, strategy.replace(swap_blocks=swapped), self.question.machine)
 
     # ---- what is told about a plan
 
@@ -318,13 +311,22 @@ class Search:
     def tightest_looks(self, job: Job, lossy: bool | None = None) -> list[Look]:
         """Looks at strategies with all blocks swapped that may be, the one that needs least first.
 
-        Ways of stepping are left out where they change nothing.
+        Left out are ways of stepping where they change nothing, and what cannot be among the first few.
         """
+        floors = {
+            each: self.screen.floor_bytes(job, self.most_in_ram(job, each), self.question.machine)
+            for each in self.candidates(job, lossy)
+        }
         found: dict[Strategy, list[Look]] = {}
-        for strategy in self.candidates(job, lossy):
+        least: list[int] = []
+        for strategy in sorted(floors, key=floors.__getitem__):
+            if len(least) >= TIGHTEST and floors[strategy] > WORTH_LOSS * least[TIGHTEST - 1]:
+                break
             alike = found.setdefault(strategy.replace(optimizer_step="foreach"), [])
             if not alike or alike[-1].in_optimizer:
-                alike.append(self.look(job, self.most_in_ram(job, strategy)))
+                alike.append(look := self.look(job, self.most_in_ram(job, strategy)))
+                if self.has_ram(look):
+                    bisect.insort(least, self.device_bytes(look))
         looks = [look for alike in found.values() for look in alike]
         return sorted(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
 

@@ -15,9 +15,10 @@ from planner.errors import VplanError
 from planner.job import SPLIT, Job, Strategy
 from planner.plan import Estimate, Measured
 from planner.question import Question
+from planner.ranking import loss
 from planner.rules import check
 from planner.screen import Look, Screen
-from planner.suggest import Search, loss
+from planner.suggest import Search
 from planner.wishes import Wish, largest, largest_by
 
 WORTH_A_PROBE = 1.05

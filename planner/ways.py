@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 from planner.job import SPLIT, Job, Strategy
+from planner.ranking import loss, slowness
 from planner.screen import Look
 from planner.space import effort, naive
-from planner.suggest import Search, loss, slowness
+from planner.suggest import Search
 
 TIGHTER = 0.97
 """A strategy is on the ladder only where it needs less than this share of all before it, as runners-up do."""

@@ -13,14 +13,12 @@ from planner.facts import ModelProfile
 from planner.job import MAX_FRAMES, Job, Strategy
 from planner.plan import Estimate
 from planner.question import Suggestion
+from planner.ranking import TIGHTEST
 from planner.space import searched
 from planner.suggest import Search
 from planner.units import GIB
 
 MOST_SAMPLES = 1_000
-ANCHORS = 3
-"""How many of the tightest strategies decide whether anything could fit at a shape."""
-
 Value = int | tuple[int, int]
 
 
@@ -212,9 +210,9 @@ def _last_roomy(search: Search, job: Job, wish: Wish, values: Sequence[Value], a
 
 
 def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[Strategy]:
-    """The strategies that are the tightest at any of the shapes, without their swap."""
+    """The strategies that are the tightest at any of the shapes, without their swap: they decide whether any fits."""
     swap = search.question.strategy.swap_blocks
-    looks = [look for job in jobs for look in search.tightest_looks(job, lossy)[:ANCHORS]]
+    looks = [look for job in jobs for look in search.tightest_looks(job, lossy)[:TIGHTEST]]
     return list(dict.fromkeys(look.strategy.replace(swap_blocks=swap) for look in looks))
 
 

@@ -233,3 +233,14 @@ def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> N
     run = Run(job, strategy, machine, facts(job, strategy, machine))
     _, step, _ = recorded(run.program, run.facts, strategy)
     assert not {~event for event in step.ops if event < 0} & set(run.named("gradient").values())
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_no_look_is_below_its_floor(name: str) -> None:
+    """Weights, gradients and states: whoever lacks some of them lacks tapes of its optimizer, or has wrong ones."""
+    screen, machine, fields = Screen(facts), Machine(gpu="b200"), {"gradient_checkpointing": "full"}
+    job = job_for(catalog.model(name), {"method": "full"})
+    for optimizer in ("adamw", "adamw-8bit"):
+        strategy = resolve(job, Strategy.read({**fields, "weights_dtype": "bf16", "optimizer": optimizer}), machine)
+        found = screen.look(job, strategy, machine)
+        assert found.device_bytes > screen.floor_bytes(job, strategy, machine) > 0
