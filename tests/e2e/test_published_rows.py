@@ -22,6 +22,7 @@ from planner.units import GIB, MIB
 KNOWN_MISSES = {
     "cvx-001": "the memory of the card it fits into is printed (16 GB, RTX 4080), see planner.evidence.CARD_SIZES",
     "cvxf-114": "full fine-tune at batch 4: no cause found, most likely two misprinted digits, see docs/accuracy.md",
+    "cvxf-139": "ZeRO-2 at batch 4: 19.6 to 21.2 GiB by which hole a tensor falls into, see docs/accuracy.md",
 }
 """Rows off by more than 5 %, each with its cause as far as we know it. A new one fails the suite."""
 
@@ -129,7 +130,7 @@ def test_no_holes_explain_the_open_row() -> None:
     """Whatever holes there are, AdamW's first step at batch 4 ends within 0.2 GiB of the same; 38.281 is printed."""
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     rows = {row.id: row for path in files for row in read_rows(path, expandable_segments=False)[0]}
-    for row, low, high in (("cvxf-114", 33.1, 33.35), ("cvxf-109", 33.9, 34.25)):
+    for row, low, high in (("cvxf-114", 33.0, 33.25), ("cvxf-109", 33.85, 34.15)):
         run = laid_out(rows[row])
         found = [first_step(run, spare) for spare in SPARE_SEGMENTS]
         assert len({passes for passes, _ in found}) > 1
