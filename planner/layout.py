@@ -11,6 +11,7 @@ from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.master import masters
 from planner.nvme import check_buffers
 from planner.phases import residents, saving, validation
+from planner.positions import stored_positions, stored_positions_in_validation
 from planner.run import Facts, Run, Term, recorded
 from planner.sampling import sampling
 from planner.strategies import (
@@ -30,6 +31,7 @@ from planner.variants import Precision
 from planner.zero import zero
 
 TRANSFORMS: tuple[Term, ...] = (
+    stored_positions,
     context_parallel,
     part_trained,
     cublas_workspace,
@@ -49,6 +51,7 @@ TRANSFORMS: tuple[Term, ...] = (
     fsdp,
     ema,
     validation,
+    stored_positions_in_validation,
     sampling,
     saving,
 )

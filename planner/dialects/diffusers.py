@@ -9,6 +9,7 @@ from planner.beside import Component, alive, load, work
 from planner.components import component_name
 from planner.dialects.diffusers_words import DIALECT
 from planner.phases import encoders, take_sizes, weights_on_gpu
+from planner.positions import table_in_half
 from planner.program import Moment, Stage
 from planner.run import SERVICE, Run, Term
 
@@ -25,26 +26,38 @@ def cast_on_the_gpu(run: Run) -> None:
     """
     if not _halves_first(run):
         return
-    weights = set(run.named("weight").values())
-    halves = {}
+    trained = run.named("gradient")
+    weights = {buffer: name in trained for name, buffer in run.named("weight").items()}
+    halves: dict[int, int] = {}
+    first: list[int] = []
     for position, (moment, events) in enumerate(run.load.stretches):
         casts = []
         for event in events:
-            if event in weights:
+            if weights.get(event):
                 halves[event] = run.program.buffer(run.sizes[event] // 2, "weight", "half precision")
                 run.sizes.append(run.sizes[event] // 2)
+                first.append(halves[event])
                 casts += [event, ~halves[event]]
+            elif event in weights:  # a table is no parameter: it stays as it came
+                first.append(event)
             else:
                 casts.append(event)
         run.load.stretches[position] = (moment, casts)
         assert moment.piece in ("load", "")
-    run.load.stretches.insert(0, (run.load.stretches[0][0], list(halves.values())))
+    run.load.stretches.insert(0, (run.load.stretches[0][0], first))
 
 
 def _halves_first(run: Run) -> bool:
     """Whether loading begins with a stretch of half-precision weights, to be cast."""
     strategy = run.strategy
     return run.job.method == "full" and strategy.weights_dtype == "fp32" and strategy.autocast != "none"
+
+
+def tables_cast(run: Run) -> None:
+    """``transformer.to(device, dtype=weight_dtype)`` casts tables as well as parameters (cogvideox-factory d81209b,
+    training/cogvideox_text_to_video_{lora,sft}.py; diffusers examples/cogvideo/train_cogvideox_lora.py)."""
+    if run.strategy.weights_dtype in ("bf16", "fp16") or _halves_first(run):
+        table_in_half(run)
 
 
 def loaded_on_the_cpu(run: Run) -> None:
@@ -111,7 +124,7 @@ def validation_prompts(run: Run) -> None:
 
 
 TERMS: tuple[Term, ...] = (
-    *(cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
+    *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
     validation_prompts,
 )
 

@@ -9,15 +9,20 @@ import pytest
 import profiles
 from planner.accuracy import Compared, Prediction, compare
 from planner.estimate import after_step_bytes, estimate
-from planner.evidence import read_rows
+from planner.evidence import Row, read_rows
 from planner.job import Job, Machine, Strategy
+from planner.layout import lay_out
 from planner.library import facts
+from planner.replay import CachingAllocator
 from planner.rules import resolve
-from planner.units import GIB
+from planner.run import Run
+from planner.shapes import grid
+from planner.units import GIB, MIB
 
 KNOWN_MISSES = {
     "cvx-001": "the memory of the card it fits into is printed (16 GB, RTX 4080), see planner.evidence.CARD_SIZES",
-    "cvxf-114": "full fine-tune at batch 4: AdamW's states find less of the activations' holes, see docs/accuracy.md",
+    "cvxf-114": "full fine-tune at batch 4: no cause found, most likely two misprinted digits, see docs/accuracy.md",
+    "cvxf-139": "ZeRO-2 at batch 4: 19.6 to 21.2 GiB by which hole a tensor falls into, see docs/accuracy.md",
 }
 """Rows off by more than 5 %, each with its cause as far as we know it. A new one fails the suite."""
 
@@ -94,3 +99,39 @@ def test_reserved_peaks_of_validation() -> None:
         if job.method == "lora":  # of full fine-tuning, what a further step would take is in it
             assert peak == pytest.approx(measured, rel=0.05), (row, peak)
         assert peak >= 0.95 * measured
+
+
+SPARE_SEGMENTS = ((), (262,), (530, 1042), (66, 400, 2100))
+"""MiB that lie free before the first step, in a cache that is really empty: other holes for all that comes."""
+
+
+def first_step(run: Run, spare: tuple[int, ...]) -> tuple[float, float]:
+    """GiB reserved by the first forward and backward, and by the optimizer's step behind them."""
+    allocator = CachingAllocator(expandable_segments=False)
+    for stage in (run.load, run.leaving):
+        assert stage is not None
+        allocator.run(stage.ops, run.sizes)
+        allocator.empty_cache()
+    sizes = [*run.sizes, *(MIB * size for size in spare)]
+    numbers = range(len(run.sizes), len(sizes))
+    allocator.run([*numbers, *(~number for number in numbers)], sizes)
+    stages = (run.first or run.step, run.optimizer_first)
+    passes, step = (allocator.run(stage.ops, sizes).reserved_peak_bytes / GIB for stage in stages)
+    return passes, step
+
+
+def laid_out(row: Row) -> Run:
+    strategy = resolve(row.job, row.strategy, row.machine)
+    known = facts(row.job, strategy, row.machine)
+    return lay_out(row.job, strategy, row.machine, known, grid(known.model, row.job), row.trainer)
+
+
+def test_no_holes_explain_the_open_row() -> None:
+    """Whatever holes there are, AdamW's first step at batch 4 ends within 0.2 GiB of the same; 38.281 is printed."""
+    files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
+    rows = {row.id: row for path in files for row in read_rows(path, expandable_segments=False)[0]}
+    for row, low, high in (("cvxf-114", 33.0, 33.25), ("cvxf-109", 33.85, 34.15)):
+        run = laid_out(rows[row])
+        found = [first_step(run, spare) for spare in SPARE_SEGMENTS]
+        assert len({passes for passes, _ in found}) > 1
+        assert all(low <= step <= high for _, step in found), (row, found)
