@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import profiles
 from planner import catalog
@@ -96,26 +97,36 @@ def shipped(profile: ModelProfile) -> list[Variant]:
     return [variant for variant in known if (folder / f"{variant.name}.json.gz").is_file()]
 
 
-def from_tape(case: Case) -> int:
-    """Allocated peak of the passes or of the optimizer's steps, bytes."""
+def from_tape(case: Case, counts: Sequence[int] | None = None) -> int:
+    """Allocated peak of the passes or of the optimizer's steps, bytes; ``counts``: of a model of so many blocks per
+    run."""
     program = Program()
     own = tape(case.profile.name, case.variant.name)
     if not isinstance(case.variant, OptimizerVariant):
         piece = "step" if isinstance(case.variant, StepVariant) else "denoise"
-        stages = [program.unfold(own, "load"), program.unfold(own, piece)]
+        stages = [program.unfold(own, name, counts) for name in ("load", piece)]
         return peak(stages, program.bytes_of(case.shape))
     # What it steps with is made elsewhere: any tape of a step with these trained parameters.
     strategy = case.strategy.replace(autocast="bf16", gradient_checkpointing="full")
     step = tape(case.profile.name, StepVariant.of(case.profile, case.job, strategy, case.job.batch_size).name)
-    load, _ = program.unfold(step, "load"), program.unfold(step, "step")
-    first, later = program.unfold(own, "optimizer_first"), program.unfold(own, "optimizer")
+    load, _ = (program.unfold(step, name, counts) for name in ("load", "step"))
+    first, later = (program.unfold(own, name, counts) for name in ("optimizer_first", "optimizer"))
     gradients = list(program.named["gradient"].values())
     return peak([load, gradients, first, gradients, later], program.bytes_of(case.shape))
 
 
 def directly(case: Case) -> int:
     """The same, recorded at full depth at the shape itself."""
-    trace = RECORD[type(case.variant)](case.profile, case.job, case.strategy, case.shape, None)
+    return peak_of(traced(case))
+
+
+def traced(case: Case, config: dict[str, Any] | None = None) -> Trace:
+    """What a recording at the shape itself says; ``config``: of another depth."""
+    return RECORD[type(case.variant)](case.profile, case.job, case.strategy, case.shape, config)
+
+
+def peak_of(trace: Trace) -> int:
+    """The allocated peak of a recording, bytes."""
     return peak(pieces(trace), [alloc.nbytes for alloc in trace.allocs])
 
 
