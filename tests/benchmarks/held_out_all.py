@@ -31,6 +31,7 @@ from planner.rows import append_row, rows_by_id
 from planner.variants import OptimizerVariant, StepVariant
 from tests.benchmarks import held_out_around
 from tests.benchmarks.held_out import GIB, LIMIT_PCT, SEED, Case, Variant, from_tape, peak_of, shipped, traced
+from tests.benchmarks.held_out_around import PROMPTS, SIDES
 from trainers.tapes import RECORDED_BLOCKS, shallow_config
 
 LEDGER = Path(__file__).with_name("held_out.jsonl")
@@ -102,8 +103,8 @@ def compared(due: Due) -> dict[str, Any]:
     """What a line says of a tape beside its name."""
     if isinstance(due.what, Component):
         ours, theirs = held_out_around.compared(due.profile, due.what)
-        rows, columns = held_out_around.SIDES
-        shape = "" if "Encoder" in due.what.name else f"{rows}x{columns} latents"
+        rows, columns = SIDES
+        shape = f"{rows}x{columns} latents" if due.what.name.startswith("Autoencoder") else f"{PROMPTS} prompts"
         return {"shape": shape, "tape": ours.peak, "recorded": theirs.peak, "same_events": ours == theirs}
     case = Case.of(due.profile, due.what)
     trace = traced(case, None if due.full_depth else shallow_config(due.profile, BLOCKS))
