@@ -123,7 +123,8 @@ Fill = Callable[[str, nn.Module, Collection[str]], None]
 
 
 def pair(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device, fill: Fill) -> Experts:
-    """Both experts, each built as one of them is. They share what checkpoints in host RAM take, for one runs at a time."""
+    """Both experts, each built as one of them is. They share what checkpoints in host RAM take, for one runs at a time.
+    """
     inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
     found = []
     for which in PARTS:

@@ -66,7 +66,9 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average
     barrier()
 
 
-def _parts(folder: Path, profile: ModelProfile, job: Job, engine: Alone) -> list[tuple[str, Path, torch.nn.Module]]:
+def _parts(
+    folder: Path, profile: ModelProfile, job: Job, engine: Alone
+) -> list[tuple[str, Path, torch.nn.Module]]:
     """(how its weights' names begin, where it is written, the model itself) of all that was trained."""
     if job.experts == "both":
         return [(f"{name}.", folder / name, engine.plain.get_submodule(name)) for name in PARTS.values()]
