@@ -119,13 +119,13 @@ class Played(NamedTuple):
         return [*made, *reached[-1:]]
 
     def same(self, other: Played) -> bool:
-        """Whether another does the same from event to event, where gradients alone may come in another order."""
-        told = [piece for piece in range(len(self.pieces)) if len(self.pieces) < OPTIMIZING or piece % 2 == 0]
+        """Whether another does the same from event to event: loading and passes, or an optimizer's steps."""
+        told = range(len(self.pieces)) if len(self.pieces) == len(PASSES) else STEPS
         return all(self.levels(piece) == other.levels(piece) for piece in told)
 
 
-OPTIMIZING = 5
-"""Pieces of an optimizer's case: loading, gradients, the first step, gradients, a later one."""
+PASSES, STEPS = (0, 1), (2, 4)
+"""Pieces: loading and passes; of an optimizer's case loading, gradients, the first step, gradients, a later one."""
 
 
 def from_tape(case: Case, counts: Sequence[int] | None = None) -> Played:
