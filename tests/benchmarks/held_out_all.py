@@ -37,6 +37,7 @@ from trainers.tapes import RECORDED_BLOCKS, shallow_config
 
 LEDGER = Path(__file__).with_name("held_out.jsonl")
 BLOCKS = RECORDED_BLOCKS + 3
+CHEAP_FIRST = ("sample", "step", "optimizer")
 
 
 class Due(NamedTuple):
@@ -81,7 +82,8 @@ def of_model(profile: ModelProfile) -> Iterator[Due]:
         kind = variant.name.split("-")[0], variant.method
         first = kind not in seen
         seen.add(kind)
-        yield Due((1 if first else next(places), profile.parameters), profile, variant, full_depth=first)
+        order = 1 if first else next(places), CHEAP_FIRST.index(kind[0]), profile.parameters
+        yield Due(order, profile, variant, full_depth=first)
 
 
 def _plainness(variant: Variant) -> int:
