@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from planner.plan import Verdict
 
 RECORDED = (0.025, 0.055)
@@ -24,9 +26,10 @@ Sides = tuple[float, float]
 
 
 def interval(device_bytes: int, compiled: bool = False, sides: Sides = RECORDED) -> tuple[int, int]:
-    """low and high device bytes of an estimate; `sides` are those of a ``recorded`` one unless measurements tell."""
+    """low and high device bytes of an estimate, whole bytes within; `sides` are those of a ``recorded`` one unless
+    measurements tell."""
     below, above = (side + (COMPILED if compiled else 0.0) for side in sides)
-    return max(0, int(device_bytes * (1 - below))), int(device_bytes * (1 + above))
+    return max(0, math.ceil(device_bytes * (1 - below))), int(device_bytes * (1 + above))
 
 
 def verdict(device_bytes: int, budget_bytes: int, compiled: bool = False, sides: Sides = RECORDED) -> Verdict:

@@ -130,6 +130,9 @@ class Run:
     optimizer_launches: int = 0
     """Operators that a trainer's own optimizer launches beyond those recorded."""
 
+    optimizer_bytes: int = 0
+    """What these read and write."""
+
     loader_workers: int = 0
     """Processes that load data, per GPU."""
 

@@ -34,6 +34,11 @@ COMPILED_LAUNCH_SECONDS = 7e-6
 BARE_LAUNCH_SECONDS = 5e-6
 """The same of an operator of an optimizer's step: in a bare loop without autograd (pytorch#41383)."""
 
+GAP_SECONDS, GRAPH_GAP_SECONDS = 2.1e-6, 1.3e-6
+"""Time of the GPU between the end of one kernel's work and the start of the next one's, on a stream and in a CUDA
+graph, even where both were launched long before: kernels that only sleep, on an H100 (Hazy Research, "Look Ma, No
+Bubbles", May 2025)."""
+
 MATMUL = {(8, 0): 0.859, (9, 0): 0.803, (10, 0): 0.776}
 """Best bf16 matmul over the data sheet's rate, by compute capability: A100 267.9 of 312, H100 794.5 of 989, B200 1745
 of 2250 TFLOP/s (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS comparison table")."""
@@ -228,35 +233,49 @@ def step_seconds(
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
     each, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
     turns = [
-        (
-            _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel,
-            _launch_seconds(part, strategy, each),
-        )
+        Turn.of(part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, each)
         for part in (work.forward, backward)
     ] * strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
         stepping = _kernel_seconds(work.optimizer, gpu, strategy, job, size) / share
-        turns.append((stepping, _launch_seconds(work.optimizer, strategy, BARE_LAUNCH_SECONDS)))
-    compute, launch = (sum(seconds) for seconds in zip(*turns, strict=True))
+        turns.append(Turn.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
     hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
-    usual = _busy([(kernels / USUAL, launches) for kernels, launches in turns])
-    total = max(usual, hidden) + waiting + host
-    slower = SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS
-    slow = _busy([(kernels / REACHED, launches * slower) for kernels, launches in turns])
+    total = max(_busy(turns, USUAL, 1.0), hidden) + waiting + host
+    slow = _busy(turns, REACHED, SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
+    compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
 
 
-def _busy(turns: Sequence[tuple[float, float]]) -> float:
-    """Seconds of turns of (kernels, their launches): a turn's kernels begin once its launches do and all kernels
-    before them are done, and end no sooner than its last launch."""
+class Turn(NamedTuple):
+    """Seconds of work that is launched in one go."""
+
+    kernels: float
+    gaps: float
+    """between them on the GPU"""
+    launches: float
+
+    @classmethod
+    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, each: float) -> Turn:
+        """The turn of some work whose kernels take so long together, and whose launches ``each``."""
+        recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
+        launches = recorded * _left_by_fusion(work, strategy)
+        if strategy.compile == "cudagraphs":  # one launch replays the whole graph
+            return cls(kernels, GRAPH_GAP_SECONDS * launches, 0.0)
+        return cls(kernels, GAP_SECONDS * launches, each * launches)
+
+
+def _busy(turns: Sequence[Turn], reached: float, slower: float) -> float:
+    """Seconds of turns whose kernels reach that part of their roofline, and whose launches take so many times as long:
+    a turn's kernels begin once its launches do and all kernels before them are done, and end no sooner than its last
+    launch."""
     launched = done = 0.0
-    for kernels, launches in turns:
+    for turn in turns:
         begin = max(launched, done)
-        launched += launches
-        done = max(begin + kernels, launched)
+        launched += turn.launches * slower
+        done = max(begin + turn.kernels / reached + turn.gaps, launched)
     return done
 
 
@@ -278,13 +297,6 @@ def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strate
         rate = peak_flops(gpu, strategy, kind, half) * efficiency(gpu, strategy, job, kind, half, head_size)
         seconds += max(amount.flops / rate, nbytes / bandwidth)
     return seconds
-
-
-def _launch_seconds(work: Mapping[Kind, Work], strategy: Strategy, each: float) -> float:
-    if strategy.compile == "cudagraphs":  # one launch replays the whole graph
-        return 0.0
-    launches = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
-    return each * launches * _left_by_fusion(work, strategy)
 
 
 def _left_by_fusion(work: Mapping[Kind, Work], strategy: Strategy) -> float:

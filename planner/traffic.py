@@ -18,9 +18,8 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     both, forward = passes or passes_work(run)
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
-    return StepWork(
-        both, add(optimizer, {(KERNELS, 0): Work(run.optimizer_launches, 0)}), forward, run.facts.model.head_size
-    )
+    own = {(KERNELS, 0): Work(run.optimizer_launches, 0), ("pointwise", 0): Work(0, run.optimizer_bytes)}
+    return StepWork(both, add(optimizer, own), forward, run.facts.model.head_size)
 
 
 def passes_work(run: Run) -> Passes:

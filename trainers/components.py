@@ -176,19 +176,25 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
 def _in_one_go(model: nn.Module) -> Iterator[None]:
     """Does at once what a VAE does in as many steps as a clip is long, and which takes the same bytes so.
 
-    Mochi norms 8 frames at a time and joins them; HunyuanVideo 1.5 fills its attention's mask row by row, in place.
+    Mochi norms 8 frames at a time and joins them, and attends to 32,768 places of an image at a time, which takes less
+    but not at its peak; HunyuanVideo 1.5 fills its attention's mask row by row, in place.
     Convolutions of CogVideoX and Mochi over 2 GiB are split, which does take more: planner.phases says where.
     """
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
-    from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
+    from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D, MochiDownBlock3D
 
     def mask(frames: int, cells: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> Tensor:
         return torch.full((frames * cells,) * 2, -math.inf, dtype=dtype, device=device).expand(batch_size, -1, -1)
 
+    def attends(block: nn.Module, hidden_states: Tensor, conv_cache: Any = None) -> Any:
+        return in_chunks(block, hidden_states, conv_cache, sys.maxsize)
+
     for module in model.modules():
         if isinstance(module, MochiChunkedGroupNorm3D):
             module.chunk_size = sys.maxsize
+    in_chunks = MochiDownBlock3D.forward
+    MochiDownBlock3D.forward = attends
     row_by_row = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
     HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(mask)
     split = CogVideoXSafeConv3d.forward
@@ -196,6 +202,7 @@ def _in_one_go(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        MochiDownBlock3D.forward = in_chunks
         CogVideoXSafeConv3d.forward = split
         HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(row_by_row)
 

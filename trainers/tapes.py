@@ -79,19 +79,19 @@ def _is_prime(number: int) -> bool:
     return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
-def shallow_config(profile: ModelProfile) -> dict[str, Any]:
-    """The published config with few blocks of each kind; a UNet, whose levels all differ, keeps its depth."""
+def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict[str, Any]:
+    """The published config with few ``blocks`` of each kind; a UNet, whose levels all differ, keeps its depth."""
     config = dict(profile.config)
     dual = config.get("dual_attention_layers")
     if dual:  # SD3.5 medium: blocks with a second attention, then plain ones, then a last one without text output
         assert list(dual) == list(range(len(dual)))
-        return {**config, "dual_attention_layers": list(range(RECORDED_BLOCKS)), "num_layers": 2 * RECORDED_BLOCKS + 1}
+        return {**config, "dual_attention_layers": list(range(blocks)), "num_layers": 2 * blocks + 1}
     shared = config["num_layers"] - config["mmdit_layers"] if "mmdit_layers" in config else 0
     if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
-        return {**config, "mmdit_layers": RECORDED_BLOCKS, "num_layers": 2 * RECORDED_BLOCKS}
+        return {**config, "mmdit_layers": blocks, "num_layers": 2 * blocks}
     for stack in profile.stacks:
         if stack.alike and isinstance(config[stack.depth_key], int):
-            config[stack.depth_key] = min(RECORDED_BLOCKS, config[stack.depth_key])
+            config[stack.depth_key] = min(blocks, config[stack.depth_key])
     if profile.family == "mochi":  # its last block is without text output
         config["num_layers"] += 1
     return config

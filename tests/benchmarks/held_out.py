@@ -18,13 +18,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import profiles
 from planner import catalog
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.library import tape
-from planner.program import Program, Stage
+from planner.program import Program
 from planner.replay import CachingAllocator
 from planner.shapes import grid, job_for
 from planner.variants import OptimizerVariant, SampleVariant, StepVariant
@@ -96,27 +97,58 @@ def shipped(profile: ModelProfile) -> list[Variant]:
     return [variant for variant in known if (folder / f"{variant.name}.json.gz").is_file()]
 
 
-def from_tape(case: Case) -> int:
-    """Allocated peak of the passes or of the optimizer's steps, bytes."""
+class Played(NamedTuple):
+    """Events on the GPU, piece by piece, and the bytes of each buffer."""
+
+    pieces: list[list[int]]
+    sizes: list[int]
+
+    @property
+    def peak(self) -> int:
+        """Allocated, in bytes, with the pieces played one after the other."""
+        allocator = CachingAllocator(expandable_segments=True)
+        for events in self.pieces:
+            allocator.run(events, self.sizes)
+        return allocator.allocated_peak_bytes
+
+    def levels(self, piece: int) -> list[int]:
+        """Bytes at each allocation of a piece since its start, and at its end."""
+        steps = [self.sizes[event] if event >= 0 else -self.sizes[~event] for event in self.pieces[piece]]
+        reached = list(itertools.accumulate(steps))
+        made = [level for event, level in zip(self.pieces[piece], reached, strict=True) if event >= 0]
+        return [*made, *reached[-1:]]
+
+    def same(self, other: Played) -> bool:
+        """Whether another does the same from event to event: loading and passes, or an optimizer's steps."""
+        told = range(len(self.pieces)) if len(self.pieces) == len(PASSES) else STEPS
+        return all(self.levels(piece) == other.levels(piece) for piece in told)
+
+
+PASSES, STEPS = (0, 1), (2, 4)
+"""Pieces: loading and passes; of an optimizer's case loading, gradients, the first step, gradients, a later one."""
+
+
+def from_tape(case: Case, counts: Sequence[int] | None = None) -> Played:
+    """The passes or the optimizer's steps; ``counts``: of a model of so many blocks per run."""
     program = Program()
     own = tape(case.profile.name, case.variant.name)
     if not isinstance(case.variant, OptimizerVariant):
         piece = "step" if isinstance(case.variant, StepVariant) else "denoise"
-        stages = [program.unfold(own, "load"), program.unfold(own, piece)]
-        return peak(stages, program.bytes_of(case.shape))
+        stages = [program.unfold(own, name, counts) for name in ("load", piece)]
+        return Played([stage.ops for stage in stages], program.bytes_of(case.shape))
     # What it steps with is made elsewhere: any tape of a step with these trained parameters.
     strategy = case.strategy.replace(autocast="bf16", gradient_checkpointing="full")
     step = tape(case.profile.name, StepVariant.of(case.profile, case.job, strategy, case.job.batch_size).name)
-    load, _ = program.unfold(step, "load"), program.unfold(step, "step")
-    first, later = program.unfold(own, "optimizer_first"), program.unfold(own, "optimizer")
+    load, _ = (program.unfold(step, name, counts) for name in ("load", "step"))
+    first, later = (program.unfold(own, name, counts) for name in ("optimizer_first", "optimizer"))
     gradients = list(program.named["gradient"].values())
-    return peak([load, gradients, first, gradients, later], program.bytes_of(case.shape))
+    return Played([load.ops, gradients, first.ops, gradients, later.ops], program.bytes_of(case.shape))
 
 
-def directly(case: Case) -> int:
-    """The same, recorded at full depth at the shape itself."""
-    trace = RECORD[type(case.variant)](case.profile, case.job, case.strategy, case.shape, None)
-    return peak(pieces(trace), [alloc.nbytes for alloc in trace.allocs])
+def directly(case: Case, config: dict[str, Any] | None = None) -> tuple[Played, list[int]]:
+    """The same, recorded at the shape itself, and the blocks of each run. ``config``: of another depth than full."""
+    trace = RECORD[type(case.variant)](case.profile, case.job, case.strategy, case.shape, config)
+    return Played(pieces(trace), [alloc.nbytes for alloc in trace.allocs]), [run.count for run in trace.runs]
 
 
 def pieces(trace: Trace) -> list[list[int]]:
@@ -125,14 +157,6 @@ def pieces(trace: Trace) -> list[list[int]]:
     bounds = itertools.pairwise(start for _, start in trace.pieces)
     found = [trace.events[start:stop] for start, stop in bounds]
     return [[event for event in events if (event if event >= 0 else ~event) not in host] for events in found]
-
-
-def peak(stages: Sequence[Stage | list[int]], sizes: list[int]) -> int:
-    """Allocated peak in bytes over stages played one after the other."""
-    allocator = CachingAllocator(expandable_segments=True)
-    for stage in stages:
-        allocator.run(stage.ops if isinstance(stage, Stage) else stage, sizes)
-    return allocator.allocated_peak_bytes
 
 
 def main() -> int:
@@ -155,7 +179,7 @@ def main() -> int:
         for variant in variants:
             case = Case.of(profile, variant)
             start = time.perf_counter()
-            ours, theirs = from_tape(case), directly(case)
+            ours, theirs = from_tape(case).peak, directly(case)[0].peak
             error = 100 * (ours - theirs) / theirs
             worst, count = max(worst, abs(error)), count + 1
             job = case.job

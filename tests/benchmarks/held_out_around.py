@@ -16,7 +16,17 @@ from typing import NamedTuple
 
 import profiles
 from planner import catalog
-from planner.components import CHUNKS, COMPONENTS, FRAMEWISE, SHORTEST, Component, component_name, components, frames_of
+from planner.components import (
+    CHUNKS,
+    COMPONENTS,
+    FEWEST,
+    FRAMEWISE,
+    SHORTEST,
+    Component,
+    component_name,
+    components,
+    frames_of,
+)
 from planner.facts import ModelProfile, Vae
 from planner.program import Part, Program
 from planner.tape import Tape, read_tape
@@ -84,7 +94,8 @@ def clip(vae: Vae) -> tuple[int, int]:
     if not vae.takes_clips:
         return 1, 0
     if vae.class_name in CHUNKS:
-        return frames_of(vae, SHORTEST + 1), SHORTEST + 1
+        chunks = FEWEST.get(vae.class_name, SHORTEST) + 1
+        return frames_of(vae, chunks), chunks
     return (FRAMEWISE[vae.class_name][0] if vae.class_name in FRAMEWISE else 10), 0
 
 

@@ -139,8 +139,11 @@ def easyanimate(tmp_path: Path) -> Case:
 
 
 def test_easyanimate_7b_runs_out_in_the_optimizer_step_under_ddp(easyanimate: Case) -> None:
+    """76.2 GiB allocated, 77.4 to 80 with context, NCCL and fragmentation, of 79.1: within a percent of the card, so
+    neither that it fits is sure nor that it does not. Where the encoders stay (no ``--low_vram``) it does not."""
     found = easyanimate.ask()
-    assert found.verdict != "fits"
+    assert found.verdict == "tight" and 77.4 <= found.device("optimizer") <= 80
+    assert easyanimate.ask("--text-encoder", "resident").verdict == "no"
     assert found.where.endswith("optimizer step") and 76 <= found.allocated("optimizer") <= 77
     assert found.part("weights", "gradients", "optimizer", "buckets") == pytest.approx(63.5, abs=0.2)
     assert found.part("temporary") == pytest.approx(12.7, abs=0.1)  # the foreach copy
@@ -266,7 +269,9 @@ def test_flux_full_fits_with_8_bit_adam_and_both_caches(flux: Case) -> None:
     cached, resident = flux.ask(), flux.ask(*RESIDENT)
     assert cached.verdict == "fits" and 68 <= cached.device("train") <= 71
     assert 9 <= cached.allocated("encode") <= 12
-    assert resident.verdict != "fits" and 76 <= resident.allocated("train") <= 79
+    # 0.3 GiB below what the card gives: nobody can promise it, nor rule it out.
+    assert resident.verdict == "tight" and 78 <= resident.device("train") <= 79
+    assert 76 <= resident.allocated("train") <= 79
 
 
 def test_flux_full_fits_24_gb_with_adafactor_inside_backward_and_block_swap(flux: Case) -> None:

@@ -93,14 +93,17 @@ def step_by_step(_: nn.Module) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("model", "frames"), [("mochi-1", 5), ("hunyuan-video-1.5", 2)])
+@pytest.mark.parametrize(
+    ("model", "part", "latents"),
+    [("mochi-1", "decode", (5, 6, 4)), ("mochi-1", "encode", (2, 60, 106)), ("hunyuan-video-1.5", "decode", (2, 6, 4))],
+)
 def test_what_is_recorded_in_one_go_takes_what_it_takes_step_by_step(
-    model: str, frames: int, monkeypatch: pytest.MonkeyPatch
+    model: str, part: str, latents: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the few bytes of each norm of 8 frames."""
 
     def peak() -> int:
-        found: Held = directly(vaes.record_vae(vae, "decode", "half", {"F": frames, "H": 6, "W": 4}, 0))
+        found: Held = directly(vaes.record_vae(vae, part, "half", dict(zip("FHW", latents, strict=True)), 0))
         return found.peak
 
     vae = catalog.model(model).vae

@@ -17,6 +17,8 @@ from planner.timing import (
     BARE_LAUNCH_SECONDS,
     COMPILED_LAUNCH_SECONDS,
     COPY,
+    GAP_SECONDS,
+    GRAPH_GAP_SECONDS,
     HOST_ADAM_SECONDS,
     LAUNCH_SECONDS,
     NVLINK,
@@ -122,7 +124,7 @@ def test_symbolic_work_holds_for_every_shape():
 def test_kernels_take_the_longer_of_arithmetic_and_memory():
     expected = 10**15 / (0.803 * 989.4e12) + 1.1e12 / (COPY * 3352e9)
     assert seconds().compute == pytest.approx(expected)
-    assert seconds().total == pytest.approx(seconds().compute / USUAL)
+    assert seconds().total == pytest.approx(seconds().compute / USUAL + 1100 * GAP_SECONDS)
 
 
 def test_launches_count_only_where_the_gpu_waits_for_them():
@@ -175,15 +177,15 @@ def test_transfers_hide_behind_kernels_or_add_to_them():
 
 
 def test_the_high_end_is_slow_kernels_or_slow_launches_and_nothing_hidden():
-    assert seconds().high == pytest.approx(seconds().compute / REACHED)
+    assert seconds().high == pytest.approx(seconds().compute / REACHED + 1100 * GAP_SECONDS)
     many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
     assert seconds(many).high == pytest.approx(10**6 * SLOW_LAUNCH_SECONDS)
     graphs = seconds(many, compile="cudagraphs")
-    assert graphs.high == pytest.approx(graphs.compute / REACHED)
+    assert graphs.high == pytest.approx(graphs.compute / REACHED + 10**6 * GRAPH_GAP_SECONDS)
 
 
 def test_the_cpu_runs_ahead_of_the_gpu_and_never_behind():
-    """Kernels of 1 s in each pass; 100,000 launches, 4.2 s, in one of them."""
+    """Kernels of 1 s in each pass; 100,000 launches, 4.2 s and gaps of 0.21 s, in one of them."""
     busy, many = {MATMUL: Work(round(USUAL * 0.803 * 989.4e12), 0)}, {LAUNCHES: Work(10**5, 0)}
     launched = 10**5 * LAUNCH_SECONDS
     both = {MATMUL: Work(2 * busy[MATMUL].flops, 0), **many}
@@ -243,8 +245,8 @@ def test_published_steps_are_met_and_in_the_right_order():
                 where = Machine(gpu=card, host_ram=2**37)
                 told = estimate(job, strategy, where, facts(job, strategy, where), trainer)
                 if taken is not None:
-                    missed = (model, card) == ("sd3.5-medium", "h100-80gb")  # by -27.5 and -27.1 %; 2 % in the median
-                    within = 0.28 if missed else 0.11
+                    missed = (model, card) == ("sd3.5-medium", "h100-80gb")  # see docs/accuracy.md
+                    within = 0.22 if missed else 0.11
                     assert told.step_seconds == pytest.approx(taken, rel=within), (model, asked, checkpointing, card)
                     assert taken <= told.step_seconds_high
                     found.setdefault((model, card), []).append((taken, told.step_seconds))

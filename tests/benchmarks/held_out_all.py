@@ -1,0 +1,160 @@
+"""Holds every shipped tape to a direct recording at a shape it was not made from, and keeps what came out.
+
+    python -m tests.benchmarks.held_out_all [MODEL ...] [--until HH:MM] [--only TEXT] [--list]
+
+One line of `held_out.jsonl` per tape: its digest, the shape, both allocated peaks in bytes, whether every event is the
+same, and the versions. A tape is due when no line has its digest, so the run can be stopped and gone on with, and tapes
+recorded anew are held out anew.
+Of each model one tape of every kind and method is held out at full depth, all others at nine blocks of each kind (tapes
+are made from six). Cheap and telling ones first. Ends with exit code 1 when an error in the file is over 0.1 %.
+Needs vplan[train]; the whole takes some five hours of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import itertools
+import random
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import profiles
+from planner import catalog
+from planner.components import COMPONENTS, Component, components
+from planner.facts import ModelProfile
+from planner.rows import append_row, rows_by_id
+from planner.variants import OptimizerVariant, StepVariant
+from tests.benchmarks import held_out_around
+from tests.benchmarks.held_out import GIB, LIMIT_PCT, SEED, Case, Variant, directly, from_tape, shipped
+from tests.benchmarks.held_out_around import PROMPTS, SIDES
+from trainers.tapes import RECORDED_BLOCKS, shallow_config
+
+LEDGER = Path(__file__).with_name("held_out.jsonl")
+BLOCKS = RECORDED_BLOCKS + 3
+CHEAP_FIRST = ("sample", "step", "optimizer")
+
+
+class Due(NamedTuple):
+    """A tape, how it is held out, and when: the lower the order, the sooner."""
+
+    order: tuple[float, ...]
+    profile: ModelProfile
+    what: Variant | Component
+    full_depth: bool
+
+    @property
+    def path(self) -> Path:
+        if isinstance(self.what, Component):
+            return profiles.TAPES / COMPONENTS / self.what.name / f"{self.what.variant}.json.gz"
+        return profiles.TAPES / self.profile.name / f"{self.what.name}.json.gz"
+
+    @property
+    def id(self) -> str:
+        name = f"{self.path.parent.name}/{self.path.name.removesuffix('.json.gz')}"
+        return name if isinstance(self.what, Component) or self.full_depth else f"{name}/{BLOCKS} blocks"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
+
+
+def around(profile: ModelProfile) -> Iterator[Due]:
+    """What stands around a model."""
+    for component in components(profile):
+        due = Due((0, profile.parameters), profile, component, full_depth=True)
+        if due.path.is_file():
+            yield due
+
+
+def of_model(profile: ModelProfile) -> Iterator[Due]:
+    """The model's own tapes: one of each kind and method first, the others by lot."""
+    lot = shipped(profile)
+    random.Random(f"{SEED} {profile.name}").shuffle(lot)
+    seen: set[tuple[str, str]] = set()
+    places = itertools.count(2)
+    for variant in sorted(lot, key=_plainness):
+        kind = variant.name.split("-")[0], variant.method
+        first = kind not in seen
+        seen.add(kind)
+        order = 1 if first else next(places), CHEAP_FIRST.index(kind[0]), profile.parameters
+        yield Due(order, profile, variant, full_depth=first)
+
+
+def _plainness(variant: Variant) -> int:
+    """What people train with when they say no more goes first."""
+    if isinstance(variant, OptimizerVariant):
+        return int((variant.optimizer, variant.how) != ("adamw", "foreach"))
+    plain = not variant.one_sample and (not isinstance(variant, StepVariant) or variant.checkpointing == "full")
+    return int(not plain)
+
+
+def queue(models: list[str], only: str) -> list[Due]:
+    """Every shipped tape, in the order in which they are held out."""
+    known = [catalog.model(name) for name in models or catalog.model_names()]
+    each = {due.id: due for profile in known for due in around(profile)}
+    all_due = [*each.values(), *(due for profile in known for due in of_model(profile))]
+    return sorted((due for due in all_due if only in due.id), key=lambda due: due.order)
+
+
+def compared(due: Due) -> dict[str, Any]:
+    """What a line says of a tape beside its name."""
+    if isinstance(due.what, Component):
+        ours, theirs = held_out_around.compared(due.profile, due.what)
+        rows, columns = SIDES
+        shape = f"{rows}x{columns} latents" if due.what.name.startswith("Autoencoder") else f"{PROMPTS} prompts"
+        return {"shape": shape, "tape": ours.peak, "recorded": theirs.peak, "same_events": ours == theirs}
+    case = Case.of(due.profile, due.what)
+    theirs, counts = directly(case, None if due.full_depth else shallow_config(due.profile, BLOCKS))
+    ours, job = from_tape(case, counts), case.job
+    shape = f"{job.batch_size}x{job.frames}x{job.height}x{job.width} rank {job.lora_rank}"
+    said = {"shape": shape, "blocks": counts, "tape": ours.peak, "recorded": theirs.peak}
+    return {**said, "same_events": ours.same(theirs)}
+
+
+def hold(due: Due) -> None:
+    """Compares one tape and keeps what came out."""
+    start = time.process_time()
+    found = compared(due)
+    error = 100 * (found["tape"] - found["recorded"]) / found["recorded"]
+    seconds = round(time.process_time() - start, 1)
+    versions = {library: version(library).split("+")[0] for library in ("torch", "diffusers")}
+    append_row(LEDGER, {"id": due.id, "digest": due.digest, **found, "seconds": seconds, **versions})
+    told = f"{error:+9.4f} {'same' if found['same_events'] else 'other'} events"
+    numbers = f"{found['tape'] / GIB:9.3f} {found['recorded'] / GIB:9.3f} {told} {seconds:6.1f}"
+    print(f"{due.id:84} {found['shape']:24} {numbers}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.held_out_all")
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--until", metavar="HH:MM", help="start no tape after this time of day, UTC")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the tapes with a text in their name")
+    parser.add_argument("--list", action="store_true", help="say what is due, and hold nothing out")
+    asked = parser.parse_args()
+    every = queue(asked.models, asked.only)
+    kept = rows_by_id(LEDGER)
+    due = [entry for entry in every if kept.get(entry.id, {}).get("digest") != entry.digest]
+    print(f"{len(every)} tapes, {len(due)} due", flush=True)
+    if asked.list:
+        print("\n".join(entry.id for entry in due))
+        return 0
+    for entry in due:
+        if asked.until and datetime.datetime.now(datetime.UTC).strftime("%H:%M") >= asked.until:
+            break
+        hold(entry)
+    rows = rows_by_id(LEDGER).values()
+    wrong = [row["id"] for row in rows if 100 * abs(row["tape"] - row["recorded"]) / row["recorded"] > LIMIT_PCT]
+    others = [row["id"] for row in rows if not row.get("same_events", True)]
+    for what, names in (("off", wrong), ("of other events at the same peak", others)):
+        print(f"{len(names)} {what}" + "".join(f"\n  {name}" for name in names))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
