@@ -218,7 +218,7 @@ class Stacker:
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load(path.read_bytes()) if path.stat().st_size <= SMALL_BYTES else load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError) as error:  # safetensors' own table may lack a file's format
         if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
             raise MemoryError(f"no memory to read {path.name}") from None
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
