@@ -160,7 +160,7 @@ def test_what_a_file_lacks_or_has_in_another_shape_is_named(tmp_path: Path) -> N
         odd = len(whole).to_bytes(8, "little") + whole + bytes(size)
         for data in (b"nothing" + bytes(size), odd[:-1], odd):
             entry.path.write_bytes(data)
-            with pytest.raises(VplanError, match="it is damaged|has the shape"):
+            with pytest.raises(VplanError, match=r"it is damaged|has the shape"):
                 made.batch([entry])
     entry.path.unlink()
     with pytest.raises(VplanError, match="cannot read"):
