@@ -203,8 +203,10 @@ def _not_sampled(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterato
     moves = strategy.validation_mode == "offload" or strategy.group_offload != "none"
     if strategy.weights(job.method) == "int8" and moves:
         yield "sending weights in int8 away for a sample", "use --validation-mode on, without group_offload"
-    if profile.experts == 2:
-        yield "a sample of two experts, which goes through both,", "use --validation-mode off"
+    if profile.experts == 2 and job.experts != "both":
+        yield "a sample where one of two experts is there, and it goes through both,", "use --validation-mode off"
+    if job.experts == "both" and strategy.group_offload != "none":
+        yield "group_offload of both experts", "use --inactive-expert cpu, with which they take turns in samples too"
     if profile.inputs.get("sound"):
         fault = f"a sample of {profile.title}, whose pipeline is not diffusers' and finds the face in a picture first,"
         yield fault, "use --validation-mode off"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from planner import catalog
@@ -29,6 +29,10 @@ from planner.job import Bucket, Job
 from trainers.draws import SEEDS, sample_seed
 from trainers.families.base import Family
 from trainers.step import Batch
+
+SMALL_BYTES = 1 << 18
+"""Up to so much a file is read: mapping it takes longer, three times as long for a few KiB, and holds up the step's
+own Python meanwhile. Beyond, what is read is copied twice."""
 
 CACHED_ORDERS = 2
 """Epochs whose order is remembered: the one that runs and the next."""
@@ -213,8 +217,8 @@ class Stacker:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
+        return load(path.read_bytes()) if path.stat().st_size <= SMALL_BYTES else load_file(path)
+    except (OSError, SafetensorError, KeyError) as error:  # safetensors' own table may lack a file's format
         if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
             raise MemoryError(f"no memory to read {path.name}") from None
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"

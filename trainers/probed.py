@@ -17,7 +17,7 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.plan import Plan, plan_to_toml
-from trainers import checkpoint, experts, parallel, step, validate, weights
+from trainers import checkpoint, experts, parallel, pipelines, step, validate, weights
 from trainers.average import Average
 from trainers.families import family
 from trainers.memory import swap
@@ -176,7 +176,7 @@ class Probed:
         Of a model that is split all ranks denoise."""
         wanted, first, engine = self.wanted, checkpoint.is_first(), self.engine
         if first or engine.gathers:
-            asked = validate.Asked(steps=NOISE_LEVELS, seed=SEED)
+            asked = pipelines.Asked(steps=NOISE_LEVELS, seed=SEED)
             model, device = engine.plain, self.meter.device
             split = validate.Split(first, engine.release) if engine.gathers else None
             validate.sample(model, wanted.profile, wanted.job, self.strategy, device, asked, self.meter.phase, split)

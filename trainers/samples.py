@@ -30,7 +30,7 @@ from planner.folder import read_config
 from planner.launch import SAMPLES, Preparation, Request
 from planner.process import read_json, write_json
 from planner.validation import about
-from trainers import clips, families, parts, validate
+from trainers import clips, families, parts, pipelines, validate
 from trainers.buckets import model_fps
 from trainers.cache import Setting, Work
 from trainers.data import Dataset
@@ -73,7 +73,7 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
 
     Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.
     """
-    validate.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
+    pipelines.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
     assert wanted.validation is not None
     work = Work(setting)
     own = [] if dataset is None else [dataset.samples[0].clip.caption]
@@ -94,14 +94,14 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
 def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
     """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
     profile, job = work.setting.profile, work.setting.job
-    sampler = validate.sampler_of(work.family.for_job(job), profile)
+    sampler = pipelines.sampler_of(work.family.for_job(job), profile)
     if not (sampler.image or sampler.clip):
         return None, None
     if dataset is None:
         fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
         raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
     taken = dataset.samples[number % len(dataset.samples)]
-    shape = validate.shape_of(job)
+    shape = pipelines.shape_of(job)
     beside = work.beside(taken)
     source, indices = beside.get("control", beside.get("reference", taken.clip.path)), taken.indices[:1]
     if "reference" in beside:
@@ -181,19 +181,19 @@ class Samples:
         return made, None
 
     def _path(self, done: int, number: int) -> Path:
-        kind = "mp4" if validate.shape_of(self.request.plan.job).frames > 1 else "png"
+        kind = "mp4" if pipelines.shape_of(self.request.plan.job).frames > 1 else "png"
         return self.folder / f"step-{done:08d}-{number}.{kind}"
 
-    def _asked(self, wish: Wish, number: int) -> validate.Asked:
+    def _asked(self, wish: Wish, number: int) -> pipelines.Asked:
         """What a sample is made of, read when it is made."""
         root = parts.locate(self.request.weights, ["vae", "scheduler"])
         vae = self.profile.vae.class_name
         parts.check(root, "vae", vae)
         config = read_config(root / SCHEDULER, root) if (root / SCHEDULER).is_file() else None
         kind = families.family(self.profile).for_job(self.request.plan.job)
-        embeds = validate.sampler_of(kind, self.profile).embeds
+        embeds = pipelines.sampler_of(kind, self.profile).embeds
         dtype = DTYPES[self.request.plan.strategy.vae_dtype]
-        return validate.Asked(
+        return pipelines.Asked(
             prompt=load_file(wish.text),
             empty=load_file(wish.empty),
             frames=self._given(wish.image) if wish.image else None,
@@ -207,7 +207,7 @@ class Samples:
 
     def _given(self, path: str) -> list[Image.Image]:
         """The frames of a picture that has them below each other."""
-        height = validate.shape_of(self.request.plan.job).height
+        height = pipelines.shape_of(self.request.plan.job).height
         with Image.open(path) as image:
             whole = image.convert("RGB")
         return [whole.crop((0, top, whole.width, top + height)) for top in range(0, whole.height, height)]

@@ -266,7 +266,8 @@ class Training:
         line |= {"seconds": round(time.perf_counter() - began, 6), **self.watch.peaks()}
         if self.metrics:
             self.metrics.write(line)
-        self.accelerator.log({name: value for name, value in line.items() if value is not None}, step=self.done)
+        if self.request.log_with:
+            self.accelerator.log({name: value for name, value in line.items() if value is not None}, step=self.done)
 
     def _batches(self, number: int, turns: list[str]) -> Iterator[Any]:
         """The micro-batches of a step; of two experts, each one's turn, by name, comes just before its own."""

@@ -2,7 +2,8 @@
 
 There is no second copy of the model. The VAE waits in host RAM and comes to the device for its turn; with
 ``validation_mode offload`` the model leaves while it decodes, and with group offload it comes block by block or layer
-by layer. Behind a sample the model is where and as it was, and training goes on to the same bits.
+by layer. Of two experts that train, the one whose noise levels come has its turn, as in training. Behind a sample the
+model is where and as it was (but for whose turn it is), and training goes on to the same bits.
 """
 
 from __future__ import annotations
@@ -10,26 +11,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from planner.errors import VplanError
 from planner.facts import ModelProfile
-from planner.job import Job, Strategy, ValidationShape
-from planner.shapes import grid
-from trainers import step
+from planner.job import Job, Strategy
+from trainers import experts, pipelines, step
 from trainers.families import family
-from trainers.families.base import Family
-from trainers.families.sampling import Sampler, flow_shift, shifted
 from trainers.memory import swap
 from trainers.noise import randomise
+from trainers.pipelines import Asked
 
 if TYPE_CHECKING:
     import numpy
@@ -50,28 +46,6 @@ class Split:
     """before the first call of the model: raises where another rank cannot go on"""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What one sample is made of and how. What is left out is random, or the pipeline's own."""
-
-    prompt: Mapping[str, Tensor] | None = None
-    """tensors that caching left of the caption"""
-    empty: Mapping[str, Tensor] | None = None
-    """the same of the empty caption"""
-    frames: list[Image.Image] | None = None
-    """the image that a sample begins with, or the clip that steers it"""
-    embeds: Tensor | None = None
-    """tensor that caching left of that image, where the family has one"""
-    vae: Callable[[], nn.Module] | None = None
-    """loads the VAE on the CPU"""
-    scheduler: Mapping[str, Any] | None = None
-    """the config of the model's scheduler"""
-    steps: int | None = None
-    """denoising steps"""
-    guidance: float | None = None
-    seed: int = 0
-
-
 def sample(
     model: nn.Module,
     profile: ModelProfile,
@@ -90,38 +64,25 @@ def sample(
     model only the first rank has the sample: the others' is empty.
     """
     asked = asked or Asked()
-    kind, shape = family(profile).for_job(job), shape_of(job)
-    sampler = sampler_of(kind, profile)
-    live = _Live(model, strategy, device)
+    kind, shape = family(profile).for_job(job), pipelines.shape_of(job)
+    sampler = pipelines.sampler_of(kind, profile)
+    models = _models(model, strategy, device)
     vae = asked.vae() if asked.vae else random_vae(profile, strategy)
     leaves = strategy.validation_mode == "offload" and strategy.group_offload == "none"
     away = _Away(model, profile, strategy, device) if leaves else None
-    settings = scheduler(profile, sampler, shape, asked.scheduler)
-    with _set_aside(model, strategy, device), _Turns(live, with_settings(vae, strategy), phase, away, split):
-        prompt = asked.prompt if asked.prompt is not None else _random_prompt(kind, job, strategy)
+    parts = {"vae": vae, "scheduler": pipelines.scheduler(profile, sampler, shape, asked.scheduler)}
+    parts |= pipelines.guider(sampler, job, asked)
+    parts |= {"boundary_ratio": profile.training.boundary} if len(models) > 1 else {}
+    with _set_aside(model, strategy, device), _Turns(models, with_settings(vae, strategy), phase, away, split):
+        prompt = asked.prompt if asked.prompt is not None else pipelines.random_prompt(kind, job, strategy)
         embeds = asked.embeds if asked.embeds is not None or not sampler.embeds else prompt[sampler.embeds]
-        whole = _pipeline(sampler, live, {"vae": vae, "scheduler": settings, **_guider(sampler, job, asked)}, embeds)
-        said = _arguments(kind, sampler, job, replace(asked, prompt=prompt), shape)
+        whole = pipelines.pipeline(sampler, models, device, parts, embeds)
+        said = pipelines.arguments(kind, sampler, job, replace(asked, prompt=prompt), shape)
         if split and not split.decodes:
-            whole(**_accepted(whole, {**said, "output_type": "latent"}))
+            whole(**pipelines.accepted(whole, {**said, "output_type": "latent"}))
             split.release()
             return _nothing()
-        return _numbers(whole(**_accepted(whole, said)))[: shape.frames]
-
-
-def shape_of(job: Job) -> ValidationShape:
-    """The shape of the sample that validation makes: the job's own where it says nothing else."""
-    own = job.shapes[0]
-    return job.validation or ValidationShape(frames=own.frames, height=own.height, width=own.width)
-
-
-def sampler_of(kind: Family, profile: ModelProfile) -> Sampler:
-    """How a family samples; a VplanError where it does not."""
-    sampler = kind.sampler()
-    if sampler is None:
-        fault = f"samples of {profile.name} need what a folder of clips does not have"
-        raise VplanError(fault, "leave out --validation-mode")
-    return sampler
+        return pipelines.numbers(whole(**pipelines.accepted(whole, said)))[: shape.frames]
 
 
 def random_vae(profile: ModelProfile, strategy: Strategy) -> nn.Module:
@@ -145,29 +106,23 @@ def with_settings(vae: nn.Module, strategy: Strategy) -> nn.Module:
     return vae
 
 
-def scheduler(profile: ModelProfile, sampler: Sampler, shape: ValidationShape, config: Mapping[str, Any] | None) -> Any:
-    """The scheduler that the model's folder describes, else the family's, with the published shift for the size."""
-    import diffusers
-
-    name = config["_class_name"] if config else sampler.scheduler
-    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not (inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)):
-        raise VplanError(f"scheduler/ is {name!r}, which diffusers does not have", "fetch the model again")
-    own = {key: value for key, value in config.items() if not key.startswith("_")} if config else sampler.settings
-    shift = flow_shift(profile, shape.height, shape.width)
-    return kind.from_config(shifted(own, inspect.signature(kind).parameters, shift))
+def _nothing_to_do() -> None:
+    """Before a call that needs no preparation."""
 
 
 class _Live:
-    """The model that trains, as a pipeline holds and calls it: under autocast, and telling when it is called."""
+    """A model that trains, as a pipeline holds and calls it: under autocast, and telling when it is called."""
 
-    def __init__(self, model: nn.Module, strategy: Strategy, device: torch.device) -> None:
-        self.model, self.strategy, self.device = model, strategy, device
+    def __init__(
+        self, model: nn.Module, strategy: Strategy, device: torch.device, turn: Callable[[], None] = _nothing_to_do
+    ) -> None:
+        self.model, self.strategy, self.device, self.turn = model, strategy, device, turn
         self.dtype = step.compute_dtype(strategy)
-        self.before: Callable[[], None] = lambda: None
+        self.before: Callable[[], None] = _nothing_to_do
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self.before()
+        self.turn()
         with step.autocast(self.strategy, self.device):
             return self.model(*arguments, **named)
 
@@ -175,20 +130,31 @@ class _Live:
         return getattr(self.model, name)
 
 
+def _models(model: nn.Module, strategy: Strategy, device: torch.device) -> dict[str, _Live]:
+    """What trains, by what pipelines call it; of two experts each before its own turn."""
+    if not isinstance(model, experts.Experts):
+        return {"transformer": _Live(model, strategy, device)}
+    return {
+        part: _Live(model.part(which), strategy, device, functools.partial(model.turn, which))
+        for which, part in experts.PARTS.items()
+    }
+
+
 class _Turns(contextlib.ExitStack):
     """Who is on the device: the model while it denoises, the VAE while it encodes an image or decodes."""
 
     def __init__(
-        self, live: _Live, vae: nn.Module, phase: Phase, away: _Away | None, split: Split | None = None
+        self, models: dict[str, _Live], vae: nn.Module, phase: Phase, away: _Away | None, split: Split | None
     ) -> None:
         super().__init__()
-        self.device, self.vae, self.phase, self.away, self.split = live.device, vae, phase, away, split
+        self.vae, self.phase, self.away, self.split = vae, phase, away, split
         self._is_here, self._running = False, ""
-        live.before = self.denoise
+        for live in models.values():
+            live.before, self.device = self.denoise, live.device
         for name, then in (("encode", self.bring), ("decode", self.decode)):
             setattr(vae, name, functools.partial(self._called, getattr(vae, name), then))
         # Where diffusers' pipelines put what the VAE is given (utils/torch_utils.py, get_module_execution_device).
-        vae._hf_hook = _Where(live.device)  # type: ignore[assignment]
+        vae._hf_hook = _Where(self.device)  # type: ignore[assignment]
 
     def _called(
         self, method: Callable[..., Any], then: Callable[[], None], given: Tensor, *rest: Any, **more: Any
@@ -247,22 +213,25 @@ class _Where:
 
 
 class _Away:
-    """Sends a model's weights to host RAM and brings them back. Gone are those that lie on the device as a whole."""
+    """Sends a model's weights to host RAM and brings them back. Gone are those that lie on the device as a whole, of
+    two experts those of the one that ran last."""
 
     def __init__(self, model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-        waiting = swap.on_host(swap.swapped_blocks(model, profile, strategy))
-        self.device = device
-        self.weights = [each for name, each in model.named_parameters() if name not in waiting]
+        self.model, self.profile, self.strategy, self.device = model, profile, strategy, device
+        self.gone: list[nn.Parameter] = []
 
     def leave(self) -> None:
         """Frees the device."""
-        for weight in self.weights:
+        model = self.model.part(self.model.running) if isinstance(self.model, experts.Experts) else self.model
+        waiting = swap.on_host(swap.swapped_blocks(model, self.profile, self.strategy))
+        self.gone = [each for name, each in model.named_parameters() if name not in waiting]
+        for weight in self.gone:
             weight.data = weight.data.to("cpu")
         _empty_cache(self.device)
 
     def come_back(self) -> None:
         """Puts all that is away onto the device again."""
-        for weight in self.weights:
+        for weight in self.gone:
             weight.data = weight.data.to(self.device)
 
 
@@ -320,88 +289,7 @@ def _empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _guider(sampler: Sampler, job: Job, asked: Asked) -> dict[str, Any]:
-    """Guidance where it is a part of the pipeline."""
-    import diffusers
-
-    if sampler.scale != "guider":
-        return {}
-    scale = {} if asked.guidance is None else {"guidance_scale": asked.guidance}
-    return {"guider": diffusers.ClassifierFreeGuidance(**scale, enabled=job.guided)}
-
-
-def _pipeline(sampler: Sampler, live: _Live, parts: dict[str, Any], embeds: Tensor | None) -> Any:
-    """The family's pipeline of the live model and some parts, and nothing else."""
-    import diffusers
-
-    kind = getattr(diffusers, sampler.pipeline)
-    parameters = inspect.signature(kind.__init__).parameters
-    needed = [name for name, each in parameters.items() if each.default is each.empty and name != "self"]
-    model = {"unet" if "unet" in parameters else "transformer": live}
-    parts["vae"].register_to_config(**{k: v for k, v in sampler.vae.items() if k not in parts["vae"].config})
-    # All that a pipeline makes itself is to lie where the live model is, not where its first part waits.
-    own: dict[str, Any] = {"_execution_device": property(lambda _: live.device)}
-    if embeds is not None:
-        whole_batch = embeds[None].to(live.device)
-        own["encode_image"] = lambda *_: whole_batch
-    here = type(kind.__name__, (kind,), own)
-    whole = here(**dict.fromkeys(needed) | model | parts | dict(sampler.init))
-    whole.set_progress_bar_config(disable=True)
-    return whole
-
-
-def _arguments(kind: Family, sampler: Sampler, job: Job, asked: Asked, shape: ValidationShape) -> dict[str, Any]:
-    """What the pipeline is called with; more than it may take."""
-    assert asked.prompt is not None
-    prompt, empty = asked.prompt, asked.empty if asked.empty is not None else asked.prompt
-    said: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
-    said |= {"height": shape.height, "width": shape.width, "num_frames": shape.frames, "output_type": "np"}
-    for name, argument in sampler.prompt.items():
-        said[argument] = [prompt[name]] if sampler.listed else prompt[name][None]
-        if sampler.negative and job.guided:
-            said[f"negative_{argument}"] = [empty[name]] if sampler.listed else empty[name][None]
-    if asked.guidance is not None:
-        said[sampler.scale] = asked.guidance
-    if sampler.negative and not job.guided:
-        said[sampler.scale] = sampler.unguided
-    if sampler.image or sampler.clip:
-        blank = [Image.new("RGB", (shape.width, shape.height))] * (shape.frames if sampler.clip else 1)
-        given = asked.frames or blank
-        said |= kind.sampled_image(given if sampler.clip else given[0], shape.height, shape.width, shape.frames)
-    if asked.steps is not None:
-        said["num_inference_steps"] = asked.steps
-    return {**said, "generator": torch.Generator().manual_seed(asked.seed)}
-
-
-def _random_prompt(kind: Family, job: Job, strategy: Strategy) -> dict[str, Tensor]:
-    """A random batch's tensors of one sample, the prompt's among them."""
-    batch = kind.batch({**grid(kind.profile, job), "B": 1}, "cpu", step.compute_dtype(strategy))
-    return {name: tensor if name in kind.shared else tensor[0] for name, tensor in batch.items()}
-
-
-def _accepted(whole: Any, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that a pipeline has, its tensors where it works."""
-    known = inspect.signature(type(whole).__call__).parameters
-    place = whole._execution_device
-
-    def there(value: Any) -> Any:
-        if isinstance(value, list):  # of prompts (Z-Image), or of images
-            return [there(each) for each in value]
-        return value.to(place) if isinstance(value, Tensor) else value
-
-    return {name: there(value) for name, value in said.items() if name in known}
-
-
 def _nothing() -> numpy.ndarray[Any, Any]:
     import numpy
 
     return numpy.empty((0, 0, 0, 3))
-
-
-def _numbers(made: Any) -> numpy.ndarray[Any, Any]:
-    """(F, H, W, 3) of what a pipeline answers."""
-    import numpy
-
-    frames = made.frames if hasattr(made, "frames") else made.images
-    found = numpy.asarray(frames)
-    return found[0] if found.ndim == 5 else found

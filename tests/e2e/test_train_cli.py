@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -66,23 +67,14 @@ def lines(output: Path) -> int:
 
 
 def test_from_a_plan_to_a_lora_file_with_a_kill_and_a_resume(place: runs.Place, tmp_path: Path) -> None:
-    """Killed five times, the last with the parent alone; each call goes on, and the end is the uninterrupted one's."""
+    """Killed five times: three times the worker, forked off here where torch is loaded, then the whole of the command,
+    then its parent alone. Each goes on from where the one before was, and the end is the uninterrupted one's."""
     assert runs.train(place.request(tmp_path / "whole", steps=60, checkpoint_every=60))["outcome"] == "ok"
     output = tmp_path / "killed"
+    kills = ((7, kill_worker), (14, kill_worker), (23, kill_worker), (38, kill_tree), (52, kill_parent))
     finished: set[str] = set()
-    for number, steps in enumerate((7, 14, 23, 38, 52)):
-        process = subprocess.Popen(
-            words(place, output, "--steps", "60", "--checkpoint-every", "5"), stderr=subprocess.DEVNULL
-        )
-        wait_for(lambda steps=steps: lines(output) >= steps, process)
-        tree = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        if number != 4:
-            for child in tree:
-                child.kill()
-        process.wait()
-        _, alive = psutil.wait_procs(tree, timeout=60)
-        assert not alive, "workers end with their parent"
+    for steps, kill in kills:
+        kill(place, output, steps)
         newest, _ = checkpoints.newest(output, checkpoints.run_id(output))
         assert newest is not None and finished <= {newest.name} | finished
         assert int(newest.name[5:]) > steps - 11  # no more is lost than since the last checkpoint and its writing
@@ -95,6 +87,38 @@ def test_from_a_plan_to_a_lora_file_with_a_kill_and_a_resume(place: runs.Place, 
     assert runs.losses(output) == runs.losses(tmp_path / "whole")
     wanted, found = runs.tensors(tmp_path / "whole" / "final"), runs.tensors(output / "final")
     assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+
+
+def kill_worker(place: runs.Place, output: Path, steps: int) -> None:
+    """The command's worker alone, once so many steps are done."""
+    newest, _ = checkpoints.newest(output, checkpoints.run_id(output)) if output.exists() else (None, [])
+    asked = place.request(output, steps=60, checkpoint_every=5, resume=str(newest) if newest else None)
+    process = multiprocessing.get_context("fork").Process(target=runs.train, args=(asked,))
+    process.start()
+    while process.is_alive() and lines(output) < steps:
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def kill_tree(place: runs.Place, output: Path, steps: int, *, children: bool = True) -> None:
+    """The command with all that it started, or it alone."""
+    said = words(place, output, "--steps", "60", "--checkpoint-every", "5")
+    process = subprocess.Popen(said, stderr=subprocess.DEVNULL)
+    wait_for(lambda: lines(output) >= steps, process)
+    tree = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in tree if children else ():
+        child.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(tree, timeout=60)
+    assert not alive, "workers end with their parent"
+
+
+def kill_parent(place: runs.Place, output: Path, steps: int) -> None:
+    """The command alone: its worker ends with it."""
+    kill_tree(place, output, steps, children=False)
 
 
 def test_a_rank_that_dies_takes_the_others_with_it(place: runs.Place, tmp_path: Path) -> None:

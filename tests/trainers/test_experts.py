@@ -3,22 +3,27 @@ frozen weights are where the plan says."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from PIL import Image
 
 torch = pytest.importorskip("torch")
 
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from planner import catalog  # noqa: E402
 from planner.applied import settled  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.job import Job, Machine, Strategy  # noqa: E402
+from planner.launch import Validation  # noqa: E402
 from planner.plan import Plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers import experts, quantise  # noqa: E402
+from trainers import experts, quantise, samples  # noqa: E402
 from trainers.train import Training  # noqa: E402
 
 STEPS = 4
@@ -77,18 +82,62 @@ def test_each_expert_learns_what_it_learns_alone_from_the_same_steps(
         assert all(torch.equal(made[name], each) for name, each in learned.items())
 
 
+SHAPE = {"frames": 1, "height": 32, "width": 48}
+LEVELS = 4
+"""Noise levels of a sample: with Wan 2.2's shift of 12 the last lies below the boundary."""
+
+
 def test_an_expert_that_waits_in_host_ram_learns_the_same_and_is_taken_up_there(
     place: runs.Pair, both: Path, tmp_path: Path
 ) -> None:
+    """And the sample at the end, for which they take turns, is the one that a pipeline makes of the finished files."""
     strategy = {"inactive_expert": "cpu", "gradient_checkpointing": "offload", "swap_blocks": 1}
-    plan = place.plan(strategy, experts="both")
+    plan = place.plan({**strategy, "validation_mode": "offload", "vae_dtype": "fp32"}, experts="both", validation=SHAPE)
     assert runs.train(place.request(tmp_path, plan, steps=2))["outcome"] == "ok"
     at = str(tmp_path / "checkpoints" / "step-00000002")
-    assert runs.train(place.request(tmp_path, plan, steps=STEPS, resume=at))["outcome"] == "ok"
+    asked = Validation(prompts=wished(place), steps=LEVELS)
+    assert runs.train(place.request(tmp_path, plan, steps=STEPS, resume=at, validation=asked))["outcome"] == "ok"
     assert runs.losses(tmp_path) == runs.losses(both)
     for part in experts.PARTS.values():
         one, other = (runs.tensors(folder / "final" / part) for folder in (tmp_path, both))
         assert all(torch.equal(one[name], other[name]) for name in other)
+    (told,) = (line for line in runs.lines(tmp_path) if "samples" in line)
+    assert told["note"] is None
+    found = numpy.asarray(Image.open(tmp_path / "samples" / told["samples"][0]))
+    numpy.testing.assert_array_equal(found, finished_sample(place, tmp_path / "final"))
+
+
+def wished(place: runs.Pair) -> str:
+    """A list of one sample, and the VAE for it."""
+    AutoencoderKLWan(base_dim=3).save_pretrained(place.root / "model" / "vae")
+    for name in ("prompt", "empty"):
+        width = catalog.model(place.model).config["text_dim"]
+        save_file({"prompt": torch.randn(512, width)}, place.root / f"{name}.safetensors")
+    files = (str(place.root / f"{name}.safetensors") for name in ("prompt", "empty"))
+    (place.root / "wished.json").write_text(json.dumps({"samples": [samples.Wish("one", *files)._asdict()]}))
+    return str(place.root / "wished.json")
+
+
+def finished_sample(place: runs.Pair, final: Path) -> Any:
+    """The picture (H, W, 3) of the pipeline of both, with their files."""
+    parts = {
+        part: WanTransformer3DModel.from_pretrained(place.root / "model" / part) for part in experts.PARTS.values()
+    }
+    vae = AutoencoderKLWan.from_pretrained(place.root / "model" / "vae")
+    settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 12.0}
+    scheduler = UniPCMultistepScheduler(**settings)
+    whole = WanPipeline(None, None, vae, scheduler, **parts, boundary_ratio=0.875)
+    for number, part in enumerate(experts.PARTS.values()):
+        whole.load_lora_weights(str(final / part), adapter_name="mine", load_into_transformer_2=bool(number))
+    prompts = {
+        argument: load_file(place.root / f"{name}.safetensors")["prompt"][None]
+        for argument, name in (("prompt_embeds", "prompt"), ("negative_prompt_embeds", "empty"))
+    }
+    shape = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": LEVELS}
+    made = whole(**prompts, **shape, generator=torch.Generator().manual_seed(0)).frames[0][0]
+    levels = [float(step) for step in scheduler.timesteps]
+    assert min(levels) < 875 < max(levels)
+    return (made * 255).round().astype(numpy.uint8)
 
 
 @pytest.mark.parametrize(("dtype", "swapped"), [("fp32", 1), ("nf4", 0)])
@@ -159,6 +208,8 @@ def test_a_pipeline_takes_a_file_for_each(place: runs.Pair, both: Path) -> None:
         ({"swap_blocks": 1, "gradient_checkpointing": "full"}, {}, "an idle expert that stays on the GPU"),
         ({"inactive_expert": "cpu"}, {"method": "full"}, "full training of experts that wait"),
         ({"inactive_expert": "gpu"}, {"experts": "high"}, "inactive_expert gpu of one that is not trained"),
+        ({"validation_mode": "on"}, {"experts": "high"}, "a sample where one of two experts is there"),
+        ({"validation_mode": "on", "group_offload": "block"}, {}, "group_offload of both experts"),
     ],
 )
 def test_what_they_cannot_do_in_turn_is_refused_by_name(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from planner import catalog  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.job import Bucket, Job  # noqa: E402
-from trainers import draws  # noqa: E402
+from trainers import draws, loader  # noqa: E402
 from trainers.draws import SEEDS  # noqa: E402
 from trainers.families import family  # noqa: E402
 from trainers.loader import Entry, Loader, Sampler, Stacker, read_entries, write_entries  # noqa: E402
@@ -154,9 +154,14 @@ def test_what_a_file_lacks_or_has_in_another_shape_is_named(tmp_path: Path) -> N
     save_file({"other": latents}, entry.path)
     with pytest.raises(VplanError, match="have no latents"):
         made.batch([entry])
-    entry.path.write_bytes(b"nothing")
-    with pytest.raises(VplanError, match="it is damaged"):
-        made.batch([entry])
+    header = b'{"latents":{"dtype":"F8_E8M0","shape":[%d],"data_offsets":[0,%d]}}'
+    for size in (8, loader.SMALL_BYTES):  # a small file is read, a large one mapped
+        whole = header % (size, size)
+        odd = len(whole).to_bytes(8, "little") + whole + bytes(size)
+        for data in (b"nothing" + bytes(size), odd[:-1], odd):
+            entry.path.write_bytes(data)
+            with pytest.raises(VplanError, match=r"it is damaged|has the shape"):
+                made.batch([entry])
     entry.path.unlink()
     with pytest.raises(VplanError, match="cannot read"):
         made.batch([entry])
@@ -172,13 +177,13 @@ def test_ranks_and_micro_batches_share_samples_and_seeds(tmp_path: Path) -> None
         sampler = Sampler(split, made.job, world, accumulation, 3)
         rows = []
         for rank in range(world):
-            loader = Loader(sampler, made, rank, torch.device("cpu"), 2)
-            for batch in loader.batches(1):
+            own = Loader(sampler, made, rank, torch.device("cpu"), 2)
+            for batch in own.batches(1):
                 with draws.from_seeds(batch[SEEDS], torch.device("cpu")):
                     noise = draws.normal_like(batch["latents"].float())
                 firsts = [float(sample.flatten()[0]) for sample in batch["latents"]]
                 rows += list(zip(firsts, batch[SEEDS].tolist(), [float(n.sum()) for n in noise], strict=True))
-            loader.close()
+            own.close()
         return sorted(rows)
 
     assert seen(4, 1, 1) == seen(1, 2, 2) == seen(2, 2, 1)

@@ -21,7 +21,7 @@ from planner.plan import Plan  # noqa: E402
 from planner.shapes import grid  # noqa: E402
 from tests.trainers import tiny  # noqa: E402
 from tests.trainers.test_validate import CPU, FP32, Made  # noqa: E402
-from trainers import data, draws, families, validate  # noqa: E402
+from trainers import data, draws, families, pipelines, validate  # noqa: E402
 from trainers.families import noise  # noqa: E402
 from trainers.families.encoding import Encoder  # noqa: E402
 
@@ -111,7 +111,7 @@ def test_a_model_that_predicts_what_training_asks_for_samples_the_clip_it_was_tr
             vae.encode(pixels if made.profile.vae.takes_clips else pixels[:, :, 0]).latent_dist.mode()
         )
     made.model = Oracle(made, latents, monkeypatch)
-    asked = validate.Asked(vae=lambda: vae, steps=3)
+    asked = pipelines.Asked(vae=lambda: vae, steps=3)
     found = validate.sample(made.model, made.profile, made.job, FP32, CPU, asked)
     assert len(made.model.levels) == 3
     picture = expected.sample.reshape(3, -1, 64, 64).permute(1, 2, 3, 0)[:frames].clamp(-1, 1) / 2 + 0.5

@@ -18,7 +18,7 @@ from planner.errors import VplanError  # noqa: E402
 from planner.job import Strategy  # noqa: E402
 from planner.shapes import job_for  # noqa: E402
 from tests.trainers import tiny  # noqa: E402
-from trainers import families, parts, step, validate  # noqa: E402
+from trainers import families, parts, pipelines, step, validate  # noqa: E402
 from trainers.families.encoding import pipeline  # noqa: E402
 from trainers.families.sampling import flow_shift, shifted  # noqa: E402
 from trainers.noise import randomise  # noqa: E402
@@ -55,7 +55,7 @@ class Made:
         yield
 
     def sample(self, strategy: Strategy | None = None, **said: object) -> numpy.ndarray:
-        asked = validate.Asked(**{"vae": self.vae, "steps": 2, **said})
+        asked = pipelines.Asked(**{"vae": self.vae, "steps": 2, **said})
         torch.manual_seed(2)
         return validate.sample(
             self.model, self.profile, self.job, strategy or self.strategy, CPU, asked, phase=self.phase
@@ -84,13 +84,13 @@ def test_every_family_that_trains_samples_or_is_refused_by_name() -> None:
         kind = families.family(profile)
         if not (kind.clip_turns() and kind.text_turns()):
             continue
-        sampler = validate.sampler_of(kind, profile)
+        sampler = pipelines.sampler_of(kind, profile)
         assert hasattr(diffusers, sampler.pipeline)
-        config = validate.scheduler(profile, sampler, validate.shape_of(job_for(profile, {})), None).config
+        config = pipelines.scheduler(profile, sampler, pipelines.shape_of(job_for(profile, {})), None).config
         assert config.get("flow_shift", config.get("shift")) is not None or profile.training.objective != "flow"
     animate = catalog.model("wan2.2-animate-14b")
     with pytest.raises(VplanError, match=r"wan2\.2-animate-14b need what a folder of clips does not have"):
-        validate.sampler_of(families.family(animate), animate)
+        pipelines.sampler_of(families.family(animate), animate)
 
 
 def test_shifts_are_the_published_ones_for_the_size() -> None:
@@ -176,15 +176,15 @@ def test_tensors_go_where_the_pipeline_works_those_in_lists_too() -> None:
             """Takes as much as this."""
 
     tensor = torch.ones(2)
-    found = validate._accepted(Pipeline(), {"prompt_embeds": [tensor], "mask": tensor, "steps": 2, "fps": 24})
+    found = pipelines.accepted(Pipeline(), {"prompt_embeds": [tensor], "mask": tensor, "steps": 2, "fps": 24})
     assert found["prompt_embeds"][0].is_meta and found["mask"].is_meta and found["steps"] == 2
     assert "fps" not in found
 
 
 def test_a_scheduler_that_is_none_is_refused() -> None:
     profile = tiny.profile("wan2.1-t2v-1.3b")
-    sampler = validate.sampler_of(families.family(profile), profile)
-    shape = validate.shape_of(job_for(profile, {}))
+    sampler = pipelines.sampler_of(families.family(profile), profile)
+    shape = pipelines.shape_of(job_for(profile, {}))
     for name in ("WanPipeline", "nothing", ["x"]):
         with pytest.raises(VplanError, match="which diffusers does not have"):
-            validate.scheduler(profile, sampler, shape, {"_class_name": name})
+            pipelines.scheduler(profile, sampler, shape, {"_class_name": name})
