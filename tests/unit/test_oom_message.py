@@ -96,6 +96,13 @@ def test_what_it_was(text: str, cause: str, says: str) -> None:
     assert any(line.startswith("Fragmentation") for line in render(found)) == (cause == "fragmentation")
 
 
+def test_what_the_message_does_not_say_is_not_claimed() -> None:
+    bare = render(explain(parse("CUDA out of memory. Tried to allocate 2.00 GiB")))
+    assert not any("ragmentation" in line for line in bare) and any("does not say" in line for line in bare)
+    others = render(explain(parse(OTHERS)))
+    assert any("other processes held" in line and "ragmentation" not in line for line in others)
+
+
 def test_log_lines_rank_marks_and_wraps_around_it() -> None:
     wrapped = TORCH_2_9.replace(" is free. ", " is free.\n[rank1]: ")
     wrapped = wrapped.replace("39.56 GiB of", "39.56\n[rank1]:   GiB of")
@@ -157,6 +164,7 @@ def test_the_tensor_and_the_moment_are_found_in_the_job() -> None:
     assert abs(found.asked[0].allocated_bytes - before) < X
     assert found.asked[0].phase in ("first_step", "train") and "blocks." in found.asked[0].moment
     assert any("Of this job" in line for line in render(found))
+    assert not any("checkpointing" in advice for advice in found.advice), "it checkpoints already"
     strange = explain(parse(told.replace(format_size(2 * X), "777.00 MiB")), stages)
     assert strange.asked == () and any("No tensor of this job" in line for line in render(strange))
 
