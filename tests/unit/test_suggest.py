@@ -166,6 +166,13 @@ def test_more_host_ram_is_named_when_it_would_do() -> None:
     assert wish.before == "3GiB" and wish.plan.machine.host_ram == int(str(wish.after).removesuffix("GiB")) * GIB
 
 
+def test_what_is_short_is_named_and_so_are_the_computers() -> None:
+    words = "suggest sd1.5 --gpu 2x8GB --nodes 2 --host-ram 1GiB --batch-size 400 --sharding ddp --weights-dtype bf16"
+    words += " --gradient-checkpointing full --optimizer adamw --optimizer-step foreach --adapter-dtype fp32"
+    page = CliRunner().invoke(cli, words.split(), env={"COLUMNS": "200"}).output
+    assert "on 2 nodes of 2 x " in page and "GPU memory and host RAM are short" in page
+
+
 def test_full_training_that_does_not_fit_may_become_lora() -> None:
     fixed = {"gradient_checkpointing": "full", "offload_optimizer": "none", "offload_params": "none"}
     search = ask("8GB", fixed, method="full")
