@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from planner import catalog
+from planner.commands import cli
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import estimate
 from planner.facts import ModelProfile
@@ -90,6 +92,11 @@ def test_what_was_typed_is_never_traded() -> None:
     assert found.plan.strategy.gradient_checkpointing == "full"
     assert found.plan.strategy.optimizer_step == "fused"
     assert all(other.strategy.optimizer_step == "fused" for other in found.alternatives)
+
+
+def test_what_is_typed_and_contradicts_itself_is_refused_by_name() -> None:
+    with pytest.raises(VplanError, match="partial needs to know how many blocks"):
+        best(ask("80GB", {"gradient_checkpointing": "partial"}))
 
 
 def test_nothing_is_switched_on_for_less_than_the_prediction_is_good_for() -> None:
