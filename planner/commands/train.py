@@ -30,6 +30,7 @@ from planner.units import gib
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from planner.facts import ModelProfile
     from planner.plan import Estimate
 
 ENTRIES, CACHE, FINAL, ASIDE = "entries.jsonl", "cache", "final", "checkpoints.before"
@@ -108,6 +109,8 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
     place = Path(output).expanduser().absolute()
     if not Path(data).expanduser().is_dir():
         raise VplanError(f"there is no folder {quoted(data)}", "name the folder of your clips: --data DIR")
+    if asked.model is not None:  # before anything is planned or written
+        _weights(catalog.model(asked.model), said["weights"])
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -136,10 +139,7 @@ class _Train:
             raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
         if machine.nodes > 1 and not self.nodes.address and not said["slurm"]:
             raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
-        profile = catalog.model(plan.job.model)
-        if said["weights"] is None and not profile.is_own:
-            raise VplanError("no --weights", f"name the folder of {profile.title} as diffusers saves it", USAGE)
-        self.weights = said["weights"] or str(own_folder(profile.origin))
+        self.weights = _weights(catalog.model(plan.job.model), said["weights"])
         self.prompts = validation.prompts(plan, said)
 
     def run(self, as_json: bool, *, begins: bool) -> int:
@@ -367,6 +367,13 @@ def _steps_of(checkpoint: Path | None) -> int | None:
     if checkpoint is None:
         return None
     return int(json.loads((checkpoint / checkpoints.MANIFEST).read_text(encoding="utf-8"))["step"])
+
+
+def _weights(model: ModelProfile, said: str | None) -> str:
+    """The folder of a model's weights: the one that was said, else that of an own model."""
+    if said is None and not model.is_own:
+        raise VplanError("no --weights", f"add --weights DIR, {model.title}'s folder as diffusers saves it", USAGE)
+    return said or str(own_folder(model.origin))
 
 
 def own_folder(origin: str) -> Path:
