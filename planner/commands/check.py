@@ -51,8 +51,8 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 )
 @click.argument("words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED)
 @click.option("--from-file", "path", metavar="FILE", help="The file with the command, as FILE alone.")
-@click.option("--error", metavar="FILE", help="A log with torch's out-of-memory message: what it was, and of which "
-              "tensor of the command, if there is one.")  # fmt: skip
+@click.option("--error", metavar="FILE", help="A log with torch's out-of-memory message (- for what is piped): "
+              "what it was, and of which tensor of the command, if there is one.")  # fmt: skip
 @click.option("--model", metavar="NAME", help="The model, where the command does not tell.")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")

@@ -184,6 +184,10 @@ def test_check_reads_a_log_with_and_without_the_command(tmp_path: Path) -> None:
     words = ["check", "--error", str(log)]
     alone = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)
     assert alone["asked"] is None and alone["error"]["requested_bytes"] == GIB
+    piped = CliRunner().invoke(cli, ["check", "--error", "-", "--json"], input=log.read_bytes() + b"\xff")
+    assert json.loads(piped.stdout) == alone
+    mistaken = CliRunner().invoke(cli, ["check", str(log), "--gpu", "24GB"])
+    assert mistaken.exit_code == 1 and "vplan check --error train.log" in mistaken.stderr
     launch = ["torchrun", "--nproc_per_node=1", "-m", "scripts.train_unet"]
     told = CliRunner().invoke(cli, [*words, "--", *launch, "--unet_config_path", "configs/unet/stage1.yaml"])
     assert told.exit_code == 0 and "decode: temporary" in told.stdout  # the card is the message's own capacity
