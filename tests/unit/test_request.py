@@ -201,3 +201,10 @@ def test_train_asks_for_weights_before_it_plans_or_writes(plan: str, tmp_path: P
         said = ["--data", str(tmp_path / "clips"), "--output", str(tmp_path / "run"), "--gpu", "24GB"]
         assert "no --weights" in CliRunner().invoke(cli, ["train", target, *said]).output
     assert not (tmp_path / "run").exists(), "else the next try would have to be of the same plan"
+
+
+@pytest.mark.parametrize("rate", ["nan", "inf", "-1", "0"])
+def test_a_rate_that_is_none_is_refused_before_anything_runs(rate: str, plan: str, tmp_path: Path) -> None:
+    said = ["--data", str(tmp_path), "--output", str(tmp_path / "run"), "--weights", "w", "--learning-rate", rate]
+    found = CliRunner().invoke(cli, ["train", plan, *said])
+    assert found.exit_code == 1 and "'--learning-rate'" in found.output and "range x>0" in found.output
