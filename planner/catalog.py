@@ -98,6 +98,8 @@ def model(name: str) -> ModelProfile:
         return model(variants[0])
     if variants:
         raise VplanError(f"model {quoted(name)} can mean several", "write one of " + ", ".join(variants))
+    if found := _recorded_from(name):  # a folder here, named without a path
+        return found
     raise VplanError(f"model {quoted(name)} is not known", _near_models(text))
 
 

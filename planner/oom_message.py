@@ -281,8 +281,8 @@ BY_PHASE = {
     "load": "load the parts one after the other, or the text encoder and VAE only where latents are not cached",
     "encode": "cache latents and prompts before training, or tile the VAE",
     "first_step": "gradient checkpointing; then block swap, a smaller batch or fewer frames",
-    "train": "gradient checkpointing; then its offload, block swap, a smaller batch or fewer frames",
-    "backward": "gradient checkpointing; then its offload, block swap, a smaller batch or fewer frames",
+    "train": "gradient checkpointing; then checkpoints in host RAM, block swap, a smaller batch or fewer frames",
+    "backward": "gradient checkpointing; then checkpoints in host RAM, block swap, a smaller batch or fewer frames",
     "optimizer": "an 8-bit optimizer, its states in host RAM or split over GPUs (zero-2), or a fused step",
     "denoise": "switch validation off, or let it move each part to the GPU for its turn",
     "decode": "VAE slicing or tiling for the validation sample, or no validation",
@@ -304,8 +304,17 @@ def explain(message: OomMessage, played: Sequence[Played] | None = None) -> Expl
     if cause == "others":
         advice.append("end the other processes on this card (`nvidia-smi` lists them), or use another card")
     if cause in ("need", "unknown") or (message.unallocated_bytes or 0) < message.requested_bytes:
-        advice.append(BY_PHASE.get(phase, "gradient checkpointing, an 8-bit optimizer, cached latents and prompts"))
+        advice.append(_by_phase(phase, played))
     return Explanation(message, cause, why, tuple(advice), asked)
+
+
+def _by_phase(phase: str, played: Sequence[Played] | None) -> str:
+    """What helps in a phase, without what the job has switched on already."""
+    if not played:
+        return BY_PHASE.get(phase, "gradient checkpointing, an 8-bit optimizer, cached latents and prompts")
+    known = BY_PHASE.get(phase, "the same `vplan check` without --error says what of the command to change")
+    checkpointed = played[0].run.strategy.gradient_checkpointing != "none"
+    return known.removeprefix("gradient checkpointing; then ") if checkpointed else known
 
 
 def _cause(message: OomMessage) -> tuple[Cause, str]:
@@ -323,6 +332,15 @@ def _cause(message: OomMessage) -> tuple[Cause, str]:
     return "need", f"the tensors themselves were too much: {format_gib(short)} more than was free or held in reserve"
 
 
+OPENINGS: dict[Cause, str] = {
+    "fragmentation": "Fragmentation",
+    "need": "No fragmentation",
+    "others": "Not this process alone",
+    "unknown": "Why is not to be told",
+}
+"""How a line names the cause."""
+
+
 def render(found: Explanation) -> list[str]:
     """The explanation as lines of text."""
     message = found.message
@@ -338,7 +356,7 @@ def render(found: Explanation) -> list[str]:
     lines += [f"  {name:<24}{format_gib(nbytes):>12}" for name, nbytes in parts if nbytes is not None]
     if message.frame:
         lines.append(f"Asked by {message.frame}.")
-    lines.append(f"{'Fragmentation' if found.cause == 'fragmentation' else 'No fragmentation'}: {found.why}.")
+    lines.append(f"{OPENINGS[found.cause]}: {found.why}.")
     if found.asked:
         lines.append("Of this job that can be:")
         for one in found.asked:
@@ -347,7 +365,7 @@ def render(found: Explanation) -> list[str]:
             lines.append(f"  {one.phase}: {one.tensor}, {format_gib(one.nbytes)}{times}, in {one.moment}, {at}")
     elif found.asked is not None:
         lines.append("No tensor of this job is of that size: the message is of another shape, model or version.")
-    lines += [f"Switch on: {advice}." for advice in found.advice]
+    lines += [f"What helps: {advice}." for advice in found.advice]
     if message.messages > 1:
         lines.append(f"The text holds {message.messages} such messages; this is the first.")
     return lines

@@ -249,7 +249,9 @@ def plan_from_toml(text: str, where: str = "plan") -> Plan:
         raise VplanError(f"{where} is nested too deeply to be a plan", "write the plan again") from None
     if whole.get("schema") != 1:
         written = f"schema {quoted(whole['schema'])}" if "schema" in whole else "no schema"
-        raise VplanError(f"{where} has {written}; this vplan reads schema 1", "write schema = 1 at its top")
+        other = "it is of another version: update vplan, or write the plan again"  # its fields may mean other things
+        fix = other if "schema" in whole else "write schema = 1 at its top"
+        raise VplanError(f"{where} has {written}; this vplan reads schema 1", fix)
     ladder = whole.get("ladder")
     for estimate in (whole.get("estimate"), *(ladder if isinstance(ladder, list) else ())):
         if isinstance(estimate, dict):

@@ -101,7 +101,11 @@ def _owner(record: type[BaseModel], location: tuple[int | str, ...]) -> type[Bas
 
 def _explain(record: type[BaseModel], error: ValidationError, where: str) -> VplanError:
     """The first fault of a validation, in one line of plain words with what to type instead."""
-    fault = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    if fault["type"] == "missing":  # what is called otherwise beside it is likely what is missed
+        beside = (one for one in faults if one["type"] == "extra_forbidden" and one["loc"][:-1] == fault["loc"][:-1])
+        fault = next(beside, fault)
     location, kind, context = fault["loc"], fault["type"], fault.get("ctx", {})
     owner = _owner(record, location)
     name = ".".join(str(part) for part in location)

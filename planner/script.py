@@ -143,7 +143,10 @@ def of_file(path: Path) -> Script:
     exported = {name: " ".join(value) for name, value in variables.values.items()}
     programs = [found for line in lines if (found := _program(line.words, exported | line.environment))]
     if not programs:
-        raise VplanError(f"{quoted(path.name)} starts no Python script", "name the script that starts the training")
+        fix = "name the script that starts the training"
+        if "out of memory" in text:
+            fix = f"a log with torch's out-of-memory message is explained by `vplan check --error {path.name}`"
+        raise VplanError(f"{quoted(path.name)} starts no Python script", fix)
     used = {name for program in programs for name in variables.unset if f"${name}" in " ".join(program.arguments)}
     unset = f"${', $'.join(sorted(used))} assigned nowhere in {path.name}: taken as written" if used else ""
     ends = "lines that begin with -- are read with the command above: a shell wants a \\ before them" if loose else ""

@@ -130,7 +130,8 @@ class Search:
         if job.method == "sample":  # its VAE decodes, with tiles or without: both are candidates
             return False
         if job not in self._tiled:
-            plain = naive(job, question.strategy, question.machine, question.fixed)
+            # Any that is allowed will do, and none is asked of what is typed and contradicts itself.
+            plain = strategies(job, question.strategy, question.machine, question.fixed)[0]
             try:
                 needed = self.screen.encoding_bytes(job, plain, question.machine)
             except NotRecordedError:  # of another precision, say: candidates tell

@@ -13,7 +13,7 @@ import click
 
 from planner import typed
 from planner.commands.common import table, typed_line
-from planner.job import Strategy
+from planner.job import Machine, Strategy
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -30,11 +30,17 @@ VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "
 BAR_WIDTH = 48
 
 
+def counted(machine: Machine) -> str:
+    """How many of a card there are, in words before its name; nothing where there is one."""
+    nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
+    return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
+
+
 def headline(console: Console, request: Request, found: Estimate | None = None) -> None:
     """The first line: card, budget and the defaults taken (those of `found`, where a search chose some of them)."""
     gpu = request.gpu
-    count = f"{request.machine.gpus} x " if request.machine.gpus > 1 else ""
-    text = f"{request.model.title}, {request.job.method}, on {count}{gpu.title}: {gpu.allocatable_gib:.2f} GiB to use"
+    title = f"{request.model.title}, {request.job.method}"
+    text = f"{title}, on {counted(request.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB to use"
     if request.machine.reserve:
         text += f", {format_gib(request.machine.reserve)} of it kept free"
     console.print(text)
@@ -132,7 +138,7 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
     from planner import catalog
 
     count, card = catalog.parse_gpus(plan.machine.gpu)
-    many = f"{max(count, plan.machine.world)} x " if plan.machine.world > 1 else ""
+    many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
     title = catalog.model(plan.job.model).title
     console.print(f"{title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB to use")
     if found is not None:
@@ -231,8 +237,10 @@ def _flag(switch: Switch) -> str:
 
 
 def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:
-    short = "host RAM" if plan.limit == "host" else "GPU memory"
-    console.print(f"this is the tightest plan there is; {short} is short")
+    short = "host RAM is" if plan.limit == "host" else "GPU memory is"
+    if plan.limit != "host" and plan.machine.host_ram is not None and plan.host_ram_bytes > plan.machine.host_ram:
+        short = "GPU memory and host RAM are"
+    console.print(f"this is the tightest plan there is; {short} short")
     if not relax:
         console.print("no single wish, relaxed, would make it fit", style="bold")
         return

@@ -15,7 +15,7 @@ import profiles
 from planner import calibration, catalog, doctor
 from planner.calibration import Calibration, calibrated
 from planner.commands import USAGE
-from planner.commands.common import DONE, Verb, examples, json_option, show, table
+from planner.commands.common import DONE, Range, Verb, examples, json_option, show, table
 from planner.commands.probe import FAILED, keep
 from planner.errors import VplanError, quoted
 from planner.grid import DEFAULT_MODEL, TINY, plans
@@ -47,7 +47,7 @@ def _grid_options(function: Any) -> Any:
     for option in reversed((
         click.option("--grid", metavar="FILE", help="Measure the plans of a grid, and nothing else.", **said),
         click.option("-o", "--output", metavar="ROWS.jsonl", help="Where each row is added as it is taken.", **said),
-        click.option("--max-minutes", type=click.FloatRange(0.1, 10_000), metavar="MINUTES",
+        click.option("--max-minutes", type=Range(0.1, 10_000), metavar="MINUTES",
                      help="Begin no plan that would end after this.", **said),
         click.option("--dry-run", is_flag=True, help="Show the order and the seconds, and measure nothing.", **said),
         click.option("--retry", is_flag=True, help="Take rows again that crashed or ran out of time.", **said),

@@ -11,7 +11,7 @@ from planner import dialects
 from planner.case import settle
 from planner.check import Checked, Fix, check_case
 from planner.commands import USAGE
-from planner.commands.answer import VERDICTS, bar, verdict_line
+from planner.commands.answer import VERDICTS, bar, counted, verdict_line
 from planner.commands.common import (
     Verb,
     examples,
@@ -51,8 +51,8 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 )
 @click.argument("words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED)
 @click.option("--from-file", "path", metavar="FILE", help="The file with the command, as FILE alone.")
-@click.option("--error", metavar="FILE", help="A log with torch's out-of-memory message: what it was, and of which "
-              "tensor of the command, if there is one.")  # fmt: skip
+@click.option("--error", metavar="FILE", help="A log with torch's out-of-memory message (- for what is piped): "
+              "what it was, and of which tensor of the command, if there is one.")  # fmt: skip
 @click.option("--model", metavar="NAME", help="The model, where the command does not tell.")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")
@@ -109,8 +109,6 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 
 def _print(console: Console, found: Checked) -> None:
     case, estimate = found.case, found.outcome.estimate
-    count = f"{case.machine.gpus} x " if case.machine.gpus > 1 else ""
-    nodes = f"{case.machine.nodes} nodes of " if case.machine.nodes > 1 else ""
     job = case.job
     shape = (
         f"{job.frames} frames of {job.height}x{job.width}"
@@ -120,7 +118,8 @@ def _print(console: Console, found: Checked) -> None:
     console.print(
         f"{case.dialect.title}: {case.model.title}, {job.method}, {shape}, batch {job.batch_size}", markup=False
     )
-    console.print(f"on {nodes}{count}{case.gpu.title}: {case.gpu.allocatable_gib:.2f} GiB to use", markup=False)
+    budget = f"{case.gpu.allocatable_gib:.2f} GiB to use"
+    console.print(f"on {counted(case.machine)}{case.gpu.title}: {budget}", markup=False)
     for note in found.assumptions:
         console.print(f"  {note}", style="dim", markup=False)
     console.print()

@@ -10,6 +10,7 @@ from planner import catalog, doctor
 from planner.commands import USAGE
 from planner.commands.request import Asked
 from planner.errors import VplanError
+from planner.facts import ModelProfile
 from planner.plan import Plan, read_plan, write_plan
 
 PLAN = "plan.toml"
@@ -72,3 +73,16 @@ def _card_here() -> str:
     if not known:
         raise VplanError("no --gpu, and no card that we know is here", "add one, as --gpu 24GB", USAGE)
     return str(known[0])
+
+
+def weights_of(model: ModelProfile, said: str | None) -> str:
+    """The folder of a model's weights: the one that was said, else that of an own model."""
+    if said is None and not model.is_own:
+        raise VplanError("no --weights", f"add --weights DIR, {model.title}'s folder as diffusers saves it", USAGE)
+    return said or str(_own_folder(model.origin))
+
+
+def _own_folder(origin: str) -> Path:
+    """The folder of the model that a profile was recorded from: a pipeline's, or the component's own."""
+    place = Path(origin).parent
+    return place.parent if place.name in ("transformer", "unet") else place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -40,6 +41,17 @@ class Verb(click.Command):
         for name, rows in sections.items():
             with formatter.section(name):
                 formatter.write_dl(rows)
+
+
+class Range(click.FloatRange):
+    """A number in a range. Click lets nan through any, which is neither smaller nor larger, and inf where no end is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number, or click's own error."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{found} is not in the range {self._describe_range()}.", param, ctx)
+        return found
 
 
 def examples(*lines: str) -> str:

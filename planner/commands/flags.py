@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from planner.commands.common import Function
 from planner.errors import VplanError, quoted
-from planner.job import Bucket, Job, Machine, Strategy, ValidationShape
+from planner.job import MAX_FRAMES, Bucket, Job, Machine, Strategy, ValidationShape
 from planner.record import choices, field_docs
 from planner.units import parse_count
 
@@ -125,7 +125,7 @@ def _number(text: str, flag: str) -> float:
 
 
 def _frames(text: str, flag: str) -> int | str:
-    return MAX if text.strip().lower() == MAX else parse_count(text, flag)
+    return MAX if text.strip().lower() == MAX else parse_count(text, flag, at_most=MAX_FRAMES)
 
 
 def _shape(text: str, flag: str, example: str, most: int) -> list[int]:

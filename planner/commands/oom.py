@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ from planner.script import Script
 from planner.units import GIB
 
 
+def _piped() -> str:
+    return sys.stdin.buffer.read(LONGEST).decode("utf-8", "replace")
+
+
 def explained(path: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
-    """The message in a file; with a script also against its job, on the card that the message names by its capacity
-    where none is said."""
-    message = parse(read_text(Path(path), LONGEST))
+    """The message in a file (`-`: what is piped); with a script also against its job, on the card that the message
+    names by its capacity where none is said."""
+    message = parse(_piped() if path == "-" else read_text(Path(path), LONGEST))
     if script is None:
         return explain(message)
     if not machine.get("gpu"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,8 @@ def cores() -> int:
 
 def _begin(make: Callable[..., Ask[object]], arguments: tuple[object, ...]) -> None:
     global _ask
+    # Ctrl-C reaches all that the terminal runs, and what to say of it is the first process's.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _ask = make(*arguments)
 
 

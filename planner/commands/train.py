@@ -17,8 +17,8 @@ from planner.checks import FAILED
 from planner.commands import USAGE
 from planner.commands.answer import memory_bar, print_plan
 from planner.commands.batch import write_script
-from planner.commands.choose import PLAN, choose
-from planner.commands.common import DONE, Verb, examples, json_option, show, stoppable, talk
+from planner.commands.choose import PLAN, choose, weights_of
+from planner.commands.common import DONE, Range, Verb, examples, json_option, show, stoppable, talk
 from planner.commands.request import Asked, request_options
 from planner.errors import VplanError, quoted
 from planner.follow import Follower, prepare
@@ -54,7 +54,9 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 @click.option("--output", required=True, metavar="DIR", help="Where the run keeps all it writes.")
 @click.option("--weights", metavar="DIR", help="The model as diffusers saves it; an own model's folder by itself.")
 @click.option("--steps", type=click.IntRange(1, 10**5), default=1000, show_default=True, metavar="N", help="In all.")
-@click.option("--learning-rate", type=float, metavar="X", help="[default: 1e-4 for lora, 1e-5 for full]")
+@click.option(
+    "--learning-rate", type=Range(0, min_open=True), metavar="X", help="[default: 1e-4 for lora, 1e-5 for full]"
+)
 @click.option(
     "--lr-scheduler",
     type=click.Choice(SCHEDULES),
@@ -80,7 +82,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 @click.option("--validation-prompt", multiple=True, metavar="TEXT", help="Of a sample; may be repeated.")
 @click.option("--validation-prompts", metavar="FILE", help="The same, one a line.  [default: a caption of the data]")
 @click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
-@click.option("--validation-guidance", type=click.FloatRange(0, 100), metavar="X", help="Guidance scale of a sample.")
+@click.option("--validation-guidance", type=Range(0, 100), metavar="X", help="Guidance scale of a sample.")
 @click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
 @click.option(
     "--log-with",
@@ -108,6 +110,8 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
     place = Path(output).expanduser().absolute()
     if not Path(data).expanduser().is_dir():
         raise VplanError(f"there is no folder {quoted(data)}", "name the folder of your clips: --data DIR")
+    if asked.model is not None:  # before anything is planned or written
+        weights_of(catalog.model(asked.model), said["weights"])
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -136,10 +140,7 @@ class _Train:
             raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
         if machine.nodes > 1 and not self.nodes.address and not said["slurm"]:
             raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
-        profile = catalog.model(plan.job.model)
-        if said["weights"] is None and not profile.is_own:
-            raise VplanError("no --weights", f"name the folder of {profile.title} as diffusers saves it", USAGE)
-        self.weights = said["weights"] or str(own_folder(profile.origin))
+        self.weights = weights_of(catalog.model(plan.job.model), said["weights"])
         self.prompts = validation.prompts(plan, said)
 
     def run(self, as_json: bool, *, begins: bool) -> int:
@@ -158,7 +159,7 @@ class _Train:
         report.raise_fault()
         for one in report.checks:
             if one.level == "warning":
-                self._note(f"warning: {one.what}")
+                self._note(f"warning: {one.what}{one.fix and f' ({one.fix})'}")
         if self.plan.machine.nodes == 1 or self.said["print_command"]:
             return self._train(entries, report.estimate, None, as_json)
         if self.nodes.rank:
@@ -206,7 +207,7 @@ class _Train:
         if said != "auto":
             found = Path(said).expanduser().absolute()
             checkpoints.check(found, run)
-            return found
+            return self._within(found)
         newest, faults = checkpoints.newest(self.output, run)
         for fault in faults:
             self._note(f"warning: left out: {fault}")
@@ -214,7 +215,16 @@ class _Train:
             self._note(f"going on from {newest}")
         elif faults:
             raise VplanError("no checkpoint is whole", "begin anew with --resume no, which keeps them aside")
-        return newest
+        return self._within(newest) if newest else None
+
+    def _within(self, checkpoint: Path) -> Path:
+        """The checkpoint itself, where it is not of a later step than training ends at."""
+        done, steps = _steps_of(checkpoint), self.said["steps"]
+        assert done is not None
+        if done > steps:
+            fix = f"write --steps {done} at least, or begin anew with --resume no"
+            raise VplanError(f"{checkpoint} has done {done} steps, and --steps {steps} is less", fix)
+        return checkpoint
 
     def _request(self, entries: Path, resume: Path | None) -> launch.Request:
         said, output = self.said, self.output
@@ -367,12 +377,6 @@ def _steps_of(checkpoint: Path | None) -> int | None:
     if checkpoint is None:
         return None
     return int(json.loads((checkpoint / checkpoints.MANIFEST).read_text(encoding="utf-8"))["step"])
-
-
-def own_folder(origin: str) -> Path:
-    """The folder of the model that a profile was recorded from: a pipeline's, or the component's own."""
-    place = Path(origin).parent
-    return place.parent if place.name in ("transformer", "unet") else place
 
 
 def _render(console: Console, answer: dict[str, Any], budget: int) -> None:

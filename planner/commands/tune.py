@@ -18,6 +18,7 @@ from planner.commands import answer
 from planner.commands.common import (
     DOES_NOT_FIT,
     DONE,
+    Range,
     Verb,
     examples,
     json_option,
@@ -84,7 +85,7 @@ NO_GPU = (
     help="Probes of the study.",
 )
 @click.option(
-    "--max-minutes", type=click.FloatRange(0.1, 10_000), default=120.0, show_default=True, metavar="MINUTES",
+    "--max-minutes", type=Range(0.1, 10_000), default=120.0, show_default=True, metavar="MINUTES",
     help="Start no probe after this.",
 )  # fmt: skip
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, metavar="N", help="Steady steps.")

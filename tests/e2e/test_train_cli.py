@@ -84,6 +84,8 @@ def test_from_a_plan_to_a_lora_file_with_a_kill_and_a_resume(place: runs.Place, 
     answer = json.loads(done.stdout)
     assert answer["steps"] == 60 and answer["resumed_from"] >= 50 and Path(answer["weights"]).is_dir()
     assert "going on from" in done.stderr
+    beyond = run(place, output, "--steps", "50")
+    assert beyond.returncode == 1 and "step-00000060 has done 60 steps, and --steps 50 is less" in beyond.stderr
     assert runs.losses(output) == runs.losses(tmp_path / "whole")
     wanted, found = runs.tensors(tmp_path / "whole" / "final"), runs.tensors(output / "final")
     assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())

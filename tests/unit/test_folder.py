@@ -229,8 +229,11 @@ def test_an_own_profile_that_is_damaged_is_named(own_home: Path) -> None:
             catalog.model("mine")
 
 
-def test_a_folder_that_was_not_recorded_says_how(tmp_path: Path) -> None:
+def test_a_folder_that_was_not_recorded_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = wrote(tmp_path / "mine", WAN)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is not recorded yet; vplan record mine"):
+        catalog.model("mine")
     with pytest.raises(ValueError, match=r"is not recorded yet; vplan record /"):
         catalog.model(str(place))
 

@@ -96,6 +96,13 @@ def test_what_it_was(text: str, cause: str, says: str) -> None:
     assert any(line.startswith("Fragmentation") for line in render(found)) == (cause == "fragmentation")
 
 
+def test_what_the_message_does_not_say_is_not_claimed() -> None:
+    bare = render(explain(parse("CUDA out of memory. Tried to allocate 2.00 GiB")))
+    assert not any("ragmentation" in line for line in bare) and any("does not say" in line for line in bare)
+    others = render(explain(parse(OTHERS)))
+    assert any("other processes held" in line and "ragmentation" not in line for line in others)
+
+
 def test_log_lines_rank_marks_and_wraps_around_it() -> None:
     wrapped = TORCH_2_9.replace(" is free. ", " is free.\n[rank1]: ")
     wrapped = wrapped.replace("39.56 GiB of", "39.56\n[rank1]:   GiB of")
@@ -157,6 +164,7 @@ def test_the_tensor_and_the_moment_are_found_in_the_job() -> None:
     assert abs(found.asked[0].allocated_bytes - before) < X
     assert found.asked[0].phase in ("first_step", "train") and "blocks." in found.asked[0].moment
     assert any("Of this job" in line for line in render(found))
+    assert not any("checkpointing" in advice for advice in found.advice), "it checkpoints already"
     strange = explain(parse(told.replace(format_size(2 * X), "777.00 MiB")), stages)
     assert strange.asked == () and any("No tensor of this job" in line for line in render(strange))
 
@@ -176,6 +184,10 @@ def test_check_reads_a_log_with_and_without_the_command(tmp_path: Path) -> None:
     words = ["check", "--error", str(log)]
     alone = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)
     assert alone["asked"] is None and alone["error"]["requested_bytes"] == GIB
+    piped = CliRunner().invoke(cli, ["check", "--error", "-", "--json"], input=log.read_bytes() + b"\xff")
+    assert json.loads(piped.stdout) == alone
+    mistaken = CliRunner().invoke(cli, ["check", str(log), "--gpu", "24GB"])
+    assert mistaken.exit_code == 1 and "vplan check --error train.log" in mistaken.stderr
     launch = ["torchrun", "--nproc_per_node=1", "-m", "scripts.train_unet"]
     told = CliRunner().invoke(cli, [*words, "--", *launch, "--unet_config_path", "configs/unet/stage1.yaml"])
     assert told.exit_code == 0 and "decode: temporary" in told.stdout  # the card is the message's own capacity

@@ -164,7 +164,11 @@ def test_writing_a_plan_replaces_the_old_one_whole(tmp_path: Path) -> None:
     [
         ("schema = ", "p.toml is not TOML"),
         ("", "p.toml has no schema; this vplan reads schema 1"),
-        ("schema = 2", "p.toml has schema 2"),
+        ("schema = 2", "p.toml has schema 2; this vplan reads schema 1; it is of another version: update vplan"),
+        (
+            'schema = 1\n[machine]\ngpu = "24GB"\n[strategi]\n[job]\nmodel = "m"\nframes = 1\nheight = 8\nwidth = 8',
+            "p.toml: plan has no field 'strategi'; did you mean strategy?",
+        ),
         ("schema = 1", "p.toml: job is missing"),
         ("schema = 1\njob = 3", "p.toml: job 3 is wrong"),
         ("schema = 1\nladder = 3", "p.toml: job is missing"),

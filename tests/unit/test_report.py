@@ -249,6 +249,12 @@ def test_nothing_of_users_breaks_out_of_the_page(told: data.PlanData) -> None:
         assert HOSTILE in json.loads(text)["parts"]
 
 
+def test_what_loses_nothing_is_drawn_over_what_does_at_the_same_place(told: data.PlanData) -> None:
+    shown = page.render(page.Page("one", (told,)))
+    drawn = re.findall(r'<circle class="dot (|lossy)"', shown)
+    assert "lossy" in drawn and "" in drawn and drawn == sorted(drawn, reverse=True)
+
+
 def test_the_page_loads_nothing_and_runs_only_its_own_script(told: data.PlanData) -> None:
     shown = page.render(page.Page("one", (told,), environment=data.environment("now"), command="vplan report"))
     assert len(shown.encode()) < 200_000

@@ -9,6 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from planner.commands import cli
 from planner.commands.common import Verb
 from planner.commands.request import Asked, Request, request_options
 from planner.errors import VplanError
@@ -149,6 +150,7 @@ def test_long_clips_are_remarked() -> None:
         ([WAN, "--gpu", "24GB", "--frames", "80"], 1, "4n+1"),
         ([WAN, "--gpu", "24GB", "--frames", "0"], 1, "--frames 0"),
         ([WAN, "--gpu", "24GB", "--frames", "nan"], 1, "not a whole number"),
+        ([WAN, "--gpu", "24GB", "--frames", "10001"], 1, "--frames 10001 is too large"),
         ([WAN, "--gpu", "24GB", "--batch-size", "1000000000000"], 1, "--batch-size"),
         ([WAN, "--gpu", "24GB", "--zero-stage", "4"], 1, "--zero-stage 4"),
         ([WAN, "--gpu", "24GB", "--optimizer", "adamx"], 1, "'adamx'"),
@@ -191,3 +193,18 @@ def test_flags_change_a_plan(plan: str) -> None:
     assert request.strategy.gradient_checkpointing == "full"
     # Another card is another computer.
     assert request.machine == Machine(gpu="rtx4090", gpus=2, host_ram=32 * GIB)
+
+
+def test_train_asks_for_weights_before_it_plans_or_writes(plan: str, tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    for target in (plan, WAN):
+        said = ["--data", str(tmp_path / "clips"), "--output", str(tmp_path / "run"), "--gpu", "24GB"]
+        assert "no --weights" in CliRunner().invoke(cli, ["train", target, *said]).output
+    assert not (tmp_path / "run").exists(), "else the next try would have to be of the same plan"
+
+
+@pytest.mark.parametrize("rate", ["nan", "inf", "-1", "0"])
+def test_a_rate_that_is_none_is_refused_before_anything_runs(rate: str, plan: str, tmp_path: Path) -> None:
+    said = ["--data", str(tmp_path), "--output", str(tmp_path / "run"), "--weights", "w", "--learning-rate", rate]
+    found = CliRunner().invoke(cli, ["train", plan, *said])
+    assert found.exit_code == 1 and "'--learning-rate'" in found.output and "range x>0" in found.output

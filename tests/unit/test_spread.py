@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -47,6 +48,30 @@ def test_answers_come_in_order(monkeypatch: pytest.MonkeyPatch, cores: int) -> N
     answers = list(spread(shouter, ("!",), NAMES, "letters"))
     assert [word for word, _ in answers] == ["A!", "B!", "C!", "D!", "E!"]
     assert (os.getpid() in {pid for _, pid in answers}) == (cores == 1)
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from planner.commands import spread as module
+module.cores = lambda: 3
+def busy():
+    return lambda name: time.sleep(60) if name == "a" else os.getpid()
+answers = [module.spread(busy, (), ["a", "b", "c"], "names")]
+signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGINT))
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    list(answers[0])
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process groups")
+def test_ctrl_c_is_answered_by_the_first_process_alone() -> None:
+    """Idle workers wait in a lock of multiprocessing's, and would print where."""
+    words = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 @pytest.mark.parametrize("cores", [1, 2])

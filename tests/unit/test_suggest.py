@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from planner import catalog
+from planner.commands import cli
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate import estimate
 from planner.facts import ModelProfile
@@ -92,6 +94,11 @@ def test_what_was_typed_is_never_traded() -> None:
     assert all(other.strategy.optimizer_step == "fused" for other in found.alternatives)
 
 
+def test_what_is_typed_and_contradicts_itself_is_refused_by_name() -> None:
+    with pytest.raises(VplanError, match="partial needs to know how many blocks"):
+        best(ask("80GB", {"gradient_checkpointing": "partial"}))
+
+
 def test_nothing_is_switched_on_for_less_than_the_prediction_is_good_for() -> None:
     found = best(ask("80GB", {"gradient_checkpointing": "full"}))
     assert found.plan.strategy.optimizer_step == "foreach"
@@ -164,6 +171,13 @@ def test_more_host_ram_is_named_when_it_would_do() -> None:
     assert poor.best(question.job) is None
     (wish,) = [wish for wish in relaxed(poor, question.job) if wish.field == "host_ram"]
     assert wish.before == "3GiB" and wish.plan.machine.host_ram == int(str(wish.after).removesuffix("GiB")) * GIB
+
+
+def test_what_is_short_is_named_and_so_are_the_computers() -> None:
+    words = "suggest sd1.5 --gpu 2x8GB --nodes 2 --host-ram 1GiB --batch-size 400 --sharding ddp --weights-dtype bf16"
+    words += " --gradient-checkpointing full --optimizer adamw --optimizer-step foreach --adapter-dtype fp32"
+    page = CliRunner().invoke(cli, words.split(), env={"COLUMNS": "200"}).output
+    assert "on 2 nodes of 2 x " in page and "GPU memory and host RAM are short" in page
 
 
 def test_full_training_that_does_not_fit_may_become_lora() -> None:
