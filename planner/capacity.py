@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner import margin
+from planner.errors import NotRecordedError
 from planner.estimate import outside_bytes
 from planner.extent import lengths, sizes
 from planner.job import Job, Strategy
@@ -229,8 +230,9 @@ class Mapper(Room):
         tiled = way != strategy
         if best == worst:
             return _Found(best, guess, tiled=tiled)
-        found = self.search.priced(self.forms.at(shape), way)
-        if found is None:
+        try:
+            found = self.search.judged(self.forms.at(shape), way)
+        except NotRecordedError:
             return _Found("no", guess)
         seen = reserved_bytes(found) / allocated
         self._lost[strategy] = max(1.0, seen - KNOWN_LOSS), seen + KNOWN_LOSS

@@ -64,11 +64,9 @@ class Finder(Room):
             self._reaches.clear()
 
     def _seen_loss(self, shape: Shape, way: Strategy) -> float:
-        """Reserved over allocated in a replay."""
-        return (
-            reserved_bytes(self.search.settled(self.forms.at(shape), way))
-            / self.forms.allocated(self.search, way, [shape])[0]
-        )
+        """Reserved over allocated in a replay of training alone."""
+        found = self.search.judged(self.forms.at(shape), way, cached=False)
+        return reserved_bytes(found) / self.forms.allocated(self.search, way, [shape])[0]
 
     def _longest(self, strategies: Sequence[Strategy], lossless: bool) -> tuple[int, Strategy | None]:
         job, question = self.forms.job, self.search.question

@@ -230,15 +230,17 @@ class Search:
         """The full estimate, replayed once."""
         key = (job, strategy)
         if key not in self._estimates:
-            facts = self.screen.facts(job, strategy, self.question.machine)
-            self._estimates[key] = judged(
-                job, strategy, self.question.machine, facts, self.screen.trainer, self.screen.lay_out
-            ).estimate
-            found = self._estimates[key]
+            found = self._estimates[key] = self.judged(job, strategy)
             bare = strategy.replace(swap_blocks=0)
             ratio = found.peak.device_bytes / self.look(job, strategy).device_bytes
             self._lost[bare] = max(ratio, self._lost.get(bare, 1.0))
         return self._estimates[key]
+
+    def judged(self, job: Job, strategy: Strategy, cached: bool = True) -> Estimate:
+        """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `judged`."""
+        machine, screen = self.question.machine, self.screen
+        facts = screen.facts(job, strategy, machine)
+        return judged(job, strategy, machine, facts, screen.trainer, screen.lay_out, cached).estimate
 
     # ---- block swap
 
