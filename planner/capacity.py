@@ -91,12 +91,19 @@ class Forms:
         """What is alike -> its forms, and what of them is cuBLAS's workspace"""
         self._allocated: dict[tuple[object, ...], dict[Shape, int]] = {}
         self._jobs: dict[Shape, Job] = {}
+        self._grids: dict[Shape, dict[str, int]] = {}
 
     def at(self, shape: Shape) -> Job:
         """The job at another shape."""
         if shape not in self._jobs:
             self._jobs[shape] = self.wish.put(self.job.replace(height=shape[1], width=shape[2]), shape[0])
         return self._jobs[shape]
+
+    def grid(self, search: Search, shape: Shape) -> dict[str, int]:
+        """The same as the model counts it."""
+        if shape not in self._grids:
+            self._grids[shape] = grid(search.question.model, self.at(shape))
+        return self._grids[shape]
 
     def allocated(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> list[int]:
         """Of the job at each shape, without what is cached ahead of training."""
@@ -108,7 +115,7 @@ class Forms:
             new = [shape for shape in shapes if shape not in known and (self.at(shape).batch_size == 1) is one]
             if new:
                 forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, one))
-                peaks = forms.at([grid(question.model, self.at(shape)) for shape in new]) - laid_out
+                peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
                 known.update(zip(new, map(int, peaks), strict=True))
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
         return [known[shape] + workspace for shape in shapes]

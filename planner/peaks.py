@@ -22,7 +22,7 @@ from planner.tape import Monomial, Tape
 
 Counts = NDArray[np.float64]
 """Buffers by size, whole numbers as in the columns of a PeakForms; or a row of them for every moment."""
-PICKED = 12
+PICKED = 100
 """Moments that all others are compared with: more take out few."""
 
 
@@ -49,7 +49,8 @@ class PeakForms:
                     atoms[id(tape)] = np.array([tape.values(grid) for grid in grids], dtype=float).T
                 table[row] = _evaluate(monomial, atoms[id(tape)])
         rounded = np.ceil(table / BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
-        peaks: NDArray[np.int64] = (self.counts @ rounded).max(axis=0).astype(np.int64)
+        # No BLAS: it would start threads, which on busy cores cost a hundred times so small a product.
+        peaks: NDArray[np.int64] = np.einsum("ms,sg->mg", self.counts, rounded).max(axis=0).astype(np.int64)
         return peaks
 
 
@@ -79,10 +80,10 @@ def peak_forms(run: Run) -> PeakForms:
     column = of_size[np.array(run.program.buffers)]
     moments: dict[int, tuple[Counts, Counts]] = {}
     bases: dict[int, list[Counts]] = {}
-    base, rows = np.zeros(len(columns)), _Rows(len(columns))
+    base, rows = np.zeros(len(columns)), _Rows(column, len(columns))
     for _, stage in run.stages:
         if id(stage) not in moments:
-            moments[id(stage)] = _moments(stage, column, rows)
+            moments[id(stage)] = _moments(stage, rows)
         bases.setdefault(id(stage), []).append(base)
         base = base + moments[id(stage)][1]
     # A stage that comes again, as a later step, mostly finds all that it found before, and the optimizer's states.
@@ -99,9 +100,20 @@ class _Rows(dict[bytes, tuple[Counts, Counts]]):
     allocated is highest where a row of allocations ends), and at its end.
     """
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, column: NDArray[np.int64], columns: int) -> None:
+        """``column``: of every buffer, among so many ``columns``."""
         super().__init__()
+        self.column = column
         self.columns = columns
+        self._likes: dict[int, bytes] = {}
+
+    def like(self, events: list[int]) -> bytes:
+        """The key of a stretch. A first step and a later one share most of their lists."""
+        if id(events) not in self._likes:
+            numbers = np.array(events, dtype=np.int64)
+            sizes = np.where(numbers >= 0, self.column[numbers], ~self.column[~numbers])
+            self._likes[id(events)] = sizes.tobytes()
+        return self._likes[id(events)]
 
     def __missing__(self, key: bytes) -> tuple[Counts, Counts]:
         events = np.frombuffer(key, dtype=np.int64)
@@ -112,16 +124,13 @@ class _Rows(dict[bytes, tuple[Counts, Counts]]):
         count = int(last.sum()) + 1
         change = np.bincount(at, np.where(rises, 1.0, -1.0), count * self.columns).reshape(count, self.columns)
         alive: Counts = np.cumsum(change, axis=0, dtype=np.float64)
-        self[key] = alive[:-1], alive[-1]
+        self[key] = _undominated(alive[:-1]), alive[-1]
         return self[key]
 
 
-def _moments(stage: Stage, column: NDArray[np.int64], rows: _Rows) -> tuple[Counts, Counts]:
+def _moments(stage: Stage, rows: _Rows) -> tuple[Counts, Counts]:
     """Buffers made less those freed since a stage began: at its moments that can be the highest, and at its end."""
-    events = np.array(stage.ops, dtype=np.int64)
-    sizes = np.where(events >= 0, column[events], ~column[~events])
-    ends = itertools.accumulate((len(stretch) for _, stretch in stage.stretches), initial=0)
-    likes = [sizes[start:end].tobytes() for start, end in itertools.pairwise(ends)]
+    likes = [rows.like(events) for _, events in stage.stretches]
     starts = np.cumsum([np.zeros(rows.columns), *(rows[like][1] for like in likes)], axis=0)
     dropped = _between(stage, likes, starts)
     found = [starts[at] + rows[like][0] for at, like in enumerate(likes) if at not in dropped]
