@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner import margin
+from planner.errors import NotRecordedError
 from planner.estimate import outside_bytes
 from planner.extent import lengths, sizes
 from planner.job import Job, Strategy
@@ -90,12 +91,28 @@ class Forms:
         """What is alike -> its forms, and what of them is cuBLAS's workspace"""
         self._allocated: dict[tuple[object, ...], dict[Shape, int]] = {}
         self._jobs: dict[Shape, Job] = {}
+        self._grids: dict[Shape, dict[str, int]] = {}
+
+    def copy(self) -> Forms:
+        """One that knows these peaks. Nothing that is asked of it is known here, so parts of a page that each have
+        their own answer alike whichever comes first."""
+        found = Forms(self.screen, self.job, self.wish)
+        found.outside |= self.outside
+        found._forms |= self._forms
+        found._allocated |= {alike: known.copy() for alike, known in self._allocated.items()}
+        return found
 
     def at(self, shape: Shape) -> Job:
         """The job at another shape."""
         if shape not in self._jobs:
             self._jobs[shape] = self.wish.put(self.job.replace(height=shape[1], width=shape[2]), shape[0])
         return self._jobs[shape]
+
+    def grid(self, search: Search, shape: Shape) -> dict[str, int]:
+        """The same as the model counts it."""
+        if shape not in self._grids:
+            self._grids[shape] = grid(search.question.model, self.at(shape))
+        return self._grids[shape]
 
     def allocated(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> list[int]:
         """Of the job at each shape, without what is cached ahead of training."""
@@ -107,7 +124,7 @@ class Forms:
             new = [shape for shape in shapes if shape not in known and (self.at(shape).batch_size == 1) is one]
             if new:
                 forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, one))
-                peaks = forms.at([grid(question.model, self.at(shape)) for shape in new]) - laid_out
+                peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
                 known.update(zip(new, map(int, peaks), strict=True))
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
         return [known[shape] + workspace for shape in shapes]
@@ -229,8 +246,9 @@ class Mapper(Room):
         tiled = way != strategy
         if best == worst:
             return _Found(best, guess, tiled=tiled)
-        found = self.search.priced(self.forms.at(shape), way)
-        if found is None:
+        try:
+            found = self.search.judged(self.forms.at(shape), way)
+        except NotRecordedError:
             return _Found("no", guess)
         seen = reserved_bytes(found) / allocated
         self._lost[strategy] = max(1.0, seen - KNOWN_LOSS), seen + KNOWN_LOSS

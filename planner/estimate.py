@@ -97,21 +97,28 @@ class Judged(NamedTuple):
 
 
 def judged(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
+    job: Job,
+    strategy: Strategy,
+    machine: Machine,
+    facts: Facts,
+    trainer: str = "vplan",
+    layout: Layout = lay_out,
+    cached: bool = True,
 ) -> Judged:
     """One plan's estimate and verdict, as every command that answers for plans tells it.
 
     Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
     back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
     what lies in pieces, as long as the run is expected within the card with its pieces too. `estimate` is with them,
-    because that is what people measure.
+    because that is what people measure. ``cached``: whether what is encoded before training is asked about too.
     """
-    run, played = replayed(job, strategy, machine, facts, trainer, layout)
+    run, played = replayed(job, strategy, machine, facts, trainer, layout, cached)
     found = of_run(run, played, trainer)
     expected = found.verdict == "tight" and found.limit is None and found.peak.device_bytes <= found.budget_bytes
     if not expected or found.strategy.expandable_segments or found.basis == "measured":
         return Judged(run, played, found)
-    lean = estimate(job, strategy.replace(expandable_segments=True), machine, facts, trainer, layout)
+    expandable = strategy.replace(expandable_segments=True)
+    lean = of_run(*replayed(job, expandable, machine, facts, trainer, layout, cached), trainer)
     if lean.verdict != "fits":
         return Judged(run, played, found)
     kept = found.peak.device_bytes
@@ -124,16 +131,22 @@ def judged(
 
 
 def replayed(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
+    job: Job,
+    strategy: Strategy,
+    machine: Machine,
+    facts: Facts,
+    trainer: str = "vplan",
+    layout: Layout = lay_out,
+    cached: bool = True,
 ) -> tuple[Run, list[Played]]:
     """The run at the worst of the job's buckets, and its stages replayed in the order they run."""
     strategy = resolve(job, strategy, machine)
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
-        return runs[0], play(runs[0])
+        return runs[0], play(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
-    runs.sort(key=lambda run: _reserved(play(run)))
-    return runs[-1], max(play(*runs), play(*reversed(runs)), key=_reserved)
+    runs.sort(key=lambda run: _reserved(play(run, cached=cached)))
+    return runs[-1], max(play(*runs, cached=cached), play(*reversed(runs), cached=cached), key=_reserved)
 
 
 def _reserved(played: list[Played]) -> int:
@@ -258,9 +271,10 @@ def _verdict(
     return ("tight" if verdict == "fits" and _left_out(run) else verdict), None
 
 
-def play(*runs: Run) -> list[Played]:
+def play(*runs: Run, cached: bool = True) -> list[Played]:
     """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
     fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
+    ``cached``: with what is encoded before training.
     """
     first = runs[0]
     allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
@@ -272,7 +286,7 @@ def play(*runs: Run) -> list[Played]:
         stages = [entry for entry in stages if entry[0] is first] + later + later
     played = []
     with without_garbage_collection():
-        for encoding in [encoding for run in runs for encoding in caching(run)]:
+        for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
             assert encoding.encode is not None
             played.append(Played(encoding, "encode", encoding.encode, replayed_alone(encoding), 0))
         for run, phase, stage in stages:

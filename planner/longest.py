@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,6 @@ from planner.ways import ladder, looks
 
 USUAL_LOSS = 1.06
 """Reserved over allocated where it is guessed: by a way that was not replayed yet."""
-STRIDE = 16
-"""Of the values for the longest clip, how many are left out at first."""
 LONGEST = 400
 """Values that are tried for the longest clip: 1,597 frames at four frames a step."""
 
@@ -64,11 +63,9 @@ class Finder(Room):
             self._reaches.clear()
 
     def _seen_loss(self, shape: Shape, way: Strategy) -> float:
-        """Reserved over allocated in a replay."""
-        return (
-            reserved_bytes(self.search.settled(self.forms.at(shape), way))
-            / self.forms.allocated(self.search, way, [shape])[0]
-        )
+        """Reserved over allocated in a replay of training alone."""
+        found = self.search.judged(self.forms.at(shape), way, cached=False)
+        return reserved_bytes(found) / self.forms.allocated(self.search, way, [shape])[0]
 
     def _longest(self, strategies: Sequence[Strategy], lossless: bool) -> tuple[int, Strategy | None]:
         job, question = self.forms.job, self.search.question
@@ -106,15 +103,8 @@ class Finder(Room):
         return self._reaches[way]
 
     def _reach_of(self, way: Strategy, shapes: Sequence[Shape]) -> int:
-        def fitting(some: Sequence[Shape]) -> int:
-            return sum(self._fits(way, nbytes, 0) for nbytes in self.forms.allocated(self.search, way, some))
-
-        coarse = fitting(shapes[::STRIDE])  # the same for all cards; what is between is asked where it matters
-        if not coarse:
-            return 0
-        start = (coarse - 1) * STRIDE + 1
-        between = shapes[start : start + STRIDE - 1]
-        return start + (fitting(between) if between else 0)
+        allocated = self.forms.allocated(self.search, way, shapes)
+        return bisect.bisect_left(allocated, True, key=lambda nbytes: not self._fits(way, nbytes, 0))
 
     def _fits(self, way: Strategy, allocated: int, beside: int) -> bool:
         question = self.search.question

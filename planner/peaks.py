@@ -7,7 +7,6 @@ product.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from planner.tape import Monomial, Tape
 
 Counts = NDArray[np.float64]
 """Buffers by size, whole numbers as in the columns of a PeakForms; or a row of them for every moment."""
-PICKED = 12
+PICKED = 100
 """Moments that all others are compared with: more take out few."""
 
 
@@ -49,7 +48,8 @@ class PeakForms:
                     atoms[id(tape)] = np.array([tape.values(grid) for grid in grids], dtype=float).T
                 table[row] = _evaluate(monomial, atoms[id(tape)])
         rounded = np.ceil(table / BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
-        peaks: NDArray[np.int64] = (self.counts @ rounded).max(axis=0).astype(np.int64)
+        # No BLAS: it would start threads, which on busy cores cost a hundred times so small a product.
+        peaks: NDArray[np.int64] = np.einsum("ms,sg->mg", self.counts, rounded).max(axis=0).astype(np.int64)
         return peaks
 
 
@@ -79,10 +79,10 @@ def peak_forms(run: Run) -> PeakForms:
     column = of_size[np.array(run.program.buffers)]
     moments: dict[int, tuple[Counts, Counts]] = {}
     bases: dict[int, list[Counts]] = {}
-    base = np.zeros(len(columns))
+    base, rows = np.zeros(len(columns)), _Rows(column, len(columns))
     for _, stage in run.stages:
         if id(stage) not in moments:
-            moments[id(stage)] = _moments(stage, column, len(columns))
+            moments[id(stage)] = _moments(stage, rows)
         bases.setdefault(id(stage), []).append(base)
         base = base + moments[id(stage)][1]
     # A stage that comes again, as a later step, mostly finds all that it found before, and the optimizer's states.
@@ -92,43 +92,65 @@ def peak_forms(run: Run) -> PeakForms:
     return PeakForms(_undominated(alive), tuple(columns))  # type: ignore[arg-type]
 
 
-def _moments(stage: Stage, column: NDArray[np.int64], columns: int) -> tuple[Counts, Counts]:
-    """Buffers made less those freed since a stage began: at its moments that can be the highest, and at its end.
+class _Rows(dict[bytes, tuple[Counts, Counts]]):
+    """Stretches of a run by what they make and free, in order, as bytes: blocks are alike, and so are steps.
 
-    What is allocated is highest where a row of allocations ends; each row of them, with the frees before it, is one.
+    Each is buffers made less those freed since the stretch began: at every moment that can be its highest (what is
+    allocated is highest where a row of allocations ends), and at its end.
     """
-    events = np.array(stage.ops, dtype=np.int64)
-    if not len(events):
-        return np.empty((0, columns)), np.zeros(columns)
-    ends = np.cumsum([0, *(len(stretch) for _, stretch in stage.stretches)])
-    rises = events >= 0
-    last = rises & ~np.append(rises[1:], False)
-    last[ends[1:] - 1] |= rises[ends[1:] - 1]  # a row ends with its stretch, so that blocks are alike
-    before = np.concatenate(([0], np.cumsum(last)))
-    rows = int(before[-1]) + 1
-    at = column[np.where(rises, events, ~events)] * rows + before[:-1]
-    change = np.bincount(at, np.where(rises, 1.0, -1.0), columns * rows).reshape(columns, rows)
-    alive = np.cumsum(change, axis=1, dtype=np.float64).T
-    return alive[:-1][~_between(stage, alive, before[ends])], alive[-1]
+
+    def __init__(self, column: NDArray[np.int64], columns: int) -> None:
+        """``column``: of every buffer, among so many ``columns``."""
+        super().__init__()
+        self.column = column
+        self.columns = columns
+        self._likes: dict[int, bytes] = {}
+
+    def like(self, events: list[int]) -> bytes:
+        """The key of a stretch. A first step and a later one share most of their lists."""
+        if id(events) not in self._likes:
+            numbers = np.array(events, dtype=np.int64)
+            sizes = np.where(numbers >= 0, self.column[numbers], ~self.column[~numbers])
+            self._likes[id(events)] = sizes.tobytes()
+        return self._likes[id(events)]
+
+    def __missing__(self, key: bytes) -> tuple[Counts, Counts]:
+        events = np.frombuffer(key, dtype=np.int64)
+        rises = events >= 0
+        last = rises & ~np.append(rises[1:], False)
+        row = np.cumsum(last) - last
+        at = row * self.columns + np.where(rises, events, ~events)
+        count = int(last.sum()) + 1
+        change = np.bincount(at, np.where(rises, 1.0, -1.0), count * self.columns).reshape(count, self.columns)
+        alive: Counts = np.cumsum(change, axis=0, dtype=np.float64)
+        self[key] = _undominated(alive[:-1]), alive[-1]
+        return self[key]
 
 
-def _between(stage: Stage, alive: Counts, first: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """The moments halfway from a block before to the block behind, where a sum of sizes is no peak whatever the sizes.
+def _moments(stage: Stage, rows: _Rows) -> tuple[Counts, Counts]:
+    """Buffers made less those freed since a stage began: at its moments that can be the highest, and at its end."""
+    likes = [rows.like(events) for _, events in stage.stretches]
+    starts = np.cumsum([np.zeros(rows.columns), *(rows[like][1] for like in likes)], axis=0)
+    dropped = _between(stage, likes, starts)
+    found = [starts[at] + rows[like][0] for at, like in enumerate(likes) if at not in dropped]
+    return np.vstack([np.empty((0, rows.columns)), *found]), starts[-1]
 
-    ``first``: the first moment of every stretch, and the number of moments.
-    """
+
+def _between(stage: Stage, likes: Sequence[bytes], starts: Counts) -> set[int]:
+    """The stretches that are like that of the block before and that of the block behind, and begin halfway between
+    them: there a sum of sizes is no peak whatever the sizes. ``starts``: what is alive where each begins."""
     sweeps: dict[tuple[str, str, int], list[int]] = {}
     parts: Counter[Moment] = Counter()
     for index, (moment, _) in enumerate(stage.stretches):
         sweeps.setdefault((moment.module_list, moment.passes, parts[moment]), []).append(index)
         parts[moment] += 1
-    found = np.zeros(first[-1], dtype=bool)
+    found = set()
     for sweep in sweeps.values():
-        for length, like in itertools.groupby(sweep, key=lambda index: int(first[index + 1] - first[index])):
-            rows = first[list(like)][:, None] + np.arange(length)
-            blocks = alive[rows]
-            halfway = (blocks[:-2] + blocks[2:] == 2 * blocks[1:-1]).all(axis=2)
-            found[rows[1:-1][halfway]] = True
+        begun = starts[sweep]
+        halfway = (begun[:-2] + begun[2:] == 2 * begun[1:-1]).all(axis=1)
+        for before, at, behind, linear in zip(sweep, sweep[1:], sweep[2:], halfway, strict=False):
+            if linear and likes[before] == likes[at] == likes[behind]:
+                found.add(at)
     return found
 
 

@@ -278,7 +278,7 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     resized = run.sizes[:first] != base.nbytes
     rounded = [] if resized else base.rounded
     rounded = rounded + [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes[len(rounded) :]]
-    known = {} if resized else base.stretches
+    known = {} if resized else base.stretches.copy()
     stages = run.stages
     rises = {id(stage): _rise_and_peak(stage, rounded, known) for _, stage in stages}
     held = 0
@@ -291,12 +291,17 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     return max(peaks.values()), peaks[True] > peaks[False]
 
 
-def _rise_and_peak(stage: Stage, rounded: list[int], known: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """What a stage adds to what is allocated, and the most it adds on the way."""
+def _rise_and_peak(stage: Stage, rounded: list[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """What a stage adds to what is allocated, and the most it adds on the way.
+
+    ``known``: the same of lists of events by their ids; those of a first step come again in the later one.
+    """
     risen = peak = 0
     for _, events in stage.stretches:
         if events:
-            rise, most = known.get(id(events)) or held(events, rounded)
+            if id(events) not in known:
+                known[id(events)] = held(events, rounded)
+            rise, most = known[id(events)]
             peak = max(peak, risen + most)
             risen += rise
     return risen, peak

@@ -109,9 +109,8 @@ class Search:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
         question, found = self.question, []
         if job not in self._strategies:
-            tiled = self.needs_tiles(job)
-            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
-            self._strategies[job] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
+            asked = question.strategy, question.machine, question.fixed, self.needs_tiles(job)
+            self._strategies[job] = {each: bool(each.lossy_fields(job)) for each in strategies(job, *asked)}
         for strategy, gives_up in self._strategies[job].items():
             if lossy is not None and gives_up != lossy:
                 continue
@@ -225,15 +224,18 @@ class Search:
         """The full estimate, replayed once."""
         key = (job, strategy)
         if key not in self._estimates:
-            facts = self.screen.facts(job, strategy, self.question.machine)
-            self._estimates[key] = judged(
-                job, strategy, self.question.machine, facts, self.screen.trainer, self.screen.lay_out
-            ).estimate
-            found = self._estimates[key]
-            bare = strategy.replace(swap_blocks=0)
-            ratio = found.peak.device_bytes / self.look(job, strategy).device_bytes
+            found = self._estimates[key] = self.judged(job, strategy)
+            ratio, bare = (
+                found.peak.device_bytes / self.look(job, strategy).device_bytes,
+                strategy.replace(swap_blocks=0),
+            )
             self._lost[bare] = max(ratio, self._lost.get(bare, 1.0))
         return self._estimates[key]
+
+    def judged(self, job: Job, strategy: Strategy, cached: bool = True) -> Estimate:
+        """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `judged`."""
+        screen, known = self.screen, (job, strategy, self.question.machine)
+        return judged(*known, screen.facts(*known), screen.trainer, screen.lay_out, cached).estimate
 
     # ---- block swap
 

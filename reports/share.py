@@ -10,7 +10,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
-from planner import ways
 from planner.commands.spread import cores
 from planner.errors import VplanError
 from reports.data import Builder, Done, Parts, in_turn
@@ -19,19 +18,19 @@ T = TypeVar("T")
 
 
 def shared(builder: Builder, done: Done) -> Parts:
-    """As `reports.data.in_turn`, the same to the byte: what needs nothing else is worked out beside the looks, and the
-    map beside the longest clips."""
+    """As `reports.data.in_turn`, the same to the byte: the step is told beside the looks, and the map and other cards'
+    longest clips beside those of the plan's own host RAM."""
     # A fork knows all that was looked at before. It is safe where no other thread could hold a lock.
     if cores() < 2 or sys.platform != "linux" or threading.active_count() > 1:
         return in_turn(builder, done)
-    steps = Aside(builder.steps)
-    others = Aside(lambda: (builder.longest((), own=False), builder.compared()))
+    steps = Aside(lambda: (builder.steps(), builder.compared()))
     looks = done(builder.looks())
-    rungs = ways.ladder(builder.search, builder.plan.job, looks)
+    rungs = builder.ladder(looks)
+    others = Aside(lambda: builder.longest((), own=False))
     table = Aside(lambda: builder.map(rungs))
     own = done(builder.longest(rungs, own=True))
-    phases, timeline = done(steps.result())
-    further, compared = done(others.result())
+    (phases, timeline), compared = done(steps.result())
+    further = done(others.result())
     return Parts(looks, phases, timeline, done(table.result()), (*own, *further), compared)
 
 
