@@ -48,15 +48,15 @@ def _made_for(model: ModelProfile, grid: dict[str, int]) -> bool:
     config, (_, height, width) = model.config, model.shape.patch
     frames = (grid["F"] - 1) * model.vae.temporal + 1
     asked = (frames, grid["H"] * height, grid["W"] * width)
-    return asked == (config["sample_frames"], config["sample_height"], config["sample_width"])
+    return asked == tuple(config.get(name) for name in ("sample_frames", "sample_height", "sample_width"))
 
 
 def _making(program: Program, stage: Stage) -> list[int]:
     """What making the table allocates: from the first ``arange`` behind the patches' convolution to the zeros that
-    the result is written into."""
+    the result is written into. Nothing where a model was recorded at its own shape."""
     made = _behind_convolution(program, stage)
     ops = [program.op[buffer] for buffer in made]
-    return made[ops.index("arange") : ops.index("new_zeros") + 1]
+    return made[ops.index("arange") : ops.index("new_zeros") + 1] if "new_zeros" in ops else []
 
 
 def _added(program: Program, stage: Stage) -> list[int]:
