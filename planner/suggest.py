@@ -89,8 +89,7 @@ class Search:
         """The best plan for a job of just this shape; None when nothing fits, not even tightly."""
         for verdict in ("fits", "tight"):
             for lossy in (None,) if self.question.allow_lossy else (False, True):
-                found = next(self.by_speed(job, lossy, verdict), None)
-                if found is not None:
+                if found := next(self.by_speed(job, lossy, verdict), None):
                     return self.explained(found) if explain else self.bare(found)
         return None
 
@@ -112,14 +111,12 @@ class Search:
             asked = question.strategy, question.machine, question.fixed, self.needs_tiles(job)
             self._strategies[job] = {each: bool(each.lossy_fields(job)) for each in strategies(job, *asked)}
         for strategy, gives_up in self._strategies[job].items():
-            if lossy is not None and gives_up != lossy:
-                continue
-            try:
-                self.screen.facts(job, strategy, question.machine)
-            except NotRecordedError as error:
-                self.missing = self.missing or error
-                continue
-            found.append(strategy)
+            if lossy in (None, gives_up):
+                try:
+                    self.screen.facts(job, strategy, question.machine)
+                    found.append(strategy)
+                except NotRecordedError as error:
+                    self.missing = self.missing or error
         self._considered.update((job, strategy) for strategy in found)
         return found
 
@@ -202,10 +199,9 @@ class Search:
 
     def never_fits(self, job: Job, strategy: Strategy, verdict: str) -> bool:
         """Whether this verdict is ruled out without a look, however many blocks are swapped."""
-        question = self.question
-        if most_swapped(job, strategy, question.model, question.fixed):
-            return False
-        return self._over(self.screen.floor_bytes(job, strategy, question.machine), strategy, verdict)
+        swapped = most_swapped(job, strategy, self.question.model, self.question.fixed)
+        floor = self.screen.floor_bytes(job, strategy, self.question.machine)
+        return not swapped and self._over(floor, strategy, verdict)
 
     def _over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
         low, high = margin.interval(device_bytes, strategy.compile != "none", self.sides)
