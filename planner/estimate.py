@@ -368,20 +368,16 @@ def describe(played: Played, strategy: Strategy) -> str:
 
 def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
-    live: dict[int, None] = {}
+    is_live: dict[int, bool] = {}
     for entry in played:
         if entry.run is not top.run and (entry.run.encode_peak_bytes or top.run.encode_peak_bytes):
             continue  # what is cached before the run is not there with it
-        ops = entry.stage.ops
-        for event in ops[: entry.replayed.allocated_peak_at + 1] if entry is top else ops:
-            if event >= 0:
-                live[event] = None
-            else:
-                live.pop(~event, None)
+        ops = entry.stage.ops[: entry.replayed.allocated_peak_at + 1] if entry is top else entry.stage.ops
+        is_live.update({event if event >= 0 else ~event: event >= 0 for event in ops})  # the last event of each counts
         if entry is top:
             break
     parts: dict[str, int] = {}
-    for buffer in live:
+    for buffer in (buffer for buffer, live in is_live.items() if live):
         part = BREAKDOWN[top.run.program.category[buffer]]
         rounded = -(-top.run.sizes[buffer] // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
         parts[part] = parts.get(part, 0) + rounded

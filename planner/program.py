@@ -207,6 +207,7 @@ class _Piece:
         self.first_size = first_size
         self.counts = counts
         self.part = part
+        self.kinds = [f"{kind} of {part.name}" if part else kind for kind in CATEGORIES]
         self.items: list[dict[str, Any]] = []
         self.made: list[dict[int, int]] = []
         """Per item: block -> number of its first buffer."""
@@ -251,14 +252,19 @@ class _Piece:
             self.made[item][self._target(mode, to, self.items[item]["run"], block)] for item, mode, to in pattern.bases
         ]
         events = [first + position if base < 0 else ~(bases[base] + position) for base, position in pattern.events]
-        for at, position, category, owner in pattern.named:
-            key, name = self._kind(category), self._name(owner, block)
+        prefixes: dict[tuple[int, int, int], str] = {}
+        for at, position, category, (mode, run, target, leaf) in pattern.named:
+            known = program.named.setdefault(self.kinds[category], {})
+            where = mode, run, target
+            if where not in prefixes:
+                prefixes[where] = self._prefix(*where, block)
+            name = prefixes[where] + self.tape.names[leaf]
             if position < 0:
-                events[at] = ~program.named[key][name]
-            elif key == "weight" and name in program.named.get(key, ()):
-                self.again[first + position] = program.named[key][name]
+                events[at] = ~known[name]
+            elif category == 0 and self.part is None and name in known:
+                self.again[first + position] = known[name]
             else:
-                program.named.setdefault(key, {})[name] = first + position
+                known[name] = first + position
         if self.again:
             again = self.again
             events = [again.get(event, event) if event >= 0 else ~again.get(~event, ~event) for event in events]
@@ -272,21 +278,18 @@ class _Piece:
         found: _Pattern = self.tape.patterns[key]
         return found
 
-    def _kind(self, index: int) -> str:
-        return f"{CATEGORIES[index]} of {self.part.name}" if self.part else CATEGORIES[index]
-
     def _grown(self, index: int, block: int) -> int:
         size = self.tape.sizes[index]
         assert self.part and isinstance(size, Growing), "only the chunks of a VAE grow"
         self.program.sizes.append(size.value(self.tape.values(self.part.grid), block) * self.part.batch)
         return len(self.program.sizes) - 1
 
-    def _name(self, owner: list[int], block: int) -> str:
-        mode, number, target, name = owner
+    def _prefix(self, mode: int, number: int, target: int, block: int) -> str:
+        """What the names of a block's tensors begin with."""
         if number < 0:
-            return self.tape.names[name]
+            return ""
         run = self.tape.runs[number]
-        return f"{run.module_list}.{run.start + self._target(mode, target, number, block)}.{self.tape.names[name]}"
+        return f"{run.module_list}.{run.start + self._target(mode, target, number, block)}."
 
     def _target(self, mode: int, target: int, run: int | None, block: int) -> int:
         """The block an address means. Mode 0: none; 1: relative to this block; 2: from the first; 3: from the last."""

@@ -7,6 +7,7 @@ Pure, given a getter of facts.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import heapq
 import itertools
 import math
@@ -67,8 +68,7 @@ class Search:
         self.missing: NotRecordedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
-        self._strategies: dict[Job, dict[Strategy, bool]] = {}
-        """Strategy -> whether it is lossy."""
+        self._strategies: dict[tuple[Job, bool], dict[Strategy, bool]] = {}
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._most: dict[tuple[Job, Strategy], Strategy] = {}
         self._tiled: dict[Job, bool] = {}
@@ -106,19 +106,23 @@ class Search:
 
     def candidates(self, job: Job, lossy: bool | None = None) -> list[Strategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
-        question, found = self.question, []
-        if job not in self._strategies:
-            asked = question.strategy, question.machine, question.fixed, self.needs_tiles(job)
-            self._strategies[job] = {each: bool(each.lossy_fields(job)) for each in strategies(job, *asked)}
-        for strategy, gives_up in self._strategies[job].items():
+        found = []
+        for strategy, gives_up in self._possible(job, self.needs_tiles(job)).items():
             if lossy in (None, gives_up):
                 try:
-                    self.screen.facts(job, strategy, question.machine)
+                    self.screen.facts(job, strategy, self.question.machine)
                     found.append(strategy)
                 except NotRecordedError as error:
                     self.missing = self.missing or error
         self._considered.update((job, strategy) for strategy in found)
         return found
+
+    def _possible(self, job: Job, tiled: bool) -> dict[Strategy, bool]:
+        """Strategy -> whether it is lossy, of all that nothing forbids."""
+        if (job, tiled) not in self._strategies:
+            asked = self.question.strategy, self.question.machine, self.question.fixed
+            self._strategies[job, tiled] = {s: bool(s.lossy_fields(job)) for s in strategies(job, *asked, tiled)}
+        return self._strategies[job, tiled]
 
     def needs_tiles(self, job: Job) -> bool:
         """Whether the clip, cached whole by the VAE, would need more than the card gives."""
@@ -126,12 +130,10 @@ class Search:
         if job.method == "sample":  # its VAE decodes, with tiles or without: both are candidates
             return False
         if job not in self._tiled:
-            # Any that is allowed will do, and none is asked of what is typed and contradicts itself.
-            plain = strategies(job, question.strategy, question.machine, question.fixed)[0]
-            try:
-                needed = self.screen.encoding_bytes(job, plain, question.machine)
-            except NotRecordedError:  # of another precision, say: candidates tell
-                needed = 0
+            needed = 0  # asked of any that is allowed, and not where what is typed contradicts itself
+            any_plain = next(iter(self._possible(job, False)))
+            with contextlib.suppress(NotRecordedError):  # of another precision, say: candidates tell
+                needed = self.screen.encoding_bytes(job, any_plain, question.machine)
             self._tiled[job] = margin.interval(needed, sides=self.sides)[1] > question.budget_bytes
         return self._tiled[job]
 
@@ -209,8 +211,7 @@ class Search:
 
     def has_ram(self, look: Look) -> bool:
         """Whether the host has the RAM."""
-        ram = self.question.machine.host_ram
-        return ram is None or look.host_ram_bytes <= ram
+        return look.host_ram_bytes <= (self.question.machine.host_ram or math.inf)
 
     def reaches(self, found: Estimate, verdict: str) -> bool:
         """Whether an estimate is at least as good as the verdict."""
