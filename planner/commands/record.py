@@ -287,7 +287,8 @@ def _with_progress(entries: Iterator[Done], total: int) -> Iterator[Done]:
 def _record(task: Task) -> Done:
     """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
     from planner.variants import StepVariant
-    from trainers import cuda_ops, tapes
+    from trainers import tapes
+    from trainers.classified import CLASSIFIED
 
     profile = catalog.model(task.model)
     if task.component:
@@ -299,7 +300,7 @@ def _record(task: Task) -> Done:
         variant = next(variant for variant in known if variant.name == task.variant)
         tape = _of_own(tapes.record, profile, variant) if profile.is_own else tapes.record(profile, variant)
     if not task.check:
-        unclassified = tuple(name for name in tape.get("operators", ()) if name not in cuda_ops.CLASSIFIED)
+        unclassified = tuple(name for name in tape.get("operators", ()) if name not in CLASSIFIED)
         return Done(task, tapes.write(tape, task.path).stat().st_size, "", unclassified)
     if not task.path.is_file():
         return Done(task, 0, f"there is no {task.path}")

@@ -10,14 +10,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import profiles
-from trainers import cuda_ops
+from trainers import classified, cuda_ops
 from trainers.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 TABLES = {
-    "SAME": cuda_ops.SAME,
-    "KNOWN_SMALL": cuda_ops.KNOWN_SMALL.keys(),
-    "UNMODELLED": cuda_ops.UNMODELLED.keys(),
+    "SAME": classified.SAME,
+    "KNOWN_SMALL": classified.KNOWN_SMALL.keys(),
+    "UNMODELLED": classified.UNMODELLED.keys(),
     "WORKSPACES": cuda_ops.WORKSPACES.keys(),
 }
 
@@ -38,8 +38,8 @@ def shipped_operators() -> dict[str, str]:
 def test_every_operator_of_every_shipped_tape_is_classified() -> None:
     operators = shipped_operators()
     assert operators
-    missing = {name: tape for name, tape in operators.items() if name not in cuda_ops.CLASSIFIED}
-    assert not missing, "look at the CUDA kernel, then add it to a table of trainers/cuda_ops.py"
+    missing = {name: tape for name, tape in operators.items() if name not in classified.CLASSIFIED}
+    assert not missing, "look at the CUDA kernel, then add it to a table of trainers/classified.py"
 
 
 def test_an_operator_is_in_one_table_only() -> None:
@@ -49,11 +49,11 @@ def test_an_operator_is_in_one_table_only() -> None:
 
 @pytest.mark.parametrize("table", ["KNOWN_SMALL", "UNMODELLED"])
 def test_what_is_left_out_says_where_it_is_and_why(table: str) -> None:
-    assert all(".cu" in why or ".cpp" in why or ".h" in why for why in getattr(cuda_ops, table).values())
+    assert all(".cu" in why or ".cpp" in why or ".h" in why for why in getattr(classified, table).values())
 
 
 def test_every_classified_operator_exists() -> None:
-    for name in cuda_ops.CLASSIFIED:
+    for name in classified.CLASSIFIED:
         namespace, _, packet = name.partition(".")
         if namespace == "aten":
             assert hasattr(torch.ops.aten, packet), name

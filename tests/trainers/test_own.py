@@ -15,7 +15,7 @@ from planner import catalog, folder, home
 from planner.commands import cli, own
 from planner.errors import VplanError
 from planner.facts import ModelProfile
-from trainers import cuda_ops
+from trainers import classified
 from trainers.own import Derived, complete, derive
 
 LORA = "step-lora-half-fp32-autocast-full-one"
@@ -126,7 +126,7 @@ def test_a_copy_of_a_bundled_model_records_the_bundled_tape(tmp_path: Path, own_
 
 
 def test_an_operator_nobody_compared_with_cuda_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ops, "CLASSIFIED", cuda_ops.CLASSIFIED - {"aten._foreach_addcdiv_"})
+    monkeypatch.setattr(classified, "CLASSIFIED", classified.CLASSIFIED - {"aten._foreach_addcdiv_"})
     place = wrote(tmp_path / "mine", "transformer", published("wan2.1-t2v-1.3b", **SMALL))
     done = vplan("record", place, "--variant", ADAMW)
     assert done.exit_code == 0
