@@ -116,6 +116,10 @@ class Asked:
     def _job(self, model: ModelProfile, notes: list[str]) -> Job:
         """The job, with the model's usual shape where none was asked for."""
         said = dict(self.job)
+        if said.get("buckets") and (beside := self.typed & {"frames", "height", "width"}):
+            flag = "--frames" if "frames" in beside else "--resolution" if self.resolution else "--height"
+            fault = f"buckets say all shapes, and {flag} would change none of them"
+            raise VplanError(fault, "leave it out, or write --buckets with the shapes you mean")
         if said.get("frames") == MAX:
             del said["frames"]
         if self.resolution:
