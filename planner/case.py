@@ -74,7 +74,9 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
     shape = {name: value for name, value in told.items() if value is not None and name != "model"}
     fields |= shape
     if shape and fields.get("buckets"):  # of which each has what was told instead of its own
-        fields["buckets"] = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
+        buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
+        own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
+        fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
     job = job_for(profile, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
