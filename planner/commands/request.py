@@ -184,7 +184,7 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "a plan")
-    elif target:
+    elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
         typed["model"] = _once(typed.get("model"), target, "a model")
     if "zero_stage" in typed:
         stage = f"zero-{typed.pop('zero_stage')}"

@@ -163,6 +163,7 @@ def test_long_clips_are_remarked() -> None:
         ([WAN, "--gpu", "nothing-like-it"], 1, "nothing-like-it"),
         (["no-such-model-at-all", "--gpu", "24GB"], 1, "no-such-model-at-all"),
         (["missing.toml"], 1, "missing.toml"),
+        (["", "--gpu", "24GB"], 1, "model '' is not known"),
     ],
 )
 def test_refusals_name_the_fault_and_the_fix(words: list[str], code: int, message: str) -> None:
