@@ -12,7 +12,7 @@ from planner import catalog
 from planner.dialects.interface import Dialect, Fields, Given, NotSaidError, Reading, Settings, read
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import QUANTISED, Job, Machine, Strategy
+from planner.job import QUANTISED, Bucket, Job, Machine, Strategy
 from planner.library import facts
 from planner.rules import check, resolve
 from planner.shapes import check_blocks, job_for
@@ -71,7 +71,12 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
     reading = read(dialect, given)
     profile = catalog.model(reading.job["model"])
     fields = {name: value for name, value in reading.job.items() if value is not None}
-    fields |= {name: value for name, value in told.items() if value is not None and name != "model"}
+    shape = {name: value for name, value in told.items() if value is not None and name != "model"}
+    fields |= shape
+    if shape and fields.get("buckets"):  # of which each has what was told instead of its own
+        buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
+        own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
+        fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
     job = job_for(profile, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")

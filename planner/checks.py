@@ -91,6 +91,11 @@ def memory_lock_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def _on_disk(nbytes: int) -> str:
+    """Bytes as disks count them, of a tiny model too."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**7 else f"{nbytes / 1e6:.2f} MB"
+
+
 def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -> Iterator[Check]:
     """Room for the checkpoints that are kept, the one being written, and the cache of the data."""
     if found is None:
@@ -102,13 +107,13 @@ def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -
         yield Check("disk", "error", f"cannot look at {output}: {error.strerror}", "name another --output", WRONG)
         return
     need = (keep + 1) * found.disk_bytes + cache_bytes
-    parts = f"{keep + 1} checkpoints of {found.disk_bytes / 1e9:.2f} GB"
-    parts += f", {cache_bytes / 1e9:.2f} GB of encoded data" if cache_bytes else ""
+    parts = f"{keep + 1} checkpoints of {_on_disk(found.disk_bytes)}"
+    parts += f", {_on_disk(cache_bytes)} of encoded data" if cache_bytes else ""
     if need > free:
-        fault = f"{free / 1e9:.2f} GB are free at {there}, and the run writes {need / 1e9:.2f} GB ({parts})"
+        fault = f"{_on_disk(free)} are free at {there}, and the run writes {_on_disk(need)} ({parts})"
         yield Check("disk", "error", fault, "make room, keep fewer checkpoints, or name another --output", SHORT)
     else:
-        yield Check("disk", "ok", f"{need / 1e9:.2f} GB needed ({parts}), {free / 1e9:.1f} GB free")
+        yield Check("disk", "ok", f"{_on_disk(need)} needed ({parts}), {_on_disk(free)} free")
 
 
 def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:

@@ -33,11 +33,14 @@ class NotRecordedError(VplanError):
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most like `name`, best first; empty when none is at all like it."""
     # A pasted wall of text cannot be a typo of a short name, and difflib is quadratic in its length.
-    asked = difflib.SequenceMatcher(b=name.lower()[:100])
+    text = name.lower()[:100]
+    asked = difflib.SequenceMatcher(b=text)
     scores: dict[str, float] = {}
     for candidate in known:
         asked.set_seq1(candidate.lower())
-        scores[candidate] = asked.ratio()
+        # Two letters the wrong way round are a slip of the fingers, and difflib sees no more in them than in any two.
+        turned = sorted(candidate.lower()) == sorted(text)
+        scores[candidate] = 1.0 if turned else asked.ratio()
     # Beside a clear winner (one letter wrong) the merely similar names are noise.
     bar = max(0.5, max(scores.values(), default=0.0) - 0.15)
     return sorted((found for found in scores if scores[found] >= bar), key=lambda found: -scores[found])[:count]

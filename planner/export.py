@@ -261,7 +261,10 @@ def _that_fits(dialect: Dialect, plan: Plan, name: str) -> str:
     if better is None:
         return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan for less"
     before, after = fields_of(plan), fields_of(better)
-    return f"it fits with {flags_of({field: after[field] for field in after if after[field] != before[field]})}"
+    flags = flags_of({field: after[field] for field in after if after[field] != before[field]})
+    found = priced(better, name)
+    word = "fits" if found and found.verdict == "fits" else "is tight"
+    return f"it {word} with {flags}: `vplan estimate PLAN.toml {flags} -o PLAN.toml` writes that plan"
 
 
 # ---- files

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from planner.errors import VplanError, did_you_mean, quoted
+from planner.errors import VplanError, did_you_mean, nearest, quoted
 from planner.units import MAX_BYTES, parse_bytes
 
 
@@ -103,9 +103,10 @@ def _explain(record: type[BaseModel], error: ValidationError, where: str) -> Vpl
     """The first fault of a validation, in one line of plain words with what to type instead."""
     faults = error.errors(include_url=False)
     fault = faults[0]
-    if fault["type"] == "missing":  # what is called otherwise beside it is likely what is missed
-        beside = (one for one in faults if one["type"] == "extra_forbidden" and one["loc"][:-1] == fault["loc"][:-1])
-        fault = next(beside, fault)
+    if fault["type"] == "missing":  # what is called much alike beside it is what is missed
+        *place, missed = fault["loc"]
+        beside = (one for one in faults if one["type"] == "extra_forbidden" and [*one["loc"][:-1]] == place)
+        fault = next((one for one in beside if nearest(str(one["loc"][-1]), [str(missed)])), fault)
     location, kind, context = fault["loc"], fault["type"], fault.get("ctx", {})
     owner = _owner(record, location)
     name = ".".join(str(part) for part in location)

@@ -160,6 +160,7 @@ FIELD_WORDS: dict[str, dict[str | bool, str]] = {
     "offload_params": {"cpu": "weights in host RAM"},
     "inactive_expert": {"cpu": "idle expert in host RAM"},
     "vae_tiling": {True: "VAE in tiles"},
+    "vae": {"swapped": "VAE swapped in"},
     "group_offload": {"block": "weights block by block", "leaf": "weights layer by layer"},
     "group_offload_stream": {True: "fetched ahead"},
 }

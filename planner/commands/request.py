@@ -116,6 +116,10 @@ class Asked:
     def _job(self, model: ModelProfile, notes: list[str]) -> Job:
         """The job, with the model's usual shape where none was asked for."""
         said = dict(self.job)
+        if said.get("buckets") and (beside := self.typed & {"frames", "height", "width"}):
+            flag = "--frames" if "frames" in beside else "--resolution" if self.resolution else "--height"
+            fault = f"buckets say all shapes, and {flag} would change none of them"
+            raise VplanError(fault, "leave it out, or write --buckets with the shapes you mean")
         if said.get("frames") == MAX:
             del said["frames"]
         if self.resolution:
@@ -180,7 +184,7 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "a plan")
-    elif target:
+    elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
         typed["model"] = _once(typed.get("model"), target, "a model")
     if "zero_stage" in typed:
         stage = f"zero-{typed.pop('zero_stage')}"

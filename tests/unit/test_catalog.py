@@ -216,7 +216,7 @@ def test_a_model_by_its_name_opens_its_own_file_only(elsewhere: Path) -> None:
         ('depth_key = "num_layers"', 'depth_key = "layers"', "config has no layers"),
         ("size_multiple = 16", "size_multiple = 20", "no multiple of 20"),
         ("default_frames = 81", "default_frames = 80", "breaks its own rule"),
-        ('class = "AutoencoderKLWan"', 'clas = "AutoencoderKLWan"', "vae.class is missing"),
+        ('class = "AutoencoderKLWan"', 'clas = "AutoencoderKLWan"', "vae has no field 'clas'; did you mean class?"),
         ("[shape]", "[shape", "is damaged: "),
     ],
 )
@@ -333,6 +333,7 @@ def test_several_cards() -> None:
         ("24XB", "'24XB' is neither a card nor a size", "24GB"),
         ("24", "neither a card nor a size", "24GB"),
         ("rtx4091", "neither a card nor a size", "did you mean rtx4090"),
+        ("4900", "neither a card nor a size", "did you mean rtx4090? Else"),
         ("a100", "can mean several cards", "a100-40gb, a100-80gb"),
         ("4060ti", "can mean several cards", "rtx4060ti-8gb, rtx4060ti-16gb"),
         ("4090 48GB", "neither a card nor a size", "`vplan gpus` lists"),
@@ -359,7 +360,7 @@ def test_bad_cards_are_refused(typed: str, fault: str, fix: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ('name = "rtx4090"', 'nmae = "rtx4090"', "gpu has no field"),
+        ('name = "rtx4090"', 'nmae = "rtx4090"', "has no field 'nmae'; did you mean name?"),
         ('"rtx3090", "rtx4090"', '"rtx3090", "rtx4099"', "names 'rtx4099'"),
         ('aliases = ["4090"', 'aliases = ["3090"', "two cards say '3090'"),
         ("[[class]]", "[[class", "gpus.toml is damaged"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from planner.commands import cli
 from planner.dialects import accelerate, compose, flags, interface
 from planner.errors import VplanError
-from planner.export import export, fields_of, flags_of, plan_with, targets, write_files
+from planner.export import export, fields_of, flags_of, plan_with, priced, targets, write_files
 from planner.job import Job, Machine, Strategy
 from planner.plan import Plan, read_plan, write_plan
 from planner.rules import check, resolve
@@ -154,6 +155,18 @@ def test_what_does_not_fit_is_exit_3() -> None:
     with pytest.raises(VplanError, match="does not fit") as raised:
         export(plan(job=big, gpu="24GB"), "accelerate")
     assert raised.value.exit_code == 3
+
+
+def test_what_is_only_tight_is_not_said_to_fit() -> None:
+    job = Job(model="wan2.1-t2v-14b", frames=81, height=480, width=832)
+    asked = plan(job=job, gpu="rtx4090", gradient_checkpointing="offload", weights_dtype="fp8", swap_blocks=24)
+    with pytest.raises(VplanError, match="does not fit") as raised:
+        export(asked, "diffusion-pipe")
+    flags = re.search(r"it is tight with (--swap-blocks \d+): `vplan estimate PLAN.toml \1 -o", raised.value.fix)
+    assert flags
+    better = asked.replace(strategy=asked.strategy.replace(swap_blocks=int(flags[1].split()[1])))
+    found = priced(better, "diffusion-pipe")
+    assert found is not None and found.verdict == "tight"
 
 
 @pytest.mark.parametrize("name", ["accelerat", "nobody"])

@@ -134,7 +134,7 @@ def test_config_keys_are_found_in_tables_lists_and_open_tables() -> None:
         ('trainer = "x"\nsource = "y"\nscript = []\n', "group is missing"),
         (
             'trainer = "x"\nsource = "y"\nscript = []\n[[group]]\nscripts = []\nflag = [{ nam = "a" }]\n',
-            "name is missing",
+            "has no field 'nam'",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_what_depends_on_the_machine_is_filled_in_unless_it_was_said() -> None:
         (Job, {**JOB, "frames": "81"}, "frames '81' is wrong; should be a valid integer"),
         (Job, {**JOB, "lora_dropout": float("nan")}, "lora_dropout nan is wrong"),
         (Job, {"model": "x", "height": 1, "width": 1}, "frames is missing; add frames"),
-        (Job, {**JOB, "buckets": [{"frames": 1, "height": 8, "wide": 8}]}, "buckets.0.width is missing"),
+        (Job, {**JOB, "buckets": [{"frames": 1, "height": 8, "wide": 8}]}, "'wide'; did you mean width?"),
         (Job, {**JOB, "validation": {"frames": 1, "height": 8, "width": 8, "cgf": True}}, "did you mean cfg?"),
         (Machine, {"gpu": "4090", "host_ram": "64"}, "host_ram size '64' has no unit"),
         (Machine, {"gpu": "4090", "host_ram": 0}, "host_ram 0 is too small"),

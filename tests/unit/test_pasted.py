@@ -180,3 +180,19 @@ def test_a_batch_that_is_not_recorded_names_one_that_is(tmp_path: Path) -> None:
     with pytest.raises(NotRecordedError, match="sample by sample") as caught:
         check_case(case, search=False)
     assert "--train_batch_size 2 --gradient_accumulation_steps 2" in caught.value.fix
+
+
+def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
+    lengths = "target_frames = [1, 25, 45]"
+    (tmp_path / "dataset.toml").write_text(f'[general]\nresolution = [960, 544]\n[[datasets]]\n{lengths}\n')
+    (tmp_path / "train.sh").write_text(
+        "accelerate launch src/musubi_tuner/wan_train_network.py --task t2v-14B --dataset_config dataset.toml "
+        "--mixed_precision bf16 --network_module networks.lora_wan --gradient_checkpointing --sdpa\n"
+    )
+    dialect, given = dialects.recognise(of_file(tmp_path / "train.sh"))
+    plain = settle(dialect, given, {}, {"gpu": "rtx4090"})
+    assert {shape.frames for shape in plain.job.shapes} == {1, 25, 45}
+    told = settle(dialect, given, {"frames": 17, "height": None}, {"gpu": "rtx4090"})
+    assert [(shape.frames, shape.height, shape.width) for shape in told.job.shapes] == [(17, 544, 960)]
+    with pytest.raises(VplanError, match=r"^frames 18 is not 4n\+1"):
+        settle(dialect, given, {"frames": 18}, {"gpu": "rtx4090"})

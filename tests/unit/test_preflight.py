@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from planner import cards, doctor, home
 from planner.cards import parse_wait
+from planner.checks import on_disk
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.job import Job, Machine, Strategy
@@ -201,6 +202,13 @@ def test_disk_for_checkpoints(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert "100001 checkpoints" in result.stderr and "are free at" in result.stderr
     assert not (tmp_path / "a").exists()
+
+
+def test_what_a_tiny_model_writes_is_not_told_as_nothing(tmp_path: Path) -> None:
+    found, _ = estimated(plan(), must=True)
+    assert found is not None
+    (check,) = on_disk(tmp_path, found.replace(disk_bytes=150_000), 2, 0)
+    assert check.what.startswith("0.45 MB needed (3 checkpoints of 0.15 MB)")
 
 
 def test_pinned_memory_is_a_note() -> None:

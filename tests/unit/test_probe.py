@@ -187,7 +187,7 @@ def test_a_plan_is_probed_as_for_another_card(measuring: list[int], tmp_path: Pa
         (("wan2.1-t2v-1.3b", "wan9-t2v-1.3b"), "wan9-t2v-1.3b"),
         (("frames = 5", "frames = [5"), "is not TOML"),
         (("frames = 5", "frames = true"), "frames True is wrong"),
-        (("[job]", "[joob]"), "job is missing"),
+        (("[job]", "[joob]"), "plan has no field 'joob'"),
     ],
 )
 def test_a_plan_that_is_none_is_one_line_and_nothing_runs(

@@ -158,9 +158,12 @@ def test_long_clips_are_remarked() -> None:
         ([WAN, "--gpu", "24GB", "--host-ram", "64"], 1, "has no unit"),
         ([WAN, "--gpu", "24GB", "--lora-dropout", "much"], 1, "not a number"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480"], 1, "not a shape"),
+        ([WAN, "--gpu", "24GB", "--buckets", "81x480x832", "--frames", "33"], 1, "--frames would change none of them"),
+        ([WAN, "--gpu", "24GB", "--buckets", "81x480x832", "--resolution", "480p"], 1, "--resolution would change"),
         ([WAN, "--gpu", "nothing-like-it"], 1, "nothing-like-it"),
         (["no-such-model-at-all", "--gpu", "24GB"], 1, "no-such-model-at-all"),
         (["missing.toml"], 1, "missing.toml"),
+        (["", "--gpu", "24GB"], 1, "model '' is not known"),
     ],
 )
 def test_refusals_name_the_fault_and_the_fix(words: list[str], code: int, message: str) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import catalog
+from planner.commands.answer import words
 from planner.errors import VplanError
 from planner.estimate import after_step_bytes, estimate
 from planner.facts import ModelProfile
@@ -22,6 +23,7 @@ from planner.rules import check, resolve
 from planner.run import Run
 from planner.screen import Screen, allocated_peak
 from planner.shapes import grid, job_for
+from planner.space import strategies
 from planner.suggest import Search
 from planner.units import GIB, MIB
 from planner.wishes import relaxed
@@ -323,3 +325,8 @@ def test_smaller_groups_never_need_more(shape: tuple[int, int, int]) -> None:
     assert leaf_stream <= block_stream <= plain
     assert leaf <= leaf_stream <= leaf + 400 * MIB
     assert block <= block_stream
+
+
+def test_every_way_to_sample_has_words_of_its_own() -> None:
+    ways = [words(each, ()) for each in strategies(asked(COG), Strategy(), MACHINE, ())]
+    assert len(ways) > 4 and len(set(ways)) == len(ways)
