@@ -240,13 +240,17 @@ class Sizes:
         return [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in self.nbytes]
 
     @functools.cached_property
+    def freed(self) -> list[int]:
+        """The same below zero and backwards: behind `rounded`, freeing ~n reads index -1 - n, which is -rounded[n]."""
+        return [-size for size in reversed(self.rounded)]
+
+    @functools.cached_property
     def stretches(self) -> dict[int, tuple[int, int]]:
         """id of a stretch's list of events -> what it adds to what is allocated, and the most on the way.
 
         Worked out when first asked for: who asks for host RAM alone, at many shapes, does without.
         """
-        # Freeing ~n reads index -1 - n, which is -rounded[n] in what follows it backwards.
-        change = (self.rounded + [-size for size in reversed(self.rounded)]).__getitem__
+        change = (self.rounded + self.freed).__getitem__
         stretches = {}
         run = self.run
         for stage in (run.load, run.step, run.optimizer_first, run.optimizer) if run else ():
@@ -267,12 +271,12 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
     first = len(base.nbytes)
-    resized = run.sizes[:first] != base.nbytes
-    rounded = [] if resized else base.rounded
-    rounded = rounded + [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes[len(rounded) :]]
-    known = {} if resized else base.stretches.copy()
-    stages = run.stages
-    rises = {id(stage): _rise_and_peak(stage, rounded, known) for _, stage in stages}
+    if run.sizes[:first] != base.nbytes:
+        base, first = UNKNOWN, 0
+    new = Sizes(nbytes=run.sizes[first:])
+    change = [*base.rounded, *new.rounded, *new.freed, *base.freed].__getitem__
+    known, stages = base.stretches.copy(), run.stages
+    rises = {id(stage): _rise_and_peak(stage, change, known) for _, stage in stages}
     held = 0
     peaks = {True: 0, False: 0}
     for _, stage in stages:
@@ -283,17 +287,18 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     return max(peaks.values()), peaks[True] > peaks[False]
 
 
-def _rise_and_peak(stage: Stage, rounded: list[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _rise_and_peak(stage: Stage, change: Callable[[int], int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """What a stage adds to what is allocated, and the most it adds on the way.
 
-    ``known``: the same of lists of events by their ids; those of a first step come again in the later one.
+    ``change``: bytes of an event. ``known``: the same as is returned, of lists of events by their ids; those of a first
+    step come again in the later one.
     """
     held = peak = 0
     for _, events in stage.stretches:
         if not events:
             continue
         if (told := known.get(id(events))) is None:
-            on_the_way = list(accumulate(rounded[event] if event >= 0 else -rounded[~event] for event in events))
+            on_the_way = list(accumulate(map(change, events)))
             told = known[id(events)] = on_the_way[-1], max(on_the_way)
         peak = max(peak, held + told[1])
         held += told[0]
