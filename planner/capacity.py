@@ -93,15 +93,6 @@ class Forms:
         self._jobs: dict[Shape, Job] = {}
         self._grids: dict[Shape, dict[str, int]] = {}
 
-    def copy(self) -> Forms:
-        """One that knows these peaks. Nothing that is asked of it is known here, so parts of a page that each have
-        their own answer alike whichever comes first."""
-        found = Forms(self.screen, self.job, self.wish)
-        found.outside |= self.outside
-        found._forms |= self._forms
-        found._allocated |= {alike: known.copy() for alike, known in self._allocated.items()}
-        return found
-
     def at(self, shape: Shape) -> Job:
         """The job at another shape."""
         if shape not in self._jobs:

@@ -28,16 +28,22 @@ def tape(model: str, variant: str) -> Tape:
 
 def tapes(model: str, *variants: str) -> list[Tape]:
     """The tapes of some variants; a NotRecordedError with the command that records all of them that are missing."""
-    places = [
-        [folder / model / f"{variant}.json.gz" for folder in (profiles.TAPES, home.tapes())] for variant in variants
-    ]
-    paths = [next(filter(Path.is_file, each), None) for each in places]
+    paths = [_stored(model, f"{variant}.json.gz") for variant in variants]
     missing = [variant for variant, path in zip(variants, paths, strict=True) if path is None]
     if missing:
         flags = " ".join(f"--variant {variant}" for variant in missing)
         fault = f"no tape {' or '.join(missing)} of {model}"
         raise NotRecordedError(fault, f"record it once, with vplan[train] installed: vplan record {model} {flags}")
     return [_read(path, path.stat().st_mtime_ns) for path in paths if path is not None]
+
+
+def _stored(*parts: str) -> Path | None:
+    """A file under the bundled tapes, or else under the user's own; None where there is none."""
+    bundled: Path = profiles.TAPES.joinpath(*parts)
+    if bundled.is_file():
+        return bundled
+    own = home.tapes().joinpath(*parts)
+    return own if own.is_file() else None
 
 
 @functools.cache
@@ -47,10 +53,8 @@ def _read(path: Path, written_ns: int) -> Tape:
 
 def parameters(model: str) -> Parameters:
     """The table of a model's parameters."""
-    for folder in (profiles.TAPES, home.tapes()):
-        path: Path = folder / model / PARAMETERS_FILE
-        if path.is_file():
-            return _read_table(path, path.stat().st_mtime_ns)
+    if path := _stored(model, PARAMETERS_FILE):
+        return _read_table(path, path.stat().st_mtime_ns)
     raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
 
 
@@ -119,8 +123,5 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
 
 def component_tape(name: str, variant: str) -> Tape | None:
     """A tape of a text encoder or VAE, bundled or of the user's own; None when there is none."""
-    for folder in (profiles.TAPES, home.tapes()):
-        path: Path = folder / COMPONENTS / name / f"{variant}.json.gz"
-        if path.is_file():
-            return _read(path, path.stat().st_mtime_ns)
-    return None
+    path = _stored(COMPONENTS, name, f"{variant}.json.gz")
+    return _read(path, path.stat().st_mtime_ns) if path else None

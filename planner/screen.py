@@ -275,26 +275,26 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
     first = len(base.nbytes)
-    resized = run.sizes[:first] != base.nbytes
-    rounded = [] if resized else base.rounded
-    rounded = rounded + [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes[len(rounded) :]]
-    known = {} if resized else base.stretches.copy()
-    stages = run.stages
+    if run.sizes[:first] != base.nbytes:
+        base, first = UNKNOWN, 0
+    rounded = base.rounded + Sizes(nbytes=run.sizes[first:]).rounded
+    known, stages = base.stretches.copy(), run.stages
     rises = {id(stage): _rise_and_peak(stage, rounded, known) for _, stage in stages}
-    held = 0
+    risen = 0
     peaks = {True: 0, False: 0}
     for _, stage in stages:
         rise, peak = rises[id(stage)]
         optimizer = stage.name.startswith("optimizer")
-        peaks[optimizer] = max(peaks[optimizer], held + peak)
-        held += rise
+        peaks[optimizer] = max(peaks[optimizer], risen + peak)
+        risen += rise
     return max(peaks.values()), peaks[True] > peaks[False]
 
 
 def _rise_and_peak(stage: Stage, rounded: list[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """What a stage adds to what is allocated, and the most it adds on the way.
 
-    ``known``: the same of lists of events by their ids; those of a first step come again in the later one.
+    ``known``: the same as is returned, of lists of events by their ids; those of a first step come again in the later
+    one.
     """
     risen = peak = 0
     for _, events in stage.stretches:

@@ -115,7 +115,6 @@ class Builder:
         # What a search sets is open again: the page is about all ways, not the plan's alone.
         asked = asked_for(plan.job.method, plan.strategy, ())
         self.search = Search(Question(plan.job, asked, plan.machine, self.model, self.gpu), self.screen)
-        self.forms = Forms(self.screen, plan.job, extent.axis(self.model))
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
         known = self.model if job.model == self.plan.job.model else None
@@ -141,18 +140,12 @@ class Builder:
         run = through.laid_out(plan.job, plan.strategy, plan.machine, known, plan.trainer)
         return through.phases(run), through.timeline(run, self.points)
 
-    def ladder(self, seen: Sequence[Look]) -> tuple[Look, ...]:
-        """The few ways that matter, with their peaks prepared, for which the map and the longest clips both ask."""
-        job, length = self.plan.job, extent.axis(self.model).read(self.plan.job)
-        assert isinstance(length, int)
-        rungs = ways_of.ladder(self.search, job, seen)
-        for rung in rungs:
-            self.forms.allocated(self.search, rung.strategy, [(length, job.height, job.width)])
-        return rungs
+    def _forms(self) -> Forms:
+        return Forms(self.screen, self.plan.job, extent.axis(self.model))
 
     def map(self, rungs: Sequence[Look]) -> Capacity:
         """The capacity map."""
-        return Mapper(self.search, self.forms.copy()).map(rungs)
+        return Mapper(self.search, self._forms()).map(rungs)
 
     def longest(self, rungs: Sequence[Look], own: bool) -> tuple[Longest, ...]:
         """The longest clip of each class of card with as much host RAM as the plan's, or of all others.
@@ -168,7 +161,7 @@ class Builder:
             self.cards[card.name] = card
             machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
             machines.append((card, machine))
-        return longest(self.search, self.forms.copy(), rungs, machines)
+        return longest(self.search, self._forms(), rungs, machines)
 
     def compared(self) -> tuple[Compared, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
@@ -245,7 +238,7 @@ PARTS = 5
 def in_turn(builder: Builder, done: Done) -> Parts:
     """One after another."""
     looks = done(builder.looks())
-    rungs = builder.ladder(looks)
+    rungs = ways_of.ladder(builder.search, builder.plan.job, looks)
     phases, timeline = done(builder.steps())
     own = done(builder.longest(rungs, own=True))
     further, compared = done((builder.longest((), own=False), builder.compared()))

@@ -1,4 +1,4 @@
-"""How fast vplan answers: cold processes, allocated peaks a second, the replay of a 14B model's tape.
+"""How fast vplan answers: cold processes, allocated peaks a second, the replay of a 14B model's tape, a report.
 
     python -m tests.benchmarks.speed [--times N]
 
@@ -8,9 +8,11 @@ Medians of N runs of each (default 5), in seconds, beside what is promised. Run 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -35,6 +37,12 @@ COMMANDS = (
     (5.0, ("suggest", "--gpu", "24GB", "--frames", "81")),
 )
 
+REPORTED = (
+    ("suggest", "wan2.1-i2v-14b-480p", "--gpu", "h100-80gb", "--frames", "81"),
+    ("suggest", "wan2.1-t2v-14b", "--gpu", "rtx4090", "--frames", "81"),
+)
+"""Answers whose plans full pages are made of, each with a capacity map of 12 x 8."""
+
 
 def median_seconds(call: Callable[[], object], times: int) -> float:
     found = []
@@ -53,6 +61,21 @@ def cold(words: tuple[str, ...]) -> Callable[[], object]:
         assert done.returncode in (0, 3), done.stderr
 
     return run
+
+
+def report_seconds(words: tuple[str, ...], times: int) -> tuple[float, float]:
+    """Seconds by the clock of a cold `vplan report` of that answer's plan, and those of all its processes."""
+
+    def used() -> float:
+        spent = os.times()
+        return spent.children_user + spent.children_system
+
+    with tempfile.TemporaryDirectory() as folder:
+        plan, page = os.path.join(folder, "plan.toml"), os.path.join(folder, "report.html")
+        cold((*words, "-o", plan))()
+        before = used()
+        taken = median_seconds(cold(("report", plan, "-o", page)), times)
+        return taken, (used() - before) / times
 
 
 def laid_out(model: str, **more: object) -> tuple[dict[str, int], object]:
@@ -90,6 +113,10 @@ def main() -> int:
 
     for promised, words in COMMANDS:
         line("vplan " + " ".join(words), median_seconds(cold(words), times), promised, "s")
+    for words in REPORTED:
+        taken, used = report_seconds(words, times)
+        line("vplan report of vplan " + " ".join(words), taken, 5.0, "s")
+        print(f"     {used:12,.3f} s        (of all cores together)")
     rate, prepared = peaks_per_second(times)
     line("allocated peaks a second, over 10,000 shapes", rate, 10_000, "1/s", more_is_better=True)
     print(f"     {prepared:12,.3f} s        (prepared once per strategy)")
