@@ -287,10 +287,12 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     A link is followed, and what is no file (a device, a pipe) is written to, not replaced.
     """
     fault = f"cannot write plan {quoted(str(path))}"
-    path = Path(path).resolve()
+    path = Path(path)
+    special = path.exists() and not path.is_file()
+    path = path if special else path.resolve()  # what /dev/stdout leads to need not have a name
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if path.exists() and not path.is_file():
+        if special:
             path.write_text(plan_to_toml(plan), encoding="utf-8")
             return
         with temporary.open("w", encoding="utf-8") as file:

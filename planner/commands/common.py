@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from planner.errors import VplanError, quoted
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -70,9 +72,18 @@ def markdown_option(page: str) -> Callable[[Function], Function]:
     return click.option("--markdown", "as_markdown", is_flag=True, help=text)
 
 
-def output_option(what: str) -> Callable[[Function], Function]:
+def output_option(what: str, *, plan: bool = True) -> Callable[[Function], Function]:
     """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
-    return click.option("-o", "--output", metavar="FILE", help=f"Write {what} to FILE.")
+    callback = _plan_file if plan else None
+    return click.option("-o", "--output", metavar="FILE", callback=callback, help=f"Write {what} to FILE.")
+
+
+def _plan_file(_context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
+    """A file that every command would know for a plan; or what is no file, as /dev/stdout."""
+    if path is not None and not path.endswith(".toml") and (os.path.isfile(path) or not os.path.lexists(path)):
+        fix = "name one, as plan.toml: by that ending a plan is told from a model"
+        raise VplanError(f"the plan {quoted(path)} is no .toml file", fix)
+    return path
 
 
 def report_option(function: Function) -> Function:

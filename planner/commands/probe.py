@@ -78,7 +78,7 @@ class _How(TypedDict):
     default="cuda",
     help="cpu is for tiny models: nothing of the GPU is measured.  [default: cuda]",
 )
-@output_option("the rows, one JSON object a line,")
+@output_option("the rows, one JSON object a line,", plan=False)
 @json_option
 def command(
     paths: tuple[str, ...],

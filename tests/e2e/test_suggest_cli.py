@@ -88,6 +88,7 @@ def test_without_a_card_every_class_has_a_line() -> None:
         ((*ONE, "--frames", "9", "--prefer", "frames"), 1, "would change what you fixed"),
         ((*ONE, "--prefer", "beauty"), 1, "beauty"),
         (("--gpu", "24GB", "-o", "plan.toml"), 2, "-o writes one plan"),
+        ((*ONE, "-o", "myplan"), 1, "'myplan' is no .toml file"),  # `vplan train myplan` would look for a model
     ],
 )
 def test_bad_input_is_named_with_its_fix(words: tuple[str, ...], code: int, fault: str) -> None:

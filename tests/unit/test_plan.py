@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,18 @@ def test_writing_a_plan_replaces_the_old_one_whole(tmp_path: Path) -> None:
         write_plan(plan, tmp_path / "none" / "plan.toml")
     with pytest.raises(VplanError, match=r"cannot read plan .*No such file"):
         read_plan(tmp_path / "none.toml")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors as files")
+def test_a_pipe_may_take_a_plan() -> None:
+    plan = Plan(job=Job(model="m", frames=1, height=8, width=8), strategy=Strategy(), machine=Machine(gpu="24GB"))
+    reading, writing = os.pipe()
+    try:
+        write_plan(plan, f"/dev/fd/{writing}")
+        assert plan_from_toml(os.read(reading, 1 << 16).decode()) == plan
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.mark.parametrize(
