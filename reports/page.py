@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -83,6 +84,13 @@ def check_name(path: str | Path) -> None:
         raise VplanError(f"the report {quoted(str(path))} is no .html file", "name one, as report.html")
 
 
+def prepare() -> None:
+    """Compiles the templates, which takes longer than to fill them in: for who has to wait for a page's data."""
+    for name in _environment().list_templates(extensions=["css", "html"]):
+        _environment().get_template(name)
+
+
+@functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from planner import ways
 from planner.commands.spread import cores
 from planner.errors import VplanError
+from reports import page
 from reports.data import Builder, Done, Parts, in_turn
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ def shared(builder: Builder, done: Done) -> Parts:
     others = Aside(lambda: builder.longest((), own=False))
     table = Aside(lambda: builder.map(rungs))
     own = done(builder.longest(rungs, own=True))
+    page.prepare()
     (phases, timeline), compared = done(steps.result())
     further = done(others.result())
     return Parts(looks, phases, timeline, done(table.result()), (*own, *further), compared)
