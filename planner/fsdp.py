@@ -187,7 +187,7 @@ def _step_over_shares(run: Run, shares: dict[str, int], kept: list[int]) -> None
         run.drop(stage, set(gradients.values()))
     if run.strategy.offload_params != "none":
         for stage in stages:
-            run.drop(stage, [event for event in stage.ops if event >= 0])
+            run.empty(stage)
         return
     itemsize = FULL if trained_storage(run.job, run.strategy) == "fp32" else HALF
     states = {buffer: name.rpartition(":")[0] for name, buffer in run.named("optimizer").items()}

@@ -73,6 +73,10 @@ class Run:
     grid: dict[str, int] = field(default_factory=dict)
     """The shape: atoms B, F, H, W, T, R."""
 
+    base: Run | None = None
+    """The same recordings before any transformation, where a search laid them out: what takes long to find out of the
+    step, it finds out once."""
+
     checkpointed: frozenset[Block] = frozenset()
     """The blocks that are checkpointed, where only some are."""
 
@@ -187,6 +191,14 @@ class Run:
             for moment, events in stage.stretches
         ]
 
+    def empty(self, stage: Stage) -> None:
+        """Leaves nothing of a stage but frees of what was there before it."""
+        made = {event for event in stage.ops if event >= 0}
+        stage.stretches = [
+            (moment, [event for event in events if event < 0 and ~event not in made])
+            for moment, events in stage.stretches
+        ]
+
     def named(self, category: str) -> dict[str, int]:
         """Name -> buffer of a category's named buffers."""
         return self.program.named.get(category, {})
@@ -230,6 +242,8 @@ class Run:
     @functools.cached_property
     def left(self) -> list[int]:
         """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
+        if self.base is not None:
+            return self.base.left
         alive: dict[int, None] = {}
         for event in self.step.ops:
             if event >= 0:
@@ -247,6 +261,8 @@ class Run:
         all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
         input. Where it is more, it is in ``shared_inputs``.
         """
+        if self.base is not None:
+            return self.base.block_inputs
         made: set[int] = set()
         kept: dict[tuple[str, int], list[int]] = {}
         for moment, events in self.step.stretches:
@@ -272,6 +288,8 @@ class Run:
     @functools.cached_property
     def made_outside(self) -> list[int]:
         """What forward makes outside the blocks and a block's backward frees."""
+        if self.base is not None:
+            return self.base.made_outside
         outside: set[int] = set()
         found = []
         for moment, events in self.step.stretches:
@@ -339,6 +357,8 @@ class Run:
 
         Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
         """
+        if self.base is not None and (self.base.optimizer.stretches or self.samples):
+            return self.base.swappable_weights
         blocks: dict[tuple[str, int], list[int]] = {}
         trained = {} if self.strategy.optimizer_step == "backward" else self.named("gradient")
         for name, buffer in self.named("weight").items():

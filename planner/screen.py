@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from planner import host
 from planner.allocator import held
@@ -166,8 +166,9 @@ class Screen:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
         refuse_unpriced(job, strategy)
         base = self._bare(job, strategy, machine, facts, where)
-        run = _shared(
+        run = replace(
             base,
+            base=base,
             program=base.program.copy(),
             load=base.load.copy(),
             step=base.step.copy(),
@@ -184,7 +185,9 @@ class Screen:
         """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
         base = self._unfolded(job, strategy, machine, facts)
         sizes = self._sizes_at(job, strategy, machine, facts, where).nbytes
-        return _shared(base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where)
+        return replace(
+            base, base=base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where
+        )
 
     def _sizes_at(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Sizes:
         """What every buffer and stretch of the tapes takes at a shape."""
@@ -198,7 +201,9 @@ class Screen:
         tapes = _tapes(facts, strategy, machine)
         if tapes not in self._laid_out:
             step = self._step(job, strategy, machine, facts)
-            run = _shared(step, strategy=strategy, facts=facts, program=step.program.copy(), step=step.step.copy())
+            run = replace(
+                step, base=step, strategy=strategy, facts=facts, program=step.program.copy(), step=step.step.copy()
+            )
             run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
             run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
             end_of_step(run)
@@ -225,15 +230,6 @@ def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, 
     """What tells one layout from another: the recordings, of how many blocks each is taken, and attention's kernel."""
     step = id(facts.step), id(facts.checkpointed), strategy.checkpointed_blocks, kernels(strategy, machine, facts)
     return *step, id(facts.optimizer)
-
-
-def _shared(base: Run, **changes: Any) -> Run:
-    """A run like another of the same step, with what takes long to find out and is the same."""
-    run = replace(base, **changes)
-    run.__dict__.update({name: getattr(base, name) for name in ("block_inputs", "made_outside", "left")})
-    if base.optimizer.stretches or base.samples:
-        run.__dict__["swappable_weights"] = base.swappable_weights
-    return run
 
 
 @dataclass

@@ -220,7 +220,7 @@ def offloaded_optimizer(run: Run) -> None:
     if strategy.offload_optimizer == "none" or strategy.sharding.startswith("zero"):
         return
     for stage in (run.optimizer_first, run.optimizer):
-        run.drop(stage, [event for event in stage.ops if event >= 0])
+        run.empty(stage)
     if strategy.offload_gradients != "none":
         gradients_leave(run)
 

@@ -63,7 +63,7 @@ def zero(run: Run) -> None:
         return
     cast_to_16_bits(run)
     for stage in (run.optimizer_first, run.optimizer):
-        run.drop(stage, [event for event in stage.ops if event >= 0])
+        run.empty(stage)
     if run.strategy.sharding == "zero-3":
         _stage_3(run, DEEPSPEED)
     else:
