@@ -181,7 +181,8 @@ def test_the_high_end_is_slow_kernels_or_slow_launches_and_nothing_hidden():
     many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
     assert seconds(many).high == pytest.approx(10**6 * SLOW_LAUNCH_SECONDS)
     graphs = seconds(many, compile="cudagraphs")
-    assert graphs.high == pytest.approx(graphs.compute / REACHED + 10**6 * GRAPH_GAP_SECONDS)
+    fused = 10**6 // 1000  # the matrix products move a thousandth of what pointwise work moves unfused
+    assert graphs.high == pytest.approx(graphs.compute / REACHED + fused * GRAPH_GAP_SECONDS)
 
 
 def test_the_cpu_runs_ahead_of_the_gpu_and_never_behind():
