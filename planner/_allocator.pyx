@@ -103,7 +103,7 @@ cdef long long room_bytes(Block* block) noexcept:
     return block.size + following.size if following != NULL and following.state == UNMAPPED else block.size
 
 
-cdef long long pages_bytes(long long size, long long page) noexcept:
+cdef long long rounded_up(long long size, long long page) noexcept:
     return (size + page - 1) // page * page
 
 
@@ -112,9 +112,9 @@ def held(list ops not None, list sizes not None):
     cdef long long op, level = 0, most = LLONG_MIN
     for op in ops:
         if op >= 0:
-            level += <long long>sizes[op]
+            level += rounded_up(sizes[op], BLOCK_ROUND_BYTES)
         else:
-            level -= <long long>sizes[~op]
+            level -= rounded_up(sizes[~op], BLOCK_ROUND_BYTES)
         most = max(most, level)
     return level, most
 
@@ -209,7 +209,7 @@ cdef class CachingAllocator:
                 if asked < 0 or self.live[op] != NULL:
                     what = f"allocates buffer {op} of {asked} bytes, which is live already or negative"
                     raise VplanError(f"op {at} of the tape {what}", "record it again")
-                size = pages_bytes(asked, BLOCK_ROUND_BYTES)
+                size = rounded_up(asked, BLOCK_ROUND_BYTES)
                 block = &EMPTY
                 if size:
                     stream = 0 if streams is None else streams[op]
@@ -299,7 +299,7 @@ cdef class CachingAllocator:
         return True
 
     cdef Block* _new_segment(self, Pool* pool, long long size) noexcept:
-        cdef long long segment = pool.page_bytes if size < LARGE_LIMIT_BYTES else pages_bytes(size, LARGE_ROUND_BYTES)
+        cdef long long segment = pool.page_bytes if size < LARGE_LIMIT_BYTES else rounded_up(size, LARGE_ROUND_BYTES)
         if not self._reserve(segment):
             return NULL
         cdef Block* block = new_block(self.next_address, segment, FREE, pool)
@@ -337,14 +337,14 @@ cdef class CachingAllocator:
                 return first
         room = max(size, UNLIMITED_BYTES) if self.capacity < 0 else max(pool.page_bytes, self.capacity * 9 // 8)
         block = new_block(
-            pages_bytes(self.next_address, LARGE_SEGMENT_BYTES), pages_bytes(room, pool.page_bytes), UNMAPPED, pool
+            rounded_up(self.next_address, LARGE_SEGMENT_BYTES), rounded_up(room, pool.page_bytes), UNMAPPED, pool
         )
         self.next_address = block.address + block.size
         pool.unmapped[block.address] = block
         return block
 
     cdef bool _map(self, Block* block, long long size) noexcept:
-        cdef long long mapped = pages_bytes(size, block.pool.page_bytes)
+        cdef long long mapped = rounded_up(size, block.pool.page_bytes)
         cdef Block* rest
         if not self._reserve(mapped):
             return False
@@ -360,7 +360,7 @@ cdef class CachingAllocator:
     cdef void _unmap(self, Block* block) noexcept:
         cdef Pool* pool = block.pool
         cdef long long end = block.address + block.size
-        cdef long long first = pages_bytes(block.address, pool.page_bytes), last = end // pool.page_bytes * pool.page_bytes
+        cdef long long first = rounded_up(block.address, pool.page_bytes), last = end // pool.page_bytes * pool.page_bytes
         cdef Block* part
         if first >= last:
             return

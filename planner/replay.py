@@ -384,6 +384,7 @@ class CachingAllocator:
 
 
 def held(ops: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """What ops add to what is allocated, and the most on the way; ``sizes`` are of whole blocks."""
-    levels = list(accumulate(sizes[op] if op >= 0 else -sizes[~op] for op in ops))
+    """What ops add to what is allocated, and the most on the way, each buffer in whole blocks."""
+    block = BLOCK_ROUND_BYTES
+    levels = list(accumulate(-(-sizes[op] // block) * block if op >= 0 else -sizes[~op] // block * block for op in ops))
     return levels[-1], max(levels)

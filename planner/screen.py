@@ -20,7 +20,6 @@ from planner.job import SPLIT, Bucket, Job, Machine, Strategy
 from planner.layout import choose_kernels, end_of_step, kernels, refuse_unpriced, transforms
 from planner.phases import caching
 from planner.program import Stage
-from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run, recorded
 from planner.shapes import grid
 from planner.timing import StepWork, Traffic, step_seconds
@@ -246,11 +245,6 @@ class Sizes:
         return cls(run, run.program.bytes_of(where))
 
     @functools.cached_property
-    def rounded(self) -> list[int]:
-        """The same in whole blocks of the allocator."""
-        return [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in self.nbytes]
-
-    @functools.cached_property
     def stretches(self) -> dict[int, tuple[int, int]]:
         """id of a stretch's list of events -> what it adds to what is allocated, and the most on the way.
 
@@ -258,7 +252,7 @@ class Sizes:
         """
         run = self.run
         stages = (run.load, run.step, run.optimizer_first, run.optimizer) if run else ()
-        return {id(events): held(events, self.rounded) for stage in stages for _, events in stage.stretches if events}
+        return {id(events): held(events, self.nbytes) for stage in stages for _, events in stage.stretches if events}
 
 
 UNKNOWN = Sizes()
@@ -270,12 +264,9 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     ``base``: of the tapes it was laid out from, so as not to sum up again what is as it was. (Without expandable
     segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
-    first = len(base.nbytes)
-    if run.sizes[:first] != base.nbytes:
-        base, first = UNKNOWN, 0
-    rounded = base.rounded + Sizes(nbytes=run.sizes[first:]).rounded
-    known, stages = base.stretches.copy(), run.stages
-    rises = {id(stage): _rise_and_peak(stage, rounded, known) for _, stage in stages}
+    known = base.stretches.copy() if run.sizes[: len(base.nbytes)] == base.nbytes else {}
+    stages = run.stages
+    rises = {id(stage): _rise_and_peak(stage, run.sizes, known) for _, stage in stages}
     risen = 0
     peaks = {True: 0, False: 0}
     for _, stage in stages:
@@ -286,7 +277,7 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     return max(peaks.values()), peaks[True] > peaks[False]
 
 
-def _rise_and_peak(stage: Stage, rounded: list[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _rise_and_peak(stage: Stage, sizes: list[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """What a stage adds to what is allocated, and the most it adds on the way.
 
     ``known``: the same as is returned, of lists of events by their ids; those of a first step come again in the later
@@ -296,7 +287,7 @@ def _rise_and_peak(stage: Stage, rounded: list[int], known: dict[int, tuple[int,
     for _, events in stage.stretches:
         if events:
             if id(events) not in known:
-                known[id(events)] = held(events, rounded)
+                known[id(events)] = held(events, sizes)
             rise, most = known[id(events)]
             peak = max(peak, risen + most)
             risen += rise

@@ -373,7 +373,7 @@ def test_a_broken_tape_is_refused(ops: list[int], sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("held", dict.fromkeys([replay.held, chosen.held]), ids=lambda function: function.__module__)
 def test_what_ops_hold_is_what_a_run_allocates(held: Callable[[list[int], list[int]], tuple[int, int]]) -> None:
-    ops, sizes = [0, 1, ~0, 2, 3, ~1, ~3], [4 * MIB, 512, 3 * MIB, 1024]
+    ops, sizes = [0, 1, ~0, 2, 3, ~1, ~3], [4 * MIB - 1, 1, 3 * MIB, 1024]
     assert held(ops, sizes) == (3 * MIB, 4 * MIB + 512)
     assert held([~0], sizes) == (-4 * MIB, -4 * MIB)
     allocator = classic()
