@@ -106,7 +106,7 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
     for index, (_, stage) in enumerate(run.stages[: wanted[-1] + 1]):
         if index in wanted:
             share = points * len(stage.ops) // total
-            history = _thin(allocator.timeline(stage.ops, run.sizes), max(share, LEAST))
+            history = thin(allocator.timeline(stage.ops, run.sizes), max(share, LEAST))
             found += _told(run, stage, history, live, names, events)
             marks += _marks(stage, events)
             events += len(stage.ops)
@@ -126,7 +126,7 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
     )
 
 
-def _thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, int, int]]:
+def thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, int, int]]:
     """At most `points` (but 4 at least) of `history`, with both peaks, the first and the last."""
     points = max(points, 4)
     if len(history) <= points:

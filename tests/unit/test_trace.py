@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import VplanError
-from planner.through import Mark, Point, Timeline
+from planner.through import Mark, Point, Timeline, thin
 from planner.trace import POINTS, PhaseTrace, Thinned, Trace, laid_over, trace_of
 from planner.units import GIB, MIB
 from tests.unit.searching import question
@@ -73,3 +73,14 @@ def test_a_simulated_probe_gives_one_too() -> None:
     train = trace.phases["train"]
     assert max(train.device_mib) == row.measured.device_bytes // MIB and train.allocated_mib is not None
     assert row.measured.allocated_bytes is not None and train.allocated_mib[1] == row.measured.allocated_bytes // MIB
+
+
+def test_a_thinned_line_keeps_its_ends_and_both_peaks() -> None:
+    line = [(at, at * 7919 % 501, at * 104729 % 503) for at in range(1000)]
+    for points in (4, 7, 50):
+        kept = thin(line, points)
+        assert len(kept) <= points and kept == sorted(kept) and set(kept) <= set(line)
+        assert kept[0] == line[0] and kept[-1] == line[-1]
+        assert max(point[1] for point in kept) == max(point[1] for point in line)
+        assert max(point[2] for point in kept) == max(point[2] for point in line)
+    assert thin(line, 10_000) == line and thin([], 4) == []
