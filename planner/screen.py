@@ -90,13 +90,13 @@ class Screen:
             return 0
         parameters = self.facts(job, strategy, machine).model.parameters
         weights = STORED[strategy.weights(job.method)] * parameters
-        held = 0.0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
+        floor = 0.0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
         if job.method == "full" and not job.trainable:
             if strategy.offload_gradients == "none" and strategy.optimizer_step != "backward":
-                held += weights
+                floor += weights
             if strategy.offload_optimizer == "none":
-                held += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
-        return int(held)
+                floor += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
+        return int(floor)
 
     def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
         """What a resolved strategy needs, at the worst of the job's shapes."""

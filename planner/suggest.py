@@ -222,10 +222,8 @@ class Search:
         key = (job, strategy)
         if key not in self._estimates:
             found = self._estimates[key] = self.judged(job, strategy)
-            ratio, bare = (
-                found.peak.device_bytes / self.look(job, strategy).device_bytes,
-                strategy.replace(swap_blocks=0),
-            )
+            ratio = found.peak.device_bytes / self.look(job, strategy).device_bytes
+            bare = strategy.replace(swap_blocks=0)
             self._lost[bare] = max(ratio, self._lost.get(bare, 1.0))
         return self._estimates[key]
 
