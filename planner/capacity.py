@@ -192,6 +192,8 @@ class Mapper(Room):
         """Strategy -> reserved over allocated, from and to, by its last replay"""
         self._most_lost: dict[Strategy, float] = {}
         """The same, the most that any replay of it told"""
+        self._encoding_bytes = 0
+        """On the device, to encode the smallest shape before training: text encoders are the same for all"""
 
     def map(self, rungs: Sequence[Look]) -> Capacity:
         """The whole map over a ladder."""
@@ -203,6 +205,10 @@ class Mapper(Room):
             way = rungs[0].strategy if rungs else None
             if way is None or self.encoding((columns[-1], height, width), way) == way:
                 break
+        if rungs:
+            smallest = self._encode_bytes((columns[0], *rows[0]), rungs[0].strategy)
+            card = self.search.question.gpu
+            self._encoding_bytes = smallest + card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
         # The largest first: who has the RAM there has it everywhere.
         cells: dict[Shape, Cell] = {}
         for index in reversed(range(len(shapes))):
@@ -228,7 +234,7 @@ class Mapper(Room):
         best, worst = (
             margin.verdict(int(allocated * each) + outside, question.budget_bytes, compiled) for each in lost
         )
-        guess = int(allocated * (sum(lost) / 2)) + outside
+        guess = max(int(allocated * (sum(lost) / 2)) + outside, self._encoding_bytes)
         if best == worst == "no" or not self.has_ram(shape, strategy):
             return _Found("no", guess)
         way = self.encoding(shape, strategy)

@@ -6,23 +6,19 @@ creates its states), then a later step, which is where most runs die.
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-from planner import attention, host, margin
-from planner.allocator import CachingAllocator
+from planner import attention, holes, host, margin
 from planner.basis import Correction
 from planner.beside import Component
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
-from planner.phases import caching, decoder, encoders, validation_grid
+from planner.phases import decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
-from planner.program import Moment, Stage
-from planner.replay import BLOCK_ROUND_BYTES, Replayed
+from planner.played import Played, play
+from planner.program import Moment
+from planner.replay import BLOCK_ROUND_BYTES
 from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.shapes import grid
@@ -63,17 +59,6 @@ NAMED = {
 
 SAMPLING = {"denoise": "denoising", "decode": "decoding the samples"}
 """The same where sampling is all there is."""
-
-
-@dataclass(frozen=True)
-class Played:
-    """One stage replayed: its phase, its peaks, and what stayed allocated behind it."""
-
-    run: Run
-    phase: PhaseName
-    stage: Stage
-    replayed: Replayed
-    allocated_after_bytes: int
 
 
 def estimate(
@@ -174,7 +159,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     where = max(phases, key=lambda phase: phases[phase].device_bytes)
-    sides = correction.sides_of(where)
+    sides = _sides(played, correction, where, peak.device_bytes)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
     usual, longest = correction.step_seconds(seconds.total, seconds.high)
     ram = host.host_ram(run, machine)
@@ -203,6 +188,14 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         assumptions=(*correction.words, *_assumptions(run, played)),
     )
     return facts.learned.proved(found, trainer)
+
+
+def _sides(played: list[Played], correction: Correction, where: PhaseName, device_bytes: int) -> margin.Sides:
+    """How sure the device peak is: what measurements or recordings say, around what holes may make of it."""
+    lowest, highest = holes.reserved_range(played)
+    found, share = _reserved(played), correction.share(where)
+    sides = correction.sides_of(where)
+    return holes.widened(sides, device_bytes, round(share * (found - lowest)), round(share * (highest - found)))
 
 
 def outside_bytes(run: Run) -> int:
@@ -269,68 +262,6 @@ def _verdict(
     if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
         return "no", "host"
     return ("tight" if verdict == "fits" and _left_out(run) else verdict), None
-
-
-def play(*runs: Run, cached: bool = True) -> list[Played]:
-    """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
-    fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
-    ``cached``: with what is encoded before training.
-    """
-    first = runs[0]
-    allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
-    stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
-    later = [entry for entry in stages if entry[1] in ("train", "optimizer")]
-    if first.samples:
-        later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
-    if len(runs) > 1:
-        stages = [entry for entry in stages if entry[0] is first] + later + later
-    played = []
-    with without_garbage_collection():
-        for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
-            assert encoding.encode is not None
-            played.append(Played(encoding, "encode", encoding.encode, replayed_alone(encoding), 0))
-        for run, phase, stage in stages:
-            around = phase == "encode" and run.empty_cache_around_encode
-            if around:
-                allocator.empty_cache()
-            replayed = allocator.run(stage.ops, run.sizes)
-            played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
-            emptied = any(stage is entry for entry in run.emptied_after)
-            loaded = phase == "load" and run.empty_cache_after_load
-            trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation
-            if emptied or around or loaded or trained:
-                allocator.empty_cache()
-    return played
-
-
-def replayed_alone(encoding: Run) -> Replayed:
-    """What is encoded before training, on an allocator of its own."""
-    assert encoding.encode is not None
-    return _alone(encoding.strategy.expandable_segments, tuple(encoding.encode.ops), tuple(encoding.sizes))
-
-
-@functools.lru_cache(maxsize=16)
-def _alone(expandable: bool, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
-    """Encoders do the same whatever the strategy of training, which a search asks about again and again."""
-    return CachingAllocator(expandable_segments=expandable).run(ops, sizes)
-
-
-def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:
-    """The stages of a run whose model was loaded before."""
-    stages = [entry for entry in run.stages if entry[1] is not run.load]
-    return [("load", run.returning), *stages] if run.returning else stages
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Python's collector takes 40 % of a replay and finds nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def phase_peak(entry: Played, outside: int, correction: Correction) -> PhasePeak:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from planner.errors import VplanError
-from planner.estimate import Played, describe
+from planner.estimate import describe
+from planner.played import Played
 from planner.replay import (
     BLOCK_ROUND_BYTES,
     LARGE_LIMIT_BYTES,
@@ -292,7 +293,7 @@ BY_PHASE = {
 
 
 def explain(message: OomMessage, played: Sequence[Played] | None = None) -> Explanation:
-    """What a message means; with the stages of its job replayed (`planner.estimate.play`), which tensor it was."""
+    """What a message means; with the stages of its job replayed (`planner.played.play`), which tensor it was."""
     asked = None if played is None else asked_for(message, played)
     cause, why = _cause(message)
     phase = asked[0].phase if asked else message.hint

@@ -16,13 +16,13 @@ from planner.components import CHUNKS, FRAMEWISE, component_name, together
 from planner.facts import ModelProfile
 from planner.groups import model_in_turn
 from planner.job import QUANTISED, Bucket, Job
-from planner.margin import RECORDED
 from planner.program import Moment, Part, Program, Stage
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
 from planner.tape import Tape
+from planner.units import GIB
 from planner.variants import trained_storage
 
 # ---- encoding before training
@@ -61,6 +61,11 @@ def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str,
     return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
 
 
+BESIDE_WHOLE_BYTES = 2 * GIB
+"""Room for a prompt's activations, without which a text encoder comes layer by layer: by our recordings, those that
+have such layers take at most 1.7 GiB beside their weights (LTX-2's Gemma)."""
+
+
 def caching(run: Run, may_wait: bool = False) -> list[Run]:
     """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
 
@@ -80,10 +85,11 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
         by_layer, waiting = "", sum(waiting_bytes(program, component) for component in group)
-        if peak * (1 + RECORDED[1]) > room and len(group) == 1 and group[0].piece_of_layers:
+        weights = int(group[0].parameters * STORED[group[0].dtype])
+        if weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers:
             program, stage, sizes, peak = _encoding((replace(group[0], offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
-            waiting = int(group[0].parameters * STORED[group[0].dtype])
+            waiting = weights
         encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
         encoding.encode, encoding.encode_peak_bytes = stage, peak
         encoding.waiting_bytes = waiting

@@ -214,6 +214,11 @@ class Run:
         return calls(self.facts.model, self.job.guided) if self.samples else 1
 
     @property
+    def begins(self) -> Stage:
+        """The first stage behind loading: forward and backward, or the first call of sampling."""
+        return self.step if self.samples else self.first or self.step
+
+    @property
     def stages(self) -> list[tuple[PhaseName, Stage]]:
         """The run in order.
 
@@ -231,7 +236,7 @@ class Run:
             ("load", self.load),
             *leaving,
             *encode,
-            *[("first_step", stage) for stage in (self.first or self.step, *more, self.optimizer_first)],
+            *[("first_step", stage) for stage in (self.begins, *more, self.optimizer_first)],
             *encode,
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),

@@ -15,10 +15,11 @@ from planner import host
 from planner.allocator import held
 from planner.beside import STORED
 from planner.errors import NotRecordedError
-from planner.estimate import outside_bytes, replayed_alone
+from planner.estimate import outside_bytes
 from planner.job import SPLIT, Bucket, Job, Machine, Strategy
 from planner.layout import choose_kernels, end_of_step, kernels, refuse_unpriced, transforms
 from planner.phases import caching
+from planner.played import replayed_alone
 from planner.program import Stage
 from planner.run import Facts, Run, recorded
 from planner.shapes import grid

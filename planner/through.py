@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.allocator import CachingAllocator
-from planner.estimate import BREAKDOWN, NAMED, Played, breakdown_at, describe, highest, outside_bytes, phase_peak, play
+from planner.estimate import BREAKDOWN, NAMED, breakdown_at, describe, highest, outside_bytes, phase_peak
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.plan import Breakdown, PhaseName
+from planner.played import Played, play
 from planner.program import Stage
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run

@@ -36,8 +36,8 @@ def write(
 
     from planner import accuracy, halves, through
     from planner.commands.spread import counted
-    from planner.estimate import without_garbage_collection
     from planner.evidence import shipped_rows
+    from planner.played import without_garbage_collection
     from reports import data, page, share
 
     page.check_name(path)

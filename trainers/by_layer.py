@@ -6,14 +6,10 @@ import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import nn
 
-from planner.units import GIB
+from planner.phases import BESIDE_WHOLE_BYTES
 
 LAYERS = (("block", "num_layers"), ("layers", "num_hidden_layers"), ("layers", "encoder_layers"))
 """Module lists of an encoder's layers (end of the name), and the config key of their number."""
-
-BESIDE_BYTES = 2 * GIB
-"""Room for a prompt's activations: by our recordings, encoders that have such layers take at most 1.7 GiB beside their
-weights (LTX-2's Gemma)."""
 
 
 def room_bytes(device: torch.device) -> int | None:
@@ -31,7 +27,7 @@ def is_too_large(model: nn.Module, room: int | None) -> bool:
     ``room``: bytes, see `room_bytes`.
     """
     nbytes = sum(tensor.nbytes for tensor in _tensors(model))
-    return room is not None and nbytes + BESIDE_BYTES > room and bool(layers_of(model))
+    return room is not None and nbytes + BESIDE_WHOLE_BYTES > room and bool(layers_of(model))
 
 
 def layers_of(model: nn.Module) -> list[str]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.components import CHUNKS, FRAMEWISE, component_name, frames_of
-from planner.estimate import without_garbage_collection
 from planner.facts import Vae
+from planner.played import without_garbage_collection
 from planner.tape import FORMAT
 from trainers import cuda_ops, step
 from trainers.compress import compress

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from planner.estimate import without_garbage_collection
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
+from planner.played import without_garbage_collection
 from trainers import cuda_ops, fakes, quantise, step
 from trainers.families import family
 from trainers.optimizers import SteppedInBackward, make_optimizer

@@ -20,11 +20,11 @@ import numpy as np
 
 import vplan
 from planner import catalog
-from planner.estimate import play
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.library import facts
 from planner.peaks import peak_forms
+from planner.played import play
 from planner.rules import resolve
 from planner.shapes import grid
 

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 import profiles
-from planner.accuracy import Compared, Prediction, compare
+from planner.accuracy import Compared, Prediction, compare, coverage
 from planner.estimate import after_step_bytes, estimate
 from planner.evidence import Row, read_rows
 from planner.job import Job, Machine, Strategy
@@ -71,6 +71,15 @@ def test_allocated_and_what_stays_after_a_step(compared: list[Compared]) -> None
 
 def test_no_verdict_is_wrong(compared: list[Compared]) -> None:
     assert not [entry.row.id for entry in compared if entry.judges and entry.missed]
+
+
+@pytest.mark.parametrize(
+    "files", [["published.jsonl"], sorted(path.name for path in profiles.MEASUREMENTS.glob("*.jsonl"))]
+)
+def test_intervals_hold_what_they_promise(compared: list[Compared], files: list[str]) -> None:
+    ids = {row.id for name in files for row in read_rows(profiles.MEASUREMENTS / name)[0]}
+    found = coverage([entry for entry in compared if entry.row.id in ids])
+    assert found["n"] >= 36 and found["inside_pct"] >= 90 and found["median_width_pct"] <= 8, found
 
 
 AFTER_VALIDATION = {

@@ -12,10 +12,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner import catalog
-from planner.estimate import Played, play
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.parameters import Parameters
+from planner.played import Played, play
 from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.tape import FORMAT, Tape, parse_tape

@@ -11,11 +11,12 @@ import pytest
 from planner import catalog, dialects, host, library
 from planner.dialects import diffusers, easyanimate, latentsync, musubi_tuner
 from planner.dialects.adapters import PIECES
-from planner.estimate import NCCL_BYTES, estimate, play
+from planner.estimate import NCCL_BYTES, estimate
 from planner.experts import idle_weights
 from planner.job import Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import component_bytes
+from planner.played import play
 from planner.program import Stage
 from planner.rules import resolve
 from planner.run import SERVICE, Run

@@ -17,7 +17,7 @@ from planner.campaign import START_SECONDS, Candidate, candidate, in_order
 from planner.commands import calibrate as verb
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.estimate import estimate, without_garbage_collection
+from planner.estimate import estimate
 from planner.gridfile import Entry, read_grid
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
@@ -25,6 +25,7 @@ from planner.ledger import Ledger
 from planner.library import facts
 from planner.measurement import ProbeRow, held_out, in_held_out_half, row_id
 from planner.plan import Measured, Plan
+from planner.played import without_garbage_collection
 from planner.runner import RealRunner
 from planner.shapes import grid
 from planner.simulate import SimulatedRunner

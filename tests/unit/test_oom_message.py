@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from planner import catalog, library
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.estimate import play
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.oom_message import allocation_bytes, explain, format_size, parse, render
+from planner.played import play
 from planner.rules import resolve
 from planner.shapes import grid
 from planner.units import GIB, MIB

@@ -184,7 +184,7 @@ def test_a_batch_that_is_not_recorded_names_one_that_is(tmp_path: Path) -> None:
 
 def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
     lengths = "target_frames = [1, 25, 45]"
-    (tmp_path / "dataset.toml").write_text(f'[general]\nresolution = [960, 544]\n[[datasets]]\n{lengths}\n')
+    (tmp_path / "dataset.toml").write_text(f"[general]\nresolution = [960, 544]\n[[datasets]]\n{lengths}\n")
     (tmp_path / "train.sh").write_text(
         "accelerate launch src/musubi_tuner/wan_train_network.py --task t2v-14B --dataset_config dataset.toml "
         "--mixed_precision bf16 --network_module networks.lora_wan --gradient_checkpointing --sdpa\n"

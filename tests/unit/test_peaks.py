@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from planner import catalog
-from planner.estimate import play
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.library import facts
 from planner.peaks import peak_forms
+from planner.played import play
 from planner.rules import resolve
 from planner.shapes import grid, job_for
 
