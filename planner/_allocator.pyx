@@ -119,6 +119,19 @@ def held(list ops not None, list sizes not None):
     return level, most
 
 
+def alive(list ops not None, list before not None):
+    """See `planner.replay.alive`."""
+    cdef vector[char] there
+    cdef long long op, number
+    for events in (before, ops):
+        for op in events:
+            number = op if op >= 0 else ~op
+            if number >= <long long>there.size():
+                there.resize(number + 1)
+            there[number] = op >= 0
+    return [number for number in range(<long long>there.size()) if there[number]]
+
+
 cdef class CachingAllocator:
     """See `planner.replay.CachingAllocator`."""
 

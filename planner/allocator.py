@@ -4,8 +4,8 @@ Both are the same to the byte. `planner.replay` is the reference: its rules, wit
 """
 
 try:
-    from planner._allocator import CachingAllocator, held
+    from planner._allocator import CachingAllocator, alive, held
 except ModuleNotFoundError:
-    from planner.replay import CachingAllocator, held
+    from planner.replay import CachingAllocator, alive, held
 
-__all__ = ["CachingAllocator", "held"]
+__all__ = ["CachingAllocator", "alive", "held"]

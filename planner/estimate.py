@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from planner import attention, holes, host, margin
+from planner.allocator import alive
 from planner.basis import Correction
 from planner.beside import Component
 from planner.job import Job, Machine, Strategy
@@ -299,16 +300,16 @@ def describe(played: Played, strategy: Strategy) -> str:
 
 def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
-    is_live: dict[int, bool] = {}
+    live: list[int] = []
     for entry in played:
         if entry.run is not top.run and (entry.run.encode_peak_bytes or top.run.encode_peak_bytes):
             continue  # what is cached before the run is not there with it
         ops = entry.stage.ops[: entry.replayed.allocated_peak_at + 1] if entry is top else entry.stage.ops
-        is_live.update({event if event >= 0 else ~event: event >= 0 for event in ops})  # the last event of each counts
+        live = alive(ops, live)
         if entry is top:
             break
     parts: dict[str, int] = {}
-    for buffer in (buffer for buffer, live in is_live.items() if live):
+    for buffer in live:
         part = BREAKDOWN[top.run.program.category[buffer]]
         rounded = -(-top.run.sizes[buffer] // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
         parts[part] = parts.get(part, 0) + rounded

@@ -388,3 +388,9 @@ def held(ops: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
     block = BLOCK_ROUND_BYTES
     levels = list(accumulate(-(-sizes[op] // block) * block if op >= 0 else -sizes[~op] // block * block for op in ops))
     return levels[-1], max(levels)
+
+
+def alive(ops: Sequence[int], before: Sequence[int]) -> list[int]:
+    """The buffers that are there after some ops, of those that were there before and those they allocate; by number."""
+    there = dict.fromkeys(before, True) | {op if op >= 0 else ~op: op >= 0 for op in ops}
+    return sorted(buffer for buffer, stays in there.items() if stays)

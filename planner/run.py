@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from planner.allocator import alive
 from planner.basis import NOTHING, Learned
 from planner.components import calls
 from planner.facts import GpuProfile, ModelProfile
@@ -249,14 +250,8 @@ class Run:
         """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
         if self.base is not None:
             return self.base.left
-        alive: dict[int, None] = {}
-        for event in self.step.ops:
-            if event >= 0:
-                alive[event] = None
-            else:
-                alive.pop(~event, None)
         stay = {*self.named("gradient").values(), *self.named("weight").values()}
-        return [buffer for buffer in alive if buffer not in stay]
+        return [buffer for buffer in alive(self.step.ops, []) if buffer not in stay]
 
     @functools.cached_property
     def block_inputs(self) -> dict[tuple[str, int], list[int]]:
@@ -270,16 +265,17 @@ class Run:
             return self.base.block_inputs
         made: set[int] = set()
         kept: dict[tuple[str, int], list[int]] = {}
+        category = self.program.category
         for moment, events in self.step.stretches:
-            for event in events:
-                if event >= 0:
-                    made.discard(event)
-                    if moment.passes == "forward" and moment.block >= 0 and self.program.category[event] != "weight":
-                        made.add(event)
-                elif ~event in made:
-                    made.remove(~event)
-                    if moment.passes == "backward" and moment.block >= 0:
-                        kept.setdefault((moment.module_list, moment.block), []).append(~event)
+            freed = [~event for event in events if event < 0 and ~event in made]
+            made.difference_update(freed)
+            if moment.block < 0:
+                continue
+            if moment.passes == "forward":
+                last = {event if event >= 0 else ~event: event >= 0 for event in events}
+                made.update(buffer for buffer, stays in last.items() if stays and category[buffer] != "weight")
+            elif moment.passes == "backward" and freed:
+                kept.setdefault((moment.module_list, moment.block), []).extend(freed)
         return kept
 
     @functools.cached_property

@@ -26,6 +26,7 @@ from planner.commands.common import (
 from planner.commands.request import Asked, Request, request_options
 from planner.commands.spread import spread
 from planner.errors import VplanError
+from planner.estimate import judged
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 from planner.learned import learned
@@ -165,10 +166,23 @@ class _Wanted:
             found.relax = relaxed(search, search.question.job)
         else:
             found = _Found(request, suggestion)
-            found.smaller = _on_smaller_cards(request, suggestion.plan, self.asked.trainer)
+            found.smaller = self._on_smaller_cards(request, suggestion.plan)
         plan = found.suggestion.plan.replace(assumptions=_assumptions(request, found.suggestion.plan))
         found.suggestion = Suggestion(plan, found.suggestion.alternatives, found.suggestion.switches, search.considered)
         return found
+
+    def _on_smaller_cards(self, request: Request, plan: Estimate) -> tuple[Estimate, ...]:
+        """The plan on the cards sold under the same label that give less, where the verdict changes."""
+        found = []
+        for card in catalog.smaller_cards(request.gpu):
+            if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - request.machine.reserve:
+                continue
+            machine = request.machine.replace(gpu=card.name)
+            known = facts(plan.job, plan.strategy, machine, request.model, card)
+            there = judged(plan.job, plan.strategy, machine, known, self.asked.trainer, self.screen.lay_out).estimate
+            if there.verdict != plan.verdict:
+                found.append(there)
+        return tuple(found)
 
     def models(self) -> list[answer.Row]:
         """A line for every model that can train at that length."""
@@ -285,22 +299,6 @@ def _assumptions(request: Request, plan: Estimate) -> tuple[str, ...]:
             f"{plan.job.frames} frames is longer than the model was trained on ({request.model.shape.max_frames})"
         )
     return (*kept, *told)
-
-
-def _on_smaller_cards(request: Request, plan: Estimate, trainer: str) -> tuple[Estimate, ...]:
-    """The plan on the cards sold under the same label that give less, where the verdict changes."""
-    from planner.estimate import judged
-
-    found = []
-    for card in catalog.smaller_cards(request.gpu):
-        if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - request.machine.reserve:
-            continue
-        machine = request.machine.replace(gpu=card.name)
-        known = facts(plan.job, plan.strategy, machine, request.model, card)
-        there = judged(plan.job, plan.strategy, machine, known, trainer).estimate
-        if there.verdict != plan.verdict:
-            found.append(there)
-    return tuple(found)
 
 
 def _print_one(console: Console, found: _Found, output: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -142,3 +143,15 @@ def test_one_run_equals_many(played_by: type[CachingAllocator], expandable: bool
     assert (at_once.reserved_peak_bytes, at_once.reserved_peak_at + 1) == (max(reserved), reserved.index(max(reserved)))
     again = played_by(expandable_segments=expandable)
     assert again.timeline(ops, sizes, streams) == [(at, *point) for at, point in enumerate(history)]
+
+
+@pytest.mark.parametrize("alive", dict.fromkeys([replay.alive, allocator.alive]), ids=lambda function: function.__module__)
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60), st.sets(st.integers(0, 40)))
+def test_what_is_alive_is_what_was_allocated_last(
+    alive: Callable[[list[int], list[int]], list[int]], history: list[tuple[int, bool]], before: set[int]
+) -> None:
+    there = set(before)
+    for buffer, is_allocated in history:
+        there = there | {buffer} if is_allocated else there - {buffer}
+    ops = [buffer if is_allocated else ~buffer for buffer, is_allocated in history]
+    assert alive(ops, sorted(before)) == sorted(there)
