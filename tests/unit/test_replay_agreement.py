@@ -34,6 +34,7 @@ COMPILED = pytest.param(
     id="compiled",
     marks=pytest.mark.skipif(not IS_COMPILED, reason="installed without a compiler"),
 )
+ALIVE = dict.fromkeys([replay.alive, allocator.alive])
 PLAYED_BY = pytest.mark.parametrize("played_by", [pytest.param(replay.CachingAllocator, id="python"), COMPILED])
 
 
@@ -145,7 +146,7 @@ def test_one_run_equals_many(played_by: type[CachingAllocator], expandable: bool
     assert again.timeline(ops, sizes, streams) == [(at, *point) for at, point in enumerate(history)]
 
 
-@pytest.mark.parametrize("alive", dict.fromkeys([replay.alive, allocator.alive]), ids=lambda function: function.__module__)
+@pytest.mark.parametrize("alive", ALIVE, ids=lambda function: function.__module__)
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60), st.sets(st.integers(0, 40)))
 def test_what_is_alive_is_what_was_allocated_last(
     alive: Callable[[list[int], list[int]], list[int]], history: list[tuple[int, bool]], before: set[int]
