@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from planner import margin
 from planner.errors import NotRecordedError
 from planner.estimate import outside_bytes
@@ -70,6 +72,16 @@ class Capacity:
 # ---- the map
 
 
+KNOTS = (1, 3, 5, 7, 9, 30, 150)
+"""Which of the lengths, beside the first and the last, a run with stages of its own shape is laid out at."""
+
+OFF_THE_LINE = 0.05
+"""By how much a peak may be beside the line."""
+
+VAE_LOSS = 1.25
+"""The most that is reserved over what is allocated where a VAE shares the step's allocator: so near to the budget it is
+replayed."""
+
 Known = dict[tuple[int, int], int]
 """(length, pixels) -> bytes, for what a longer or larger clip never needs less of."""
 
@@ -81,13 +93,15 @@ class Forms:
         self.screen = screen
         self.job = job.replace(buckets=())
         self.wish = wish
+        self.straight: set[Strategy] = set()
+        """Strategies whose peaks are on straight lines between a few lengths"""
         self.outside: dict[Strategy, int] = {}
         """Strategy -> device bytes that are neither torch's nor CUDA's context"""
         self.encoded: dict[bool, Known] = {}
         """In tiles or not -> allocated bytes of what is cached before training, less cuBLAS's workspace"""
         self.host: dict[Strategy, Known] = {}
         """Strategy -> host RAM"""
-        self._forms: dict[tuple[object, ...], tuple[PeakForms, int]] = {}
+        self._forms: dict[tuple[object, ...], tuple[PeakForms | None, int]] = {}
         """What is alike -> its forms, and what of them is cuBLAS's workspace"""
         self._allocated: dict[tuple[object, ...], dict[Shape, int]] = {}
         self._jobs: dict[Shape, Job] = {}
@@ -111,24 +125,45 @@ class Forms:
         # Cards differ in their attention's kernel, and in a workspace that is there all the time.
         alike = strategy, kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine))
         known = self._allocated.setdefault(alike, {})
+        workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
         for one in (True, False):
             new = [shape for shape in shapes if shape not in known and (self.at(shape).batch_size == 1) is one]
             if new:
                 forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, one))
-                peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
-                known.update(zip(new, map(int, peaks), strict=True))
-        workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
+                if forms is None:
+                    self.straight.add(strategy)
+                    known |= {shape: peak - workspace for shape, peak in self._between(search, strategy, new).items()}
+                else:
+                    peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
+                    known.update(zip(new, map(int, peaks), strict=True))
         return [known[shape] + workspace for shape in shapes]
 
-    def _of(self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]) -> tuple[PeakForms, int]:
-        """Of one sample, or of several: those are recordings of their own."""
+    def _between(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> dict[Shape, int]:
+        """Laid out at a few lengths of each size, and on straight lines between them: a peak is the largest of what
+        rises evenly with the length, which such lines do not cut short."""
+        found: dict[Shape, int] = {}
+        for size in dict.fromkeys(shape[1:] for shape in shapes):
+            lengths = sorted(shape[0] for shape in shapes if shape[1:] == size)
+            knots = sorted({lengths[0], lengths[-1], *(lengths[at] for at in KNOTS if at < len(lengths))})
+            jobs = [self.at((length, *size)) for length in knots]
+            exact = [self.screen.allocated_bytes(job, strategy, search.question.machine) for job in jobs]
+            peaks = np.interp(lengths, knots, exact)
+            found |= {(length, *size): int(peak) for length, peak in zip(lengths, peaks, strict=True)}
+        return found
+
+    def _of(
+        self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]
+    ) -> tuple[PeakForms | None, int]:
+        """Of one sample, or of several: those are recordings of their own. None where a stage beside the model is laid
+        out at the shape itself, and so knows no other."""
         if key not in self._forms:
             machine = search.question.machine
             facts = self.screen.facts(job, strategy, machine)
             where = grid(search.question.model, job)
             run = self.screen.lay_out(job, strategy, machine, facts, where, self.screen.trainer)
             self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
-            self._forms[key] = peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)
+            own_shape = run.samples or run.encode or (run.validation and not job.validation)
+            self._forms[key] = None if own_shape else peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)
         return self._forms[key]
 
 
@@ -192,8 +227,8 @@ class Mapper(Room):
         """Strategy -> reserved over allocated, from and to, by its last replay"""
         self._most_lost: dict[Strategy, float] = {}
         """The same, the most that any replay of it told"""
-        self._encoding_bytes = 0
-        """On the device, to encode the smallest shape before training: text encoders are the same for all"""
+        self._encoding: dict[Strategy, int] = {}
+        """Strategy -> on the device, to encode the smallest shape before training: text encoders do the same for all"""
 
     def map(self, rungs: Sequence[Look]) -> Capacity:
         """The whole map over a ladder."""
@@ -205,10 +240,10 @@ class Mapper(Room):
             way = rungs[0].strategy if rungs else None
             if way is None or self.encoding((columns[-1], height, width), way) == way:
                 break
-        if rungs:
-            smallest = self._encode_bytes((columns[0], *rows[0]), rungs[0].strategy)
-            card = self.search.question.gpu
-            self._encoding_bytes = smallest + card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
+        card = self.search.question.gpu
+        beside = card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
+        for rung in rungs:
+            self._encoding[rung.strategy] = self._encode_bytes((columns[0], *rows[0]), rung.strategy) + beside
         # The largest first: who has the RAM there has it everywhere.
         cells: dict[Shape, Cell] = {}
         for index in reversed(range(len(shapes))):
@@ -231,10 +266,13 @@ class Mapper(Room):
         question, strategy = self.search.question, rung.strategy
         outside, compiled = rung.device_bytes - rung.allocated_bytes, strategy.compile != "none"
         lost = self._lost.get(strategy) or self._usual()
+        ends = lost
+        if strategy in self.forms.straight:
+            ends = 1 - OFF_THE_LINE, max(lost[1] * (1 + OFF_THE_LINE), VAE_LOSS)
         best, worst = (
-            margin.verdict(int(allocated * each) + outside, question.budget_bytes, compiled) for each in lost
+            margin.verdict(int(allocated * each) + outside, question.budget_bytes, compiled) for each in ends
         )
-        guess = max(int(allocated * (sum(lost) / 2)) + outside, self._encoding_bytes)
+        guess = max(int(allocated * (sum(lost) / 2)) + outside, self._encoding[strategy])
         if best == worst == "no" or not self.has_ram(shape, strategy):
             return _Found("no", guess)
         way = self.encoding(shape, strategy)

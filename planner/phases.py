@@ -238,4 +238,4 @@ def saving(run: Run) -> None:
 
 def take_sizes(run: Run, first: int) -> None:
     """Takes the sizes of the buffers from ``first`` on into the run."""
-    run.sizes += [run.program.plain_bytes(buffer) for buffer in range(first, len(run.program.buffers))]
+    run.sizes += run.program.plain_from(first)

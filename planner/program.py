@@ -99,6 +99,13 @@ class Program:
         assert isinstance(size, int)
         return size
 
+    def plain_from(self, first: int) -> list[int]:
+        """The same of all buffers from ``first`` on."""
+        sizes = self.sizes
+        found = [sizes[index] for index in self.buffers[first:]]
+        assert all(type(size) is int for size in found)
+        return found  # type: ignore[return-value]
+
     def buffer(self, nbytes: int, category: str, op: str) -> int:
         """A new buffer of plain bytes; returns its number."""
         self.sizes.append(nbytes)

@@ -131,6 +131,14 @@ class Screen:
         reserved = max(peaks, default=0)
         return facts.learned.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
 
+    def allocated_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """The peak that a look begins with, at the job's own shape: what tensors hold once loading has begun, without
+        what is cached before."""
+        facts = self.facts(job, strategy, machine)
+        where = grid(facts.model, job)
+        run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
+        return allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))[0]
+
     def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)

@@ -300,3 +300,19 @@ def test_no_page_is_written_over_a_plan(tmp_path: Path, plan: Plan) -> None:
         reports.write(tmp_path / "plan.toml", [("plan", plan)])
     with pytest.raises(VplanError, match="cannot write report"):
         page.write("", tmp_path / "missing" / "page.html")
+
+
+def test_the_map_of_a_plan_that_samples_decodes_each_clip() -> None:
+    job = job_for(MODEL, {"model": MODEL.name, "method": "sample"})
+    machine = Machine(gpu="24GB", host_ram=64 * GIB)
+    strategy = resolve(job, Strategy(), machine)
+    told = data.Builder("plan.toml", Plan.of(estimate(job, strategy, machine, facts(job, strategy, machine)))).data()
+    column = [row[-1] for row in told.capacity.cells]
+    ways = [told.capacity.ladder[cell.rung].strategy for cell in column if cell.rung is not None]
+    assert len(set(ways)) > 1
+    for cell, way in zip(column, ways, strict=True):
+        found = estimate(at(told, cell), way, machine, facts(job, way, machine))
+        assert found.verdict == cell.verdict
+        assert cell.device_bytes == pytest.approx(found.peak.device_bytes, rel=0.15)
+        assert found.peak.phase in ("encode", "decode")
+    assert found.peak.phase == "decode" and found.peak.device_bytes > 1.5 * told.found.peak.device_bytes
