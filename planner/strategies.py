@@ -85,9 +85,10 @@ def checkpoint_offload(run: Run) -> None:
                 if fetched is not None and fetched not in brought:
                     woven.append((SERVICE._replace(passes=name), inputs[fetched]))
                     brought.add(fetched)
-            kept = [event for event in events if event >= 0 or ~event not in inputs[block]]
-            leaving = [~buffer for buffer in inputs[block]] if at == over[block] else []
-            woven.append((moment, [*kept, *leaving]))
+            ends = [~buffer for buffer in inputs[block]]
+            if any(end in events for end in ends):
+                events = [event for event in events if event not in ends]
+            woven.append((moment, [*events, *ends] if at == over[block] else events))
     run.step.stretches = woven
 
 
