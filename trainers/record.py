@@ -49,7 +49,7 @@ class Alloc:
     name: str = ""
     kernel: str = "any"
     rounded: tuple[int, int, int] | None = None
-    """For a workspace with a rounded dimension: (exact dimension, multiple, rounded dimension)."""
+    """For what has a rounded dimension: (exact dimension, multiple, rounded dimension)."""
 
 
 @dataclass
@@ -188,6 +188,12 @@ class Recorder(TorchDispatchMode):
 
     def piece(self, name: str) -> None:
         self.trace.pieces.append((name, len(self.trace.events)))
+
+    def rounds_up(self, tensor: Tensor, exact: int, multiple: int) -> None:
+        """Says that an allocation's bytes are ``exact`` rounded up, so that a tape can keep them symbolic."""
+        alloc = self.trace.allocs[self._number[tensor.untyped_storage()._cdata]]
+        assert alloc.nbytes == -(-exact // multiple) * multiple
+        alloc.rounded = exact, multiple, alloc.nbytes
 
     def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
         """Says what an existing allocation holds. ``host`` marks what a GPU run keeps in host memory."""
@@ -336,6 +342,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+QUANTISED_PER_BYTE = 64
+"""bitsandbytes keeps an fp32 for every 256 numbers of an 8-bit state, or what is left of them (functional.py)."""
+
+
 def _label_states(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place], strategy: Strategy) -> None:
     """Marks optimizer states; torch's step counters stay in host memory unless the step is fused.
 
@@ -347,3 +357,5 @@ def _label_states(trainee: step.Trainee, recorder: Recorder, places: dict[str, P
             if isinstance(value, Tensor):
                 host = value.ndim == 0 and strategy.optimizer_step != "fused"
                 recorder.label(value, "host" if host else "optimizer", f"{name}:{key}", place_of_name(name, places))
+                if key.startswith("absmax") and "lora_" in name and parameter.numel() % QUANTISED_PER_BYTE == 0:
+                    recorder.rounds_up(value, parameter.numel() // QUANTISED_PER_BYTE, value.itemsize)

@@ -1,6 +1,6 @@
 """Holds every shipped tape to a direct recording at a shape it was not made from, and keeps what came out.
 
-    python -m tests.benchmarks.held_out_all [MODEL ...] [--until HH:MM] [--only TEXT] [--list]
+    python -m tests.benchmarks.held_out_all [MODEL ...] [--until HH:MM] [--only TEXT] [--jobs N] [--list]
 
 One line of `held_out.jsonl` per tape: its digest, the shape, both allocated peaks in bytes, whether every event is the
 same, and the versions. A tape is due when no line has its digest, so the run can be stopped and gone on with, and tapes
@@ -18,10 +18,12 @@ import datetime
 import gc
 import hashlib
 import itertools
+import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +42,7 @@ from trainers.tapes import RECORDED_BLOCKS, shallow_config
 LEDGER = Path(__file__).with_name("held_out.jsonl")
 BLOCKS = RECORDED_BLOCKS + 1
 CHEAP_FIRST = ("sample", "step", "optimizer")
+TAPES_PER_PROCESS = 40
 
 
 class Due(NamedTuple):
@@ -119,17 +122,43 @@ def compared(due: Due) -> dict[str, Any]:
     return {**said, "same_events": ours.same(theirs)}
 
 
-def hold(due: Due) -> None:
-    """Compares one tape and keeps what came out."""
+def line(due: Due) -> dict[str, Any]:
+    """The line of one tape."""
     start = time.process_time()
     found = compared(due)
-    error = 100 * (found["tape"] - found["recorded"]) / found["recorded"]
     seconds = round(time.process_time() - start, 1)
     versions = {library: version(library).split("+")[0] for library in ("torch", "diffusers")}
-    append_row(LEDGER, {"id": due.id, "digest": due.digest, **found, "seconds": seconds, **versions})
-    told = f"{error:+9.4f} {'same' if found['same_events'] else 'other'} events"
-    numbers = f"{found['tape'] / GIB:9.3f} {found['recorded'] / GIB:9.3f} {told} {seconds:6.1f}"
-    print(f"{due.id:84} {found['shape']:24} {numbers}", flush=True)
+    return {"id": due.id, "digest": due.digest, **found, "seconds": seconds, **versions}
+
+
+def keep(row: dict[str, Any]) -> None:
+    """Writes a line into the file, and shows it."""
+    append_row(LEDGER, row)
+    error = 100 * (row["tape"] - row["recorded"]) / row["recorded"]
+    told = f"{error:+9.4f} {'same' if row['same_events'] else 'other'} events"
+    numbers = f"{row['tape'] / GIB:9.3f} {row['recorded'] / GIB:9.3f} {told} {row['seconds']:6.1f}"
+    print(f"{row['id']:84} {row['shape']:24} {numbers}", flush=True)
+
+
+def hold(due: list[Due], jobs: int, until: str | None) -> None:
+    """Compares tapes in processes that end after some: tapes and what torch remembers of operators fill memory, and
+    every recording's first collection goes through all of it."""
+    left, running = iter(due), set[Future[dict[str, Any]]]()
+    context = multiprocessing.get_context("spawn")
+    begin = gc.freeze  # so that a recording's first collection leaves alone what was imported
+    with ProcessPoolExecutor(jobs, context, begin, max_tasks_per_child=TAPES_PER_PROCESS) as pool:
+        while True:
+            while len(running) <= jobs and not _is_past(until) and (entry := next(left, None)):
+                running.add(pool.submit(line, entry))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                keep(future.result())
+
+
+def _is_past(until: str | None) -> bool:
+    return until is not None and datetime.datetime.now(datetime.UTC).strftime("%H:%M") >= until
 
 
 def main() -> int:
@@ -137,6 +166,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--until", metavar="HH:MM", help="start no tape after this time of day, UTC")
     parser.add_argument("--only", default="", metavar="TEXT", help="the tapes with a text in their name")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many side by side")
     parser.add_argument("--list", action="store_true", help="say what is due, and hold nothing out")
     asked = parser.parse_args()
     every = queue(asked.models, asked.only)
@@ -146,11 +176,7 @@ def main() -> int:
     if asked.list:
         print("\n".join(entry.id for entry in due))
         return 0
-    gc.freeze()  # what is imported by now: a recording begins with a collection, a third of a second of it for that
-    for entry in due:
-        if asked.until and datetime.datetime.now(datetime.UTC).strftime("%H:%M") >= asked.until:
-            break
-        hold(entry)
+    hold(due, asked.jobs, asked.until)
     rows = rows_by_id(LEDGER).values()
     wrong = [row["id"] for row in rows if 100 * abs(row["tape"] - row["recorded"]) / row["recorded"] > LIMIT_PCT]
     others = [row["id"] for row in rows if not row.get("same_events", True)]

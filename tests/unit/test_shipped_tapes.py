@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from planner import catalog
-from planner.library import tape
+from planner.job import Machine, Strategy
+from planner.layout import lay_out
+from planner.library import facts, tape
 from planner.program import Program
+from planner.replay import BLOCK_ROUND_BYTES
 from planner.rows import rows_by_id
+from planner.rules import resolve
+from planner.shapes import grid, job_for
 from planner.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, StepVariant, methods
 from profiles import TAPES
 
@@ -44,3 +49,20 @@ def test_every_gradient_of_a_step_is_freed_by_the_optimizer(name: str) -> None:
         assert made
         freed = {~event for event in program.unfold(tape(name, optimizer.name), "optimizer").ops if event < 0}
         assert made <= freed, f"{method}: {len(made - freed)} gradients stay"
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_scales_of_8_bit_states_are_those_of_the_rank(name: str) -> None:
+    """One fp32 for every 256 numbers of a state (bitsandbytes functional.py), at a rank no tape was recorded at."""
+    model = catalog.model(name)
+    machine = Machine(gpu="h200-141gb", host_ram=2**40)
+    job = job_for(model, {"model": name, "method": "lora", "lora_rank": 20})
+    strategy = resolve(job, Strategy(optimizer="adamw-8bit", gradient_checkpointing="full"), machine)
+    known = facts(job, strategy, machine)
+    run = lay_out(job, strategy, machine, known, grid(model, job))
+    states = {name: run.sizes[buffer] for name, buffer in run.named("optimizer").items()}
+    scales = {name: nbytes for name, nbytes in states.items() if name.endswith(":absmax1") and "lora_" in name}
+    assert scales
+    for scale, nbytes in scales.items():
+        numbers = states[scale.replace("absmax1", "state1")]
+        assert nbytes == 4 * -(-numbers // 256) or max(nbytes, numbers) <= BLOCK_ROUND_BYTES, scale
