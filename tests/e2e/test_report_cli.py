@@ -27,7 +27,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("naive", ["--gradient-checkpointing", "none"]),
         ("full", ["--gradient-checkpointing", "full"]),
     ):
-        asked = ["wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "17", *flags]
+        asked = ["wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "13", *flags]
         done = run("estimate", *asked, "-o", str(folder / f"{name}.toml"))
         assert done.returncode == 0, done.stderr
     out = folder / "both.html"
