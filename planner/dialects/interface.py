@@ -126,7 +126,7 @@ class Choice:
         """The values of the row that is given in full, the longest if several are."""
         matching = [key for key, row in self.rows.items() if all(given.get(name) == row[name] for name in row)]
         if not matching:
-            said = ", ".join(f"{name} {given[name]}" for name in self.settings if name in given)
+            said = ", ".join(f"{name} {' '.join(str(given[name]).split())}" for name in self.settings if name in given)
             known = " or ".join(", ".join(f"{name} {row[name]}" for name in row) for row in self.rows.values())
             raise VplanError(f"{said or 'nothing'} says no {' and '.join(self.fields)} we know", f"write {known}")
         return self._values(max(reversed(matching), key=lambda key: len(self.rows[key])))
