@@ -57,7 +57,7 @@ def estimate_of(model: str, gpu: str) -> Estimate:
 def test_before_a_probe_the_margin_of_recordings_is_believed() -> None:
     belief, budget = Belief([]), 24 * 10**9
     below, above = margin.RECORDED
-    assert belief.chance(int(budget / (1 + above) / (1 + HEADROOM)), budget) == pytest.approx(0.92, abs=0.06)
+    assert belief.chance(int(budget / (1 + above) / (1 + HEADROOM)), budget) == pytest.approx(0.92, abs=0.04)
     assert belief.chance(int(budget / (1 - below)), budget) < 0.1
     chances = [belief.chance(int(budget * share / 20), budget) for share in range(1, 30)]
     assert all(one >= other for one, other in pairwise(chances))
