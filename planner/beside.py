@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from planner.components import FRAMEWISE, KEPT_IN_FP32, SPLIT_OVER, SPLITTING, chunks_of, component_name, frames_of
+from planner import allocator
+from planner.components import FRAMEWISE, KEPT_IN_FP32, SPLIT_OVER, SPLITTING, chunks_of, frames_of
 from planner.facts import TextEncoder, Vae
 from planner.groups import Turns, host_sizes
 from planner.job import Strategy
@@ -55,14 +56,14 @@ class Component:
 
 def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> Component:
     """A text encoder, for a batch of prompts of its full length."""
-    name = component_name(encoder.class_name, encoder.config)
+    name = encoder.folder
     part = Part(name, {"B": batch, "T": encoder.max_tokens})
     return Component(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
 
 
 def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> Component:
     """The VAE for ``clip``: latent frames F, rows H, columns W, batch B."""
-    name = component_name(vae.class_name, vae.config)
+    name = vae.folder
     frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
     if not vae.takes_clips:
         frames, batch = 1, batch * frames
@@ -188,14 +189,7 @@ def _repeat(program: Program, component: Component, stage: Stage) -> None:
 
 def alive(*stages: Stage) -> list[int]:
     """What is alive behind these stages, run after each other on an empty allocator."""
-    found: dict[int, None] = {}
-    for stage in stages:
-        for event in stage.ops:
-            if event >= 0:
-                found[event] = None
-            else:
-                found.pop(~event, None)
-    return list(found)
+    return allocator.alive([event for stage in stages for event in stage.ops], [])
 
 
 def waiting_bytes(program: Program, component: Component) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planner.facts import ModelProfile, Vae
 
@@ -63,17 +61,6 @@ def calls(model: ModelProfile, guided: bool) -> int:
     return 2
 
 
-VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast")
-"""Config keys that change numbers, not memory."""
-
-
-def component_name(class_name: str, config: dict[str, Any]) -> str:
-    """The folder of a component's tapes: its class and a hash of its config, so that models share what they share."""
-    kept = {key: value for key, value in config.items() if key not in VALUES}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-    return f"{class_name}-{digest[:8]}"
-
-
 def chunks_of(vae: Vae, frames: int) -> int:
     """Chunks in which the VAE takes so many latent frames, rounded up; 0 when it takes them whole."""
     if vae.class_name not in CHUNKS or frames == 1:
@@ -98,8 +85,8 @@ class Component(NamedTuple):
 def components(model: ModelProfile) -> Iterator[Component]:
     """Every tape around a model: each text encoder's forward, the VAE's encode and decode, in both precisions."""
     for encoder in model.text_encoders:
-        yield from (Component(component_name(encoder.class_name, encoder.config), f"encode-{d}") for d in DTYPES)
-    name = component_name(model.vae.class_name, model.vae.config)
+        yield from (Component(encoder.folder, f"encode-{d}") for d in DTYPES)
+    name = model.vae.folder
     for part, dtype in itertools.product(("encode", "decode"), DTYPES):
         yield Component(name, f"{part}-{dtype}")
         if model.vae.class_name in CHUNKS or model.vae.class_name in FRAMEWISE:

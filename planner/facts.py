@@ -1,6 +1,9 @@
 """What a profile says about a model or a card: the records of `profiles/models/*.toml` and `profiles/gpus.toml`."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import functools
+import hashlib
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,6 +29,17 @@ class Stack(Record):
     """false: what runs between the blocks differs from one to the next, so that all of them are recorded"""
 
 
+VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast")
+"""Config keys that change numbers, not memory."""
+
+
+def _folder(class_name: str, config: dict[str, Any]) -> str:
+    """The folder of a component's tapes: its class and a hash of its config, so that models share what they share."""
+    kept = {key: value for key, value in config.items() if key not in VALUES}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return f"{class_name}-{digest[:8]}"
+
+
 class Vae(Record):
     """The VAE: how much it shrinks a clip, and what it weighs."""
 
@@ -36,6 +50,11 @@ class Vae(Record):
     parameters: PositiveInt
     dtype: FloatDtype
     config: dict[str, Any]
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """The folder of its tapes, by class and config."""
+        return _folder(self.class_name, self.config)
 
     @property
     def takes_clips(self) -> bool:
@@ -52,6 +71,11 @@ class TextEncoder(Record):
     max_tokens: Count
     dtype: FloatDtype
     config: dict[str, Any]
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """The folder of its tapes, by class and config."""
+        return _folder(self.class_name, self.config)
 
 
 class ShapeRules(Record):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planner.facts import GpuProfile
+from planner.inputs import block_inputs
 from planner.job import SPLIT
 from planner.program import Block, kept_template
 from planner.run import Run, main_piece
@@ -88,7 +89,7 @@ def _swapped_bytes(run: Run) -> int:
 def _checkpoint_bytes(run: Run) -> int:
     if run.strategy.gradient_checkpointing != "offload":
         return 0
-    return sum(run.sizes[buffer] for kept in run.block_inputs.values() for buffer in kept)
+    return sum(run.sizes[buffer] for kept in block_inputs(run).values() for buffer in kept)
 
 
 # ---- seconds

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from planner import experts, nvme
 from planner.beside import STORED
 from planner.groups import host_sizes
+from planner.inputs import block_inputs, shared_inputs
 from planner.job import Machine
 from planner.master import master_bytes
 from planner.phases import caching, encoders, weights_on_gpu
@@ -120,9 +121,9 @@ def _held(run: Run, machine: Machine) -> Parts:
     weights = experts.host_bytes(run) + _swapped_encoders(run)
     activations, optimizer = run.host_bytes, 0
     if strategy.gradient_checkpointing == "offload":  # registered with CUDA as they lie (trainers/memory/pinned.py)
-        activations += sum(run.sizes[buffer] for inputs in run.block_inputs.values() for buffer in inputs)
+        activations += sum(run.sizes[buffer] for inputs in block_inputs(run).values() for buffer in inputs)
         if run.copies_shared_inputs:
-            activations += run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
+            activations += run.facts.model.blocks * sum(run.sizes[buffer] for buffer in shared_inputs(run))
     if strategy.swap_blocks:  # likewise
         weights += sum(run.sizes[buffer] for buffers in run.swapped_blocks.values() for buffer in buffers)
     if strategy.offload_optimizer == "nvme":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import profiles
 from planner import catalog, home
-from planner.components import CHUNKS, COMPONENTS, FRAMEWISE, component_name, together
+from planner.components import CHUNKS, COMPONENTS, FRAMEWISE, together
 from planner.errors import NotRecordedError
 from planner.facts import GpuProfile, ModelProfile
 from planner.job import SPLIT, Job, Machine, Strategy
@@ -106,9 +106,9 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     wanted = {}
     text = "fp32" if strategy.text_encoder_dtype == "fp32" else "half"
     for encoder in model.text_encoders:
-        name = component_name(encoder.class_name, encoder.config)
+        name = encoder.folder
         wanted[f"{name}/encode"] = name, f"encode-{text}"
-    name = component_name(model.vae.class_name, model.vae.config)
+    name = model.vae.folder
     frames = [shape.frames for shape in job.shapes] + ([job.validation.frames] if job.validation else [])
     pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
     if job.method == "sample":

@@ -7,17 +7,16 @@ stays: so it is replayed apart, once for all strategies. What stays or comes bac
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planner.allocator import held
 from planner.beside import STORED, Component, alive, load, text_component, vae_component, waiting_bytes, work
-from planner.components import CHUNKS, FRAMEWISE, component_name, together
+from planner.components import CHUNKS, FRAMEWISE, together
 from planner.facts import ModelProfile
 from planner.groups import model_in_turn
 from planner.job import QUANTISED, Bucket, Job
 from planner.program import Moment, Part, Program, Stage
-from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import SERVICE, Facts, Run
 from planner.shapes import grid
 from planner.strategies import CUBLAS_HANDLES, cublas_bytes
@@ -35,7 +34,7 @@ def encoders(run: Run, residence: str, batch: int) -> list[Component]:
     if strategy.text_encoder == residence:
         in_turn = strategy.group_offload if run.samples else "none"
         for encoder in model.text_encoders:
-            tape = run.facts.around.get(f"{component_name(encoder.class_name, encoder.config)}/encode")
+            tape = run.facts.around.get(f"{encoder.folder}/encode")
             component = text_component(encoder, tape, strategy, batch)
             found.append(replace(component, offload=in_turn, stream=strategy.group_offload_stream))
     if strategy.vae == residence and not run.samples:
@@ -52,7 +51,7 @@ def component_bytes(run: Run, residence: str) -> int:
 def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
     vae = facts.model.vae
     image = "-image" if frames == 1 and (vae.class_name in CHUNKS or vae.class_name in FRAMEWISE) else ""
-    return facts.around.get(f"{component_name(vae.class_name, vae.config)}/{piece}{image}")
+    return facts.around.get(f"{vae.folder}/{piece}{image}")
 
 
 def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str, int]:
@@ -111,9 +110,7 @@ def _encoding(components: tuple[Component, ...], workspace: int) -> tuple[Progra
         stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
     stage.stretches.append((SERVICE, [~buffer for buffer in alive(stage)]))
     sizes = program.bytes_of({})
-    rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in sizes]
-    held = itertools.accumulate(rounded[event] if event >= 0 else -rounded[~event] for event in stage.ops)
-    return program, stage, sizes, max(held)
+    return program, stage, sizes, held(stage.ops, sizes)[1]
 
 
 # ---- on the step's allocator

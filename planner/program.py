@@ -170,39 +170,47 @@ class _Pattern(NamedTuple):
     """(-1, position) allocates, (index into ``bases``, position) frees"""
     bases: list[tuple[int, int, int]]
     """(item, mode, block) of what is freed"""
-    named: list[tuple[int, int, int, list[int]]]
-    """(which event, position or -1 for a free, category, owner)"""
+    named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]]
+    """(category, mode, run, block) -> (which event, position or -1 for a free, name in its block)"""
     kernels: list[tuple[int, str]]
     growing: list[tuple[int, int]]
     """(position, size)"""
 
     @classmethod
-    def of(cls, events: list[list[int]], tape: Tape, beside: bool) -> _Pattern:
+    def of(cls, template: list[list[int]], tape: Tape, beside: bool) -> _Pattern:
         """``beside``: whether it is of something beside the model, whose weights count as residents."""
-        found = cls([], [], [], [], [], [], [], [])
+        categories = ("residents" if beside else CATEGORIES[0], *CATEGORIES[1:])
+        made = [event for event in template if len(event) not in (4, 6)]
+        sizes = [event[0] for event in made]
+        named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]] = {}
+        events: list[tuple[int, int]] = []
         bases: dict[tuple[int, int, int], int] = {}
-        for at, event in enumerate(events):
-            position = len(found.sizes)
-            if len(event) == 4:
+        position = 0
+        for at, event in enumerate(template):
+            length = len(event)
+            if length == 4:
                 item, mode, block, freed = event
-                found.events.append((bases.setdefault((item, mode, block), len(bases)), freed))
-            elif len(event) == 6:
-                found.events.append((-1, 0))
-                found.named.append((at, -1, event[1], event[2:]))
+                events.append((bases.setdefault((item, mode, block), len(bases)), freed))
+            elif length == 6:
+                events.append((-1, 0))
+                _, category, mode, run, block, leaf = event
+                named.setdefault((category, mode, run, block), []).append((at, -1, tape.names[leaf]))
             else:
-                size, category, op, kernel, is_named = event[:5]
-                if isinstance(tape.sizes[size], Growing):
-                    found.growing.append((position, size))
-                if kernel:
-                    found.kernels.append((position, KERNELS[kernel]))
-                if is_named:
-                    found.named.append((at, position, category, event[5:]))
-                found.sizes.append(size)
-                found.categories.append("residents" if beside and category == 0 else CATEGORIES[category])
-                found.ops.append(tape.ops[op])
-                found.events.append((-1, position))
-        found.bases.extend(bases)
-        return found
+                events.append((-1, position))
+                if event[4]:
+                    mode, run, block, leaf = event[5:]
+                    named.setdefault((event[1], mode, run, block), []).append((at, position, tape.names[leaf]))
+                position += 1
+        return cls(
+            sizes,
+            [categories[event[1]] for event in made],
+            [tape.ops[event[2]] for event in made],
+            events,
+            list(bases),
+            named,
+            [(position, KERNELS[event[3]]) for position, event in enumerate(made) if event[3]],
+            [(position, size) for position, size in enumerate(sizes) if size in tape.growing],
+        )
 
 
 class _Piece:
@@ -259,19 +267,18 @@ class _Piece:
             self.made[item][self._target(mode, to, self.items[item]["run"], block)] for item, mode, to in pattern.bases
         ]
         events = [first + position if base < 0 else ~(bases[base] + position) for base, position in pattern.events]
-        prefixes: dict[tuple[int, int, int], str] = {}
-        for at, position, category, (mode, run, target, leaf) in pattern.named:
+        for (category, mode, run, target), tensors in pattern.named.items():
             known = program.named.setdefault(self.kinds[category], {})
-            where = mode, run, target
-            if where not in prefixes:
-                prefixes[where] = self._prefix(*where, block)
-            name = prefixes[where] + self.tape.names[leaf]
-            if position < 0:
-                events[at] = ~known[name]
-            elif category == 0 and self.part is None and name in known:
-                self.again[first + position] = known[name]
-            else:
-                known[name] = first + position
+            prefix = self._prefix(mode, run, target, block)
+            may_return = category == 0 and self.part is None
+            for at, position, leaf in tensors:
+                name = prefix + leaf
+                if position < 0:
+                    events[at] = ~known[name]
+                elif may_return and name in known:
+                    self.again[first + position] = known[name]
+                else:
+                    known[name] = first + position
         if self.again:
             again = self.again
             events = [again.get(event, event) if event >= 0 else ~again.get(~event, ~event) for event in events]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from planner.allocator import alive
 from planner.basis import NOTHING, Learned
@@ -21,6 +22,8 @@ from planner.plan import PhaseName
 from planner.program import Block, Moment, Program, Stage
 from planner.tape import Tape
 from planner.variants import Precision
+
+T = TypeVar("T")
 
 PAGED_ELEMENTS = 100_000
 """States of smaller tensors are not paged (bitsandbytes/optim/optimizer.py, get_state_buffer)."""
@@ -153,6 +156,22 @@ class Run:
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
 
+    known: dict[Callable[[Run], Any], Any] = field(init=False, default_factory=dict)
+    """What `once` found."""
+
+    @property
+    def recording(self) -> Run:
+        """The same recordings before any transformation; the run itself where nobody kept them apart."""
+        return self.base.recording if self.base is not None else self
+
+    def once(self, find: Callable[[Run], T]) -> T:
+        """What ``find`` finds in the recordings, found once however many runs are laid out of them."""
+        recording = self.recording
+        if find not in recording.known:
+            recording.known[find] = find(recording)
+        found: T = recording.known[find]
+        return found
+
     def new(self, nbytes: int, category: str, name: str) -> int:
         """The number of a new buffer that no stage allocates yet."""
         self.sizes.append(nbytes)
@@ -252,57 +271,6 @@ class Run:
             return self.base.left
         stay = {*self.named("gradient").values(), *self.named("weight").values()}
         return [buffer for buffer in alive(self.step.ops, []) if buffer not in stay]
-
-    @functools.cached_property
-    def block_inputs(self) -> dict[tuple[str, int], list[int]]:
-        """What the checkpoint of each block keeps: made in an earlier block's forward, freed in its own backward.
-
-        Of the recorded step, so it must be read before a transformation moves them. The first block's input and what
-        all blocks share (text, modulation) are made outside the blocks and left out: a few MiB a block, and one
-        input. Where it is more, it is in ``shared_inputs``.
-        """
-        if self.base is not None:
-            return self.base.block_inputs
-        made: set[int] = set()
-        kept: dict[tuple[str, int], list[int]] = {}
-        category = self.program.category
-        for moment, events in self.step.stretches:
-            freed = [~event for event in events if event < 0 and ~event in made]
-            made.difference_update(freed)
-            if moment.block < 0:
-                continue
-            if moment.passes == "forward":
-                last = {event if event >= 0 else ~event: event >= 0 for event in events}
-                made.update(buffer for buffer, stays in last.items() if stays and category[buffer] != "weight")
-            elif moment.passes == "backward" and freed:
-                kept.setdefault((moment.module_list, moment.block), []).extend(freed)
-        return kept
-
-    @functools.cached_property
-    def shared_inputs(self) -> list[int]:
-        """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
-        TI2V). A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies it for every block
-        (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
-        largest = max((self.sizes[buffer] for kept in self.block_inputs.values() for buffer in kept), default=0)
-        return [buffer for buffer in self.made_outside if self.sizes[buffer] > largest]
-
-    @functools.cached_property
-    def made_outside(self) -> list[int]:
-        """What forward makes outside the blocks and a block's backward frees."""
-        if self.base is not None:
-            return self.base.made_outside
-        outside: set[int] = set()
-        found = []
-        for moment, events in self.step.stretches:
-            inside = moment.block >= 0
-            for event in events:
-                if event >= 0 and not inside and moment.passes == "forward":
-                    outside.add(event)
-                elif event < 0 and ~event in outside:
-                    outside.remove(~event)
-                    if inside and moment.passes == "backward":
-                        found.append(~event)
-        return found
 
     @property
     def trained_experts(self) -> int:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from planner import host
+from planner import floor, host
 from planner.allocator import held
-from planner.beside import STORED
 from planner.errors import NotRecordedError
 from planner.estimate import outside_bytes
-from planner.job import SPLIT, Bucket, Job, Machine, Strategy
+from planner.job import Bucket, Job, Machine, Strategy
 from planner.layout import choose_kernels, end_of_step, kernels, refuse_unpriced, transforms
 from planner.phases import caching
 from planner.played import replayed_alone
@@ -28,6 +27,9 @@ from planner.traffic import Passes, passes_work, step_work, traffic
 
 FactsGetter = Callable[[Job, Strategy, Machine], Facts]
 """Gives what is known about a question, or raises a VplanError when there is no recording for it."""
+
+
+Told = Literal["ran", "ran out"] | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Look:
     states_bytes: int
     """What the optimizer's states take of it."""
 
-    told: Literal["ran", "ran out"] | None = None
+    told: Told = None
     """What this very plan did where it was tried."""
 
 
@@ -62,6 +64,7 @@ class Screen:
         self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], Sizes] = {}
         self._work: dict[tuple[object, ...], Passes] = {}
+        self._kept: dict[tuple[object, ...], int] = {}
         self._looks: dict[tuple[object, ...], Look] = {}
 
     def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
@@ -86,18 +89,18 @@ class Screen:
         )
 
     def floor_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """Weights, gradients and states that lie on the GPU whole: never more than a look says, and known sooner."""
-        if job.method == "sample" or strategy.sharding in SPLIT:
-            return 0
-        parameters = self.facts(job, strategy, machine).model.parameters
-        weights = STORED[strategy.weights(job.method)] * parameters
-        floor = 0.0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
-        if job.method == "full" and not job.trainable:
-            if strategy.offload_gradients == "none" and strategy.optimizer_step != "backward":
-                floor += weights
-            if strategy.offload_optimizer == "none":
-                floor += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
-        return int(floor)
+        """What lies on the GPU for certain: never more than a look says, and known sooner."""
+        facts = self.facts(job, strategy, machine)
+        held, gradients = floor.parameter_bytes(job, strategy, facts.model.parameters)
+        if not floor.keeps_activations(job, strategy):
+            return held + gradients
+        return held + max(gradients, *(self._activations(facts, grid(facts.model, job, at)) for at in job.shapes))
+
+    def _activations(self, facts: Facts, where: dict[str, int]) -> int:
+        key = (id(facts.step), *where.values())
+        if key not in self._kept:
+            self._kept[key] = floor.activation_bytes(facts.step, where)
+        return self._kept[key]
 
     def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
         """What a resolved strategy needs, at the worst of the job's shapes."""
@@ -113,9 +116,13 @@ class Screen:
                 max(look.step_seconds for look in shapes),
                 worst.in_optimizer,
                 worst.states_bytes,
-                self.facts(job, strategy, machine).learned.told(job, strategy, machine, self.trainer),
+                self.told(job, strategy, machine),
             )
         return self._looks[key]
+
+    def told(self, job: Job, strategy: Strategy, machine: Machine) -> Told:
+        """What this very plan did where it was tried."""
+        return self.facts(job, strategy, machine).learned.told(job, strategy, machine, self.trainer)
 
     def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """Host RAM alone, for less than a look."""

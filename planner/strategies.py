@@ -10,6 +10,7 @@ import itertools
 from planner.errors import VplanError
 from planner.facts import GpuProfile
 from planner.gather import first_backward
+from planner.inputs import block_inputs
 from planner.program import Block, Moment, Stage
 from planner.run import SERVICE, Run
 from planner.units import KIB, MIB
@@ -62,7 +63,14 @@ def checkpoint_offload(run: Run) -> None:
     begins its backward, beside that one's own (trainers/memory/offload.py)."""
     if run.strategy.gradient_checkpointing != "offload":
         return
-    inputs = run.block_inputs
+    if run.step.stretches == run.recording.step.stretches:
+        run.step.stretches = run.once(_with_inputs_offloaded).copy()
+    else:
+        run.step.stretches = _with_inputs_offloaded(run)
+
+
+def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
+    inputs = block_inputs(run)
     ran = [(moment.module_list, moment.block) for moment, _ in run.step.stretches if moment.passes == "forward"]
     order = [block for block in dict.fromkeys(ran) if block in inputs]
     before = dict(zip(order[1:], order, strict=False))
@@ -89,7 +97,7 @@ def checkpoint_offload(run: Run) -> None:
             if any(end in events for end in ends):
                 events = [event for event in events if event not in ends]
             woven.append((moment, [*events, *ends] if at == over[block] else events))
-    run.step.stretches = woven
+    return woven
 
 
 AHEAD = "checkpoint fetched ahead"
@@ -111,9 +119,13 @@ def fetched_when_needed(run: Run) -> None:
     run.step.stretches = woven
 
 
+RING = 2
+"""Buffers that swapped blocks come through."""
+
+
 def block_swap(run: Run) -> None:
     """Block swap: the last ``swap_blocks`` of the checkpointed blocks live in pinned host RAM and stream through a ring
-    of two buffers, each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer
+    of ``RING`` buffers, each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer
     docs/RamOffloading.md)."""
     count = run.strategy.swap_blocks
     if not count:
@@ -125,7 +137,7 @@ def block_swap(run: Run) -> None:
     largest = max(sum(run.sizes[buffer] for buffer in buffers) for buffers in swapped.values())
     for stage in (run.load, run.step):  # layerwise casting makes weights anew in a step; here the ring holds them
         run.drop(stage, itertools.chain.from_iterable(swapped.values()))
-    for _ in range(min(2, count)):
+    for _ in range(min(RING, count)):
         run.add(run.load, largest, "buckets", "swap ring")
 
 

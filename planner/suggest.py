@@ -17,12 +17,14 @@ from typing import Literal
 from planner import margin
 from planner.errors import NotRecordedError
 from planner.estimate import judged
+from planner.hopeless import Hopeless
 from planner.job import SPLIT, Job, Strategy
 from planner.plan import Estimate
 from planner.question import Question, Suggestion, Switch
 from planner.ranking import TIGHTEST, WORTH_LOSS, loss, slowness
 from planner.screen import Look, Screen
 from planner.space import effort, most_swapped, naive, strategies, switched
+from planner.strategies import RING
 
 Prefer = Literal["speed", "frames", "batch", "resolution"]
 
@@ -30,33 +32,6 @@ RUNNERS_UP = 3
 
 NEVER = 1e6
 """Times what a look says: where a strategy cannot be replayed."""
-
-
-class _Hopeless:
-    """Strategies that cannot come to a verdict, told from others that do not: with the same passes and another
-    optimizer only its step and its states differ."""
-
-    def __init__(self, search: Search, job: Job, verdict: str) -> None:
-        self.search = search
-        self.job = job
-        self.verdict = verdict
-        self._any_step: set[Strategy] = set()
-        self._any_adam: set[Strategy] = set()
-
-    def add(self, strategy: Strategy) -> None:
-        """A strategy without swap that no number of swapped blocks helps."""
-        search, family = self.search, strategy.replace(optimizer_step="foreach")
-        looks = [search.look(self.job, each) for each in (strategy, search.most_in_ram(self.job, strategy))]
-        if any(look.in_optimizer for look in looks):
-            return
-        self._any_step.add(family)
-        if all(search.too_large(look, self.verdict, look.states_bytes) for look in looks):
-            self._any_adam.add(family.replace(optimizer="adamw"))
-
-    def __contains__(self, strategy: Strategy) -> bool:
-        family = strategy.replace(optimizer_step="foreach")
-        adam = strategy.optimizer in ("adamw", "adamw-8bit")
-        return family in self._any_step or (adam and family.replace(optimizer="adamw") in self._any_adam)
 
 
 class Search:
@@ -144,7 +119,7 @@ class Search:
         start = naive(job, self.question.strategy, self.question.machine, self.question.fixed)
         tie = itertools.count()
         tried: set[Strategy] = set()
-        hopeless = _Hopeless(self, job, verdict)
+        hopeless = Hopeless(self, job, verdict)
         queue: list[tuple[tuple[float, ...], int, Strategy, Look | None]] = []
 
         def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
@@ -202,8 +177,12 @@ class Search:
     def never_fits(self, job: Job, strategy: Strategy, verdict: str) -> bool:
         """Whether this verdict is ruled out without a look, however many blocks are swapped."""
         swapped = most_swapped(job, strategy, self.question.model, self.question.fixed)
-        floor = self.screen.floor_bytes(job, strategy, self.question.machine)
-        return not swapped and self._over(floor, strategy, verdict)
+        return not swapped and self.above_floor(job, strategy, verdict)
+
+    def above_floor(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+        """Whether this verdict is ruled out without a look at just this strategy."""
+        known = job, strategy, self.question.machine
+        return self.screen.told(*known) is None and self._over(self.screen.floor_bytes(*known), strategy, verdict)
 
     def _over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
         low, high = margin.interval(device_bytes, strategy.compile != "none", self.sides)
@@ -236,13 +215,14 @@ class Search:
 
     def roomiest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> Look | None:
         """The look at a strategy, with as few swapped blocks as seem to do; None when no number does."""
-        look = self.look(job, strategy)
-        if self.seems(look, verdict):
-            return look
         most = self.most_in_ram(job, strategy)
+        known = most != strategy and self.above_floor(job, strategy, verdict)
+        if not known and self.seems(look := self.look(job, strategy), verdict):
+            return look
         best = self.look(job, most)
         if most == strategy or not self.seems(best, verdict):
             return None
+        look = self.look(job, strategy)
         low, high = strategy.swap_blocks, most.swap_blocks
         while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
             middle = self._guess(look, best, low, high)
@@ -257,6 +237,7 @@ class Search:
         first, second = self.device_bytes(above), self.device_bytes(below)
         room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes, sides=self.sides)[1]
         share = (first - room) / max(first - second, 1)
+        low += 0 if low else min(RING, high - 1)  # the first blocks only make room for the ring they come through
         return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
     def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
@@ -311,10 +292,7 @@ class Search:
 
         Left out are ways of stepping where they change nothing, and what cannot be among the first few.
         """
-        floors = {
-            each: self.screen.floor_bytes(job, self.most_in_ram(job, each), self.question.machine)
-            for each in self.candidates(job, lossy)
-        }
+        floors = {each: self._floor_of_any_swap(job, each) for each in self.candidates(job, lossy)}
         found: dict[Strategy, list[Look]] = {}
         least: list[int] = []
         for strategy in sorted(floors, key=floors.__getitem__):
@@ -327,6 +305,11 @@ class Search:
                     bisect.insort(least, self.device_bytes(look))
         looks = [look for alike in found.values() for look in alike]
         return sorted(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
+
+    def _floor_of_any_swap(self, job: Job, strategy: Strategy) -> int:
+        if last := most_swapped(job, strategy, self.question.model, self.question.fixed):
+            strategy = strategy.replace(swap_blocks=last)
+        return self.screen.floor_bytes(job, strategy, self.question.machine)
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
         """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,

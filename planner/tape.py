@@ -6,6 +6,7 @@ A tape file is what ``vplan record`` wrote (trainers/compress.py): templates of 
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import math
@@ -96,6 +97,11 @@ class Tape:
     """Templates taken apart once, as `planner.program` lays them out."""
     shares: dict[str, float] = field(default_factory=dict, repr=False)
     """`recorded_share` of the parameters it was asked for: a search asks for the same ones a hundred times."""
+
+    @functools.cached_property
+    def growing(self) -> frozenset[int]:
+        """Which of the sizes grow from block to block."""
+        return frozenset(index for index, size in enumerate(self.sizes) if isinstance(size, Growing))
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; refuses a shape outside the regime."""

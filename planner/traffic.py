@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner import nvme
 from planner.experts import exchanged_bytes
+from planner.inputs import block_inputs, shared_inputs
 from planner.job import SPLIT
 from planner.run import Run, main_piece
 from planner.timing import KERNELS, Kind, StepWork, Traffic, Work, add, optimizer_work_of, work_of
@@ -50,10 +51,10 @@ def traffic(run: Run) -> Traffic:
         swapped = sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
         host += passes * accumulation * swapped
     if strategy.gradient_checkpointing == "offload":
-        inputs = (buffer for kept in run.block_inputs.values() for buffer in kept)
+        inputs = (buffer for kept in block_inputs(run).values() for buffer in kept)
         host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
         if run.copies_shared_inputs:
-            host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in run.shared_inputs)
+            host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in shared_inputs(run))
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split

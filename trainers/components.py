@@ -21,7 +21,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.components import CHUNKS, FRAMEWISE, component_name, frames_of
+from planner.components import CHUNKS, FRAMEWISE, frames_of
 from planner.facts import Vae
 from planner.played import without_garbage_collection
 from planner.tape import FORMAT
@@ -251,7 +251,7 @@ def vae_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
     shown = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
     body = compress(trace, shown, [chunks] if chunks else [], CHUNK_HEAD)
     tile = _tile(vae)
-    return tape_file(component_name(vae.class_name, vae.config), f"{part}-{dtype}", trace, body, sums, regime, tile)
+    return tape_file(vae.folder, f"{part}-{dtype}", trace, body, sums, regime, tile)
 
 
 def image_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def image_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
     sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
     trace = record_vae(vae, part, dtype, atoms, 0)
     body = compress(trace, {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms), [])
-    name = component_name(vae.class_name, vae.config)
+    name = vae.folder
     return tape_file(name, f"{part}-{dtype}-image", trace, body, sums, {"F": 1}, _tile(vae))
 
 

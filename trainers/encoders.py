@@ -15,7 +15,6 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from planner.components import component_name
 from planner.errors import VplanError
 from planner.facts import TextEncoder
 from trainers.by_layer import LAYERS, layers_of
@@ -146,7 +145,7 @@ def text_tape(encoder: TextEncoder, dtype: str) -> dict[str, Any]:
     full = text_encoder(encoder)
     counts = [run.count for run in find_runs(full, layers_of(full), None)[0]]
     body = compress(trace, {"B": BATCH} if regime else {"B": BATCH, "T": tokens}, counts)
-    name = component_name(encoder.class_name, encoder.config)
+    name = encoder.folder
     return tape_file(name, f"encode-{dtype}", trace, body, {}, regime, ())
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from planner import catalog
-from planner.components import Component, component_name
+from planner.components import Component
 from planner.facts import ModelProfile
 from planner.job import Job, Strategy
 from planner.tape import ATOMS, FORMAT, derived
@@ -203,6 +203,6 @@ def component_tape(profile: ModelProfile, component: Component) -> dict[str, Any
     """Records one of the tapes of what stands around a model; returns the tape file's JSON."""
     part, dtype, *image = component.variant.split("-")
     for encoder in profile.text_encoders:
-        if component_name(encoder.class_name, encoder.config) == component.name:
+        if encoder.folder == component.name:
             return text_tape(encoder, dtype)
     return image_tape(profile.vae, part, dtype) if image else vae_tape(profile.vae, part, dtype)

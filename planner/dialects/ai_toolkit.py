@@ -7,7 +7,6 @@ trains. Its adapters are fp32 (jobs/process/BaseSDTrainProcess.py ``network.forc
 from __future__ import annotations
 
 from planner.beside import STORED, alive, load
-from planner.components import component_name
 from planner.dialects.adapters import wider_adapters
 from planner.dialects.ai_toolkit_data import WHOLE
 from planner.dialects.ai_toolkit_words import CARRIES, DIALECT
@@ -77,7 +76,7 @@ def encoders_at_start(run: Run) -> None:
         return
     first, gone = len(run.program.buffers), []
     coming: list[tuple[Moment, list[int]]] = []
-    vae = component_name(model.vae.class_name, model.vae.config)
+    vae = model.vae.folder
     for component in encoders(run, "cached", 1):
         if component.name != vae:
             loading, _ = load(run.program, component)

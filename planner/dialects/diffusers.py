@@ -6,7 +6,6 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 from __future__ import annotations
 
 from planner.beside import Component, alive, load, work
-from planner.components import component_name
 from planner.dialects.diffusers_words import DIALECT
 from planner.phases import encoders, take_sizes, weights_on_gpu
 from planner.positions import table_in_half
@@ -98,7 +97,7 @@ def clip_as_loaded(run: Run) -> None:
 
 def _is_vae(run: Run, component: Component) -> bool:
     vae = run.facts.model.vae
-    return component.name == component_name(vae.class_name, vae.config)
+    return component.name == vae.folder
 
 
 def validation_prompts(run: Run) -> None:

@@ -23,7 +23,6 @@ from planner.components import (
     FRAMEWISE,
     SHORTEST,
     Component,
-    component_name,
     components,
     frames_of,
 )
@@ -79,7 +78,7 @@ def compared(profile: ModelProfile, component: Component) -> tuple[Held, Held]:
     tape = read_tape(profiles.TAPES / COMPONENTS / component.name / f"{component.variant}.json.gz")
     piece, dtype, *image = component.variant.split("-")
     for encoder in profile.text_encoders:
-        if component_name(encoder.class_name, encoder.config) == component.name:
+        if encoder.folder == component.name:
             part = Part(component.name, {"B": PROMPTS, "T": encoder.max_tokens})
             trace = record_text_encoder(encoder, dtype, PROMPTS, encoder.max_tokens)
             return from_tape(tape, piece, part, None), directly(trace)

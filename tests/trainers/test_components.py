@@ -15,7 +15,7 @@ from torch import nn
 import profiles
 from planner import catalog
 from planner.commands.record import NOT_COMPARED, first_difference
-from planner.components import COMPONENTS, Component, component_name, components
+from planner.components import COMPONENTS, Component, components
 from planner.facts import TextEncoder
 from planner.program import Part, Program
 from planner.tape import Tape, parse_tape, read_tape
@@ -25,8 +25,8 @@ from trainers import tapes
 from trainers.encoders import record_text_encoder, text_tape
 
 PROFILES = [catalog.model(name) for name in catalog.model_names()]
-ENCODERS = {component_name(e.class_name, e.config): e for profile in PROFILES for e in profile.text_encoders}
-VAES = {component_name(profile.vae.class_name, profile.vae.config): profile.name for profile in PROFILES}
+ENCODERS = {e.folder: e for profile in PROFILES for e in profile.text_encoders}
+VAES = {profile.vae.folder: profile.name for profile in PROFILES}
 
 
 def shipped(name: str, variant: str) -> Tape:

@@ -13,6 +13,7 @@ from planner.dialects import diffusers, easyanimate, latentsync, musubi_tuner
 from planner.dialects.adapters import PIECES
 from planner.estimate import NCCL_BYTES, estimate
 from planner.experts import idle_weights
+from planner.inputs import block_inputs
 from planner.job import Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import component_bytes
@@ -242,7 +243,7 @@ def test_a_saved_checkpoint_comes_back_when_it_is_wanted_and_ours_one_block_soon
         lay_out(job, resolve(job, strategy, ONE), ONE, known, grid(MODEL, job), name)
         for name in ("vplan", "diffusion-pipe")
     )
-    inputs = {buffer for buffers in ours.block_inputs.values() for buffer in buffers}
+    inputs = {buffer for buffers in block_inputs(ours).values() for buffer in buffers}
 
     def brought(run: Run) -> list[tuple[int, set[int]]]:
         """Behind each block's backward: its index, and the inputs that are on the GPU."""
@@ -257,7 +258,7 @@ def test_a_saved_checkpoint_comes_back_when_it_is_wanted_and_ours_one_block_soon
 
     assert sorted(ours.step.ops) == sorted(theirs.step.ops)
     for (block, ahead), (_, none) in zip(brought(ours), brought(theirs), strict=True):
-        assert ahead == set(ours.block_inputs["blocks", block - 1]) and none == set()
+        assert ahead == set(block_inputs(ours)["blocks", block - 1]) and none == set()
 
 
 def test_other_models_in_diffsynth_have_no_such_table() -> None:

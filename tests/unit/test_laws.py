@@ -244,3 +244,21 @@ def test_no_look_is_below_its_floor(name: str) -> None:
         strategy = resolve(job, Strategy.read({**fields, "weights_dtype": "bf16", "optimizer": optimizer}), machine)
         found = screen.look(job, strategy, machine)
         assert found.device_bytes > screen.floor_bytes(job, strategy, machine) > 0
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_what_a_forward_keeps_without_checkpoints_is_most_of_a_look_and_never_more(name: str) -> None:
+    """Over every recording without checkpoints that a job on one card can ask for."""
+    screen, machine, model = Screen(facts), Machine(gpu="b200"), catalog.model(name)
+    asked = ("lora", "full"), ("bf16", "fp32", "fp8", "nf4"), ("none", "bf16")
+    shares = []
+    for method, weights, autocast in itertools.product(*asked):
+        job = job_for(model, {"method": method})
+        fields = {"gradient_checkpointing": "none", "weights_dtype": weights, "autocast": autocast}
+        try:
+            strategy = resolve(job, Strategy.read(fields), machine)
+            floor = screen.floor_bytes(job, strategy, machine)
+        except VplanError:  # forbidden, or not recorded
+            continue
+        shares.append(floor / screen.look(job, strategy, machine).allocated_bytes)
+    assert shares and max(shares) <= 1 and min(shares) > 0.75
