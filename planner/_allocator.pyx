@@ -29,7 +29,13 @@ cdef enum:
 
 ctypedef pair[long long, long long] Place  # (size, address): best fit is a lower bound
 
+cdef cppclass Block
+
+ctypedef ordered[Place, Block*] Free
+ctypedef pair[Place, Block*] Entry
+
 cdef cppclass Block:
+    Free.iterator spot  # in its pool's free blocks, while it is free
     long long address
     long long size
     int state
@@ -40,7 +46,7 @@ cdef cppclass Block:
 cdef cppclass Pool:
     long long page_bytes
     long long split_bytes
-    ordered[Place, Block*] free
+    Free free
     ordered[long long, Block*] unmapped  # by address
 
 cdef Block EMPTY  # stands for a live buffer of no bytes
@@ -81,11 +87,11 @@ cdef void absorb_following(Block* block) noexcept:
 
 cdef void add_free(Block* block) noexcept:
     block.state = FREE
-    block.pool.free[Place(block.size, block.address)] = block
+    block.spot = block.pool.free.insert(Entry(Place(block.size, block.address), block)).first
 
 
 cdef void drop_free(Block* block) noexcept:
-    block.pool.free.erase(Place(block.size, block.address))
+    block.pool.free.erase(block.spot)
 
 
 cdef void give_back(Block* block) noexcept:
@@ -264,7 +270,7 @@ cdef class CachingAllocator:
         return pool
 
     cdef Block* _take(self, Pool* pool, long long size) noexcept:
-        cdef ordered[Place, Block*].iterator found = pool.free.lower_bound(Place(size, 0)), after
+        cdef Free.iterator found = pool.free.lower_bound(Place(size, 0)), after
         cdef Block* block
         cdef Block* front
         if found != pool.free.end():

@@ -6,7 +6,7 @@ creates its states), then a later step, which is where most runs die.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from planner import attention, holes, host, margin
@@ -17,7 +17,7 @@ from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
-from planner.played import Played, play
+from planner.played import Played, again, play
 from planner.program import Moment
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.rules import resolve
@@ -90,6 +90,7 @@ def judged(
     trainer: str = "vplan",
     layout: Layout = lay_out,
     cached: bool = True,
+    like: Judged | None = None,
 ) -> Judged:
     """One plan's estimate and verdict, as every command that answers for plans tells it.
 
@@ -97,8 +98,9 @@ def judged(
     back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
     what lies in pieces, as long as the run is expected within the card with its pieces too. `estimate` is with them,
     because that is what people measure. ``cached``: whether what is encoded before training is asked about too.
+    ``like``: the same plan on another card, whose replay holds where the very same is allocated here.
     """
-    run, played = replayed(job, strategy, machine, facts, trainer, layout, cached)
+    run, played = replayed(job, strategy, machine, facts, trainer, layout, cached, like.played if like else ())
     found = of_run(run, played, trainer)
     expected = found.verdict == "tight" and found.limit is None and found.peak.device_bytes <= found.budget_bytes
     if not expected or found.strategy.expandable_segments or found.basis == "measured":
@@ -124,12 +126,16 @@ def replayed(
     trainer: str = "vplan",
     layout: Layout = lay_out,
     cached: bool = True,
+    known: Sequence[Played] = (),
 ) -> tuple[Run, list[Played]]:
-    """The run at the worst of the job's buckets, and its stages replayed in the order they run."""
+    """The run at the worst of the job's buckets, and its stages replayed in the order they run.
+
+    ``known``: of a run that may be the same to the byte.
+    """
     strategy = resolve(job, strategy, machine)
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
-        return runs[0], play(runs[0], cached=cached)
+        return runs[0], again(runs[0], known, cached=cached) or play(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
     runs.sort(key=lambda run: _reserved(play(run, cached=cached)))
     return runs[-1], max(play(*runs, cached=cached), play(*reversed(runs), cached=cached), key=_reserved)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.allocator import CachingAllocator
 from planner.phases import caching
@@ -62,6 +63,18 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
             if emptied or around or loaded or trained:
                 allocator.empty_cache()
     return played
+
+
+def again(run: Run, known: Sequence[Played], cached: bool = True) -> list[Played]:
+    """The replay of a run in which stage by stage the same happens as in one that is known; empty where it does not."""
+    encodings = caching(run) if cached else []
+    runs = [*encodings, *itertools.repeat(run, len(run.stages))]
+    stages = [*(("encode", encoding.encode) for encoding in encodings), *run.stages]
+    if stages != [(entry.phase, entry.stage) for entry in known]:
+        return []
+    if any(here.sizes != entry.run.sizes for here, entry in zip(runs, known, strict=True)):
+        return []
+    return [replace(entry, run=here) for here, entry in zip(runs, known, strict=True)]
 
 
 def replayed_alone(encoding: Run) -> Replayed:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from planner import margin
 from planner.errors import NotRecordedError
-from planner.estimate import judged
+from planner.estimate import Judged, judged
 from planner.hopeless import Hopeless
 from planner.job import SPLIT, Job, Strategy
 from planner.plan import Estimate
@@ -43,10 +43,15 @@ class Search:
         self.missing: NotRecordedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
+        self.chosen: Judged | None = None
+        """The plan of the last `best`, with its replay."""
+        self._latest: Judged | None = None
         self._strategies: dict[tuple[Job, bool], dict[Strategy, bool]] = {}
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._most: dict[tuple[Job, Strategy], Strategy] = {}
         self._tiled: dict[Job, bool] = {}
+        self._swapped: dict[tuple[Job, Strategy, str], int] = {}
+        """Job, strategy without swap stepping by foreach, verdict -> blocks that one of them had to swap."""
         self._lost: dict[Strategy, float] = {}
         """Strategy without swap -> device bytes over those of its look, where a replay told."""
 
@@ -65,6 +70,7 @@ class Search:
         for verdict in ("fits", "tight"):
             for lossy in (None,) if self.question.allow_lossy else (False, True):
                 if found := next(self.by_speed(job, lossy, verdict), None):
+                    self.chosen = self._latest
                     return self.explained(found) if explain else self.bare(found)
         return None
 
@@ -209,12 +215,15 @@ class Search:
     def judged(self, job: Job, strategy: Strategy, cached: bool = True) -> Estimate:
         """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `judged`."""
         screen, known = self.screen, (job, strategy, self.question.machine)
-        return judged(*known, screen.facts(*known), screen.trainer, screen.lay_out, cached).estimate
+        self._latest = judged(*known, screen.facts(*known), screen.trainer, screen.lay_out, cached)
+        return self._latest.estimate
 
     # ---- block swap
 
     def roomiest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> Look | None:
         """The look at a strategy, with as few swapped blocks as seem to do; None when no number does."""
+        if alike := self._as_alike(job, strategy, verdict):
+            return alike
         most = self.most_in_ram(job, strategy)
         known = most != strategy and self.above_floor(job, strategy, verdict)
         if not known and self.seems(look := self.look(job, strategy), verdict):
@@ -231,7 +240,16 @@ class Search:
                 high, best = middle, tried
             else:
                 low, look = middle, tried
+        self._swapped.setdefault((job, strategy.replace(optimizer_step="foreach"), verdict), high)
         return best
+
+    def _as_alike(self, job: Job, strategy: Strategy, verdict: str) -> Look | None:
+        """The same with as many swapped blocks as another way of stepping needs, if it needs just as many."""
+        count = self._swapped.get((job, strategy.replace(optimizer_step="foreach"), verdict), 0)
+        if count <= strategy.swap_blocks:
+            return None
+        look, fewer = (self.look(job, strategy.replace(swap_blocks=blocks)) for blocks in (count, count - 1))
+        return look if self.seems(look, verdict) and not self.seems(fewer, verdict) else None
 
     def _guess(self, above: Look, below: Look, low: int, high: int) -> int:
         first, second = self.device_bytes(above), self.device_bytes(below)

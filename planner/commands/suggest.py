@@ -166,22 +166,22 @@ class _Wanted:
             found.relax = relaxed(search, search.question.job)
         else:
             found = _Found(request, suggestion)
-            found.smaller = self._on_smaller_cards(request, suggestion.plan)
+            found.smaller = self._on_smaller_cards(request, search, suggestion.plan)
         plan = found.suggestion.plan.replace(assumptions=_assumptions(request, found.suggestion.plan))
         found.suggestion = Suggestion(plan, found.suggestion.alternatives, found.suggestion.switches, search.considered)
         return found
 
-    def _on_smaller_cards(self, request: Request, plan: Estimate) -> tuple[Estimate, ...]:
+    def _on_smaller_cards(self, request: Request, search: Search, plan: Estimate) -> tuple[Estimate, ...]:
         """The plan on the cards sold under the same label that give less, where the verdict changes."""
-        found = []
+        found, there = [], search.chosen
         for card in catalog.smaller_cards(request.gpu):
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - request.machine.reserve:
                 continue
             machine = request.machine.replace(gpu=card.name)
             known = facts(plan.job, plan.strategy, machine, request.model, card)
-            there = judged(plan.job, plan.strategy, machine, known, self.asked.trainer, self.screen.lay_out).estimate
-            if there.verdict != plan.verdict:
-                found.append(there)
+            there = judged(plan.job, plan.strategy, machine, known, self.asked.trainer, self.screen.lay_out, like=there)
+            if there.estimate.verdict != plan.verdict:
+                found.append(there.estimate)
         return tuple(found)
 
     def models(self) -> list[answer.Row]:
