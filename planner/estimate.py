@@ -6,11 +6,12 @@ creates its states), then a later step, which is where most runs die.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from planner import attention, holes, host, margin
-from planner.allocator import alive
+from planner.allocator import alive, held
 from planner.basis import Correction
 from planner.beside import Component
 from planner.job import Job, Machine, Strategy
@@ -19,7 +20,6 @@ from planner.phases import decoder, encoders, validation_grid
 from planner.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
 from planner.played import Played, again, play
 from planner.program import Moment
-from planner.replay import BLOCK_ROUND_BYTES
 from planner.rules import resolve
 from planner.run import Facts, Run
 from planner.shapes import grid
@@ -306,20 +306,21 @@ def describe(played: Played, strategy: Strategy) -> str:
 
 def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
-    live: list[int] = []
+    events: list[int] = []
     for entry in played:
         if entry.run is not top.run and (entry.run.encode_peak_bytes or top.run.encode_peak_bytes):
             continue  # what is cached before the run is not there with it
-        ops = entry.stage.ops[: entry.replayed.allocated_peak_at + 1] if entry is top else entry.stage.ops
-        live = alive(ops, live)
+        events += entry.stage.ops[: entry.replayed.allocated_peak_at + 1] if entry is top else entry.stage.ops
         if entry is top:
             break
-    parts: dict[str, int] = {}
-    for buffer in live:
-        part = BREAKDOWN[top.run.program.category[buffer]]
-        rounded = -(-top.run.sizes[buffer] // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
-        parts[part] = parts.get(part, 0) + rounded
+    category = top.run.program.category
+    there: dict[str, list[int]] = {}
+    for buffer in alive(events, []):
+        there.setdefault(category[buffer], []).append(buffer)
+    parts: Counter[str] = Counter()
+    for kind, buffers in there.items():
+        parts[BREAKDOWN[kind]] += held(buffers, top.run.sizes)[0]
     share = correction.share(top.phase)
-    parts = {name: int(nbytes * share) for name, nbytes in parts.items()}
-    fragmentation = peak.reserved_bytes - sum(parts.values())
-    return Breakdown(**parts, fragmentation=fragmentation, context=peak.device_bytes - peak.reserved_bytes)
+    counted = {name: int(nbytes * share) for name, nbytes in parts.items()}
+    fragmentation = peak.reserved_bytes - sum(counted.values())
+    return Breakdown(**counted, fragmentation=fragmentation, context=peak.device_bytes - peak.reserved_bytes)

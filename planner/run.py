@@ -15,7 +15,7 @@ from planner.allocator import alive
 from planner.basis import NOTHING, Learned
 from planner.components import calls
 from planner.facts import GpuProfile, ModelProfile
-from planner.job import Job, Machine, Strategy
+from planner.job import SPLIT, Job, Machine, Strategy
 from planner.parameters import Parameters
 from planner.partial import partial
 from planner.plan import PhaseName
@@ -287,8 +287,10 @@ class Run:
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
         size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
-        gradients = sum(self.sizes[buffer] for buffer in self.named("gradient").values())
-        return self.trained_experts * gradients // size
+        # What splits takes all in 16 bits, also what a recording keeps in fp32.
+        elements = self.elements if self.strategy.sharding in SPLIT else {}
+        counted = (elements.get(name) or self.sizes[buffer] // size for name, buffer in self.named("gradient").items())
+        return self.trained_experts * sum(counted)
 
     @functools.cached_property
     def elements(self) -> dict[str, int]:

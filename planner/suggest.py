@@ -17,7 +17,7 @@ from typing import Literal
 from planner import margin
 from planner.errors import NotRecordedError
 from planner.estimate import Judged, judged
-from planner.hopeless import Hopeless
+from planner.hopeless import Hopeless, Known
 from planner.job import SPLIT, Job, Strategy
 from planner.plan import Estimate
 from planner.question import Question, Suggestion, Switch
@@ -40,6 +40,7 @@ class Search:
     def __init__(self, question: Question, screen: Screen) -> None:
         self.question = question
         self.screen = screen
+        self.known = Known(question, screen)
         self.missing: NotRecordedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
@@ -58,7 +59,7 @@ class Search:
     @property
     def sides(self) -> margin.Sides:
         """How sure estimates are here."""
-        return self.question.learned.correction.sides
+        return self.known.sides
 
     @property
     def considered(self) -> int:
@@ -153,7 +154,7 @@ class Search:
                     continue
                 tried.add(look.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
-            if bare in hopeless or self.never_fits(job, bare, verdict):
+            if bare in hopeless or self.known.never_fits(job, bare, verdict):
                 continue
             look = self.roomiest(job, bare, verdict)
             if look is None:
@@ -178,21 +179,7 @@ class Search:
 
     def too_large(self, look: Look, verdict: str, less: int = 0) -> bool:
         """Whether the GPU's memory rules this verdict out, even with so much less."""
-        return self._over(self.device_bytes(look) - less, look.strategy, verdict)
-
-    def never_fits(self, job: Job, strategy: Strategy, verdict: str) -> bool:
-        """Whether this verdict is ruled out without a look, however many blocks are swapped."""
-        swapped = most_swapped(job, strategy, self.question.model, self.question.fixed)
-        return not swapped and self.above_floor(job, strategy, verdict)
-
-    def above_floor(self, job: Job, strategy: Strategy, verdict: str) -> bool:
-        """Whether this verdict is ruled out without a look at just this strategy."""
-        known = job, strategy, self.question.machine
-        return self.screen.told(*known) is None and self._over(self.screen.floor_bytes(*known), strategy, verdict)
-
-    def _over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
-        low, high = margin.interval(device_bytes, strategy.compile != "none", self.sides)
-        return (high if verdict == "fits" else low) > self.question.budget_bytes
+        return self.known.over(self.device_bytes(look) - less, look.strategy, verdict)
 
     def has_ram(self, look: Look) -> bool:
         """Whether the host has the RAM."""
@@ -225,7 +212,7 @@ class Search:
         if alike := self._as_alike(job, strategy, verdict):
             return alike
         most = self.most_in_ram(job, strategy)
-        known = most != strategy and self.above_floor(job, strategy, verdict)
+        known = most != strategy and self.known.above_floor(job, strategy, verdict)
         if not known and self.seems(look := self.look(job, strategy), verdict):
             return look
         best = self.look(job, most)
@@ -310,12 +297,16 @@ class Search:
 
         Left out are ways of stepping where they change nothing, and what cannot be among the first few.
         """
-        floors = {each: self._floor_of_any_swap(job, each) for each in self.candidates(job, lossy)}
+        floors = {each: self.known.floor_bytes(job, each) for each in self.candidates(job, lossy)}
         found: dict[Strategy, list[Look]] = {}
         least: list[int] = []
-        for strategy in sorted(floors, key=floors.__getitem__):
-            if len(least) >= TIGHTEST and floors[strategy] > WORTH_LOSS * least[TIGHTEST - 1]:
+        short: list[Strategy] = []
+        for strategy in itertools.chain(sorted(floors, key=floors.__getitem__), short):
+            if len(least) >= TIGHTEST and (strategy in short or floors[strategy] > WORTH_LOSS * least[TIGHTEST - 1]):
                 break
+            if strategy not in short and self.known.lacks_ram(job, strategy):  # after the others, if there are too few
+                short.append(strategy)
+                continue
             alike = found.setdefault(strategy.replace(optimizer_step="foreach"), [])
             if not alike or alike[-1].in_optimizer:
                 alike.append(look := self.look(job, self.most_in_ram(job, strategy)))
@@ -323,11 +314,6 @@ class Search:
                     bisect.insort(least, self.device_bytes(look))
         looks = [look for alike in found.values() for look in alike]
         return sorted(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
-
-    def _floor_of_any_swap(self, job: Job, strategy: Strategy) -> int:
-        if last := most_swapped(job, strategy, self.question.model, self.question.fixed):
-            strategy = strategy.replace(swap_blocks=last)
-        return self.screen.floor_bytes(job, strategy, self.question.machine)
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
         """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,

@@ -19,7 +19,7 @@ from planner.plan import Plan, plan_from_toml, plan_to_toml
 from planner.question import Question, Suggestion
 from planner.rules import resolve
 from planner.screen import Screen
-from planner.space import naive
+from planner.space import naive, strategies
 from planner.suggest import Search
 from planner.units import GIB
 from planner.wishes import PREFERRED, frames, largest, relaxed
@@ -228,3 +228,15 @@ def test_the_tightest_plan_is_one_that_the_host_can_hold() -> None:
     tightest = search.tightest(search.question.job)
     assert tightest is not None and tightest.limit == "gpu"
     assert tightest.host_ram_bytes <= (search.question.machine.host_ram or 0)
+
+
+@pytest.mark.parametrize("name", ["flux.1-dev", "wan2.1-t2v-1.3b", "cogvideox-2b"])
+def test_host_ram_is_known_without_a_look_and_is_the_same_for_fused_kernels(name: str) -> None:
+    machine = Machine(gpu="80GB", gpus=2, host_ram=256 * GIB)
+    job = catalog.job_for(catalog.model(name), {"method": "full"})
+    stepped = [each for each in strategies(job, Strategy(), machine, frozenset()) if each.optimizer_step == "fused"]
+    assert stepped
+    for strategy in stepped[::7]:
+        either = strategy, strategy.replace(optimizer_step="foreach")
+        known = {SCREEN.host_ram_bytes(job, each, machine) for each in either}
+        assert known == {SCREEN.look(job, strategy, machine).host_ram_bytes}
