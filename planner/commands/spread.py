@@ -40,7 +40,7 @@ def spread(make: Callable[..., Ask[T]], arguments: tuple[object, ...], names: Se
             for _, answer in zip(with_progress(names, what), answers, strict=True):
                 yield cast(T, answer.result())
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # waits, or the pool's thread would write to a closed pipe at the exit
 
 
 def cores() -> int:
