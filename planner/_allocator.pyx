@@ -1,7 +1,7 @@
 # cython: language_level=3, wraparound=False, cdivision=True
 """`planner.replay.CachingAllocator`, compiled: the same rules in the same order, with the C++ library's ordered maps.
 
-It is built where the machine that installs vplan has a C++ compiler, and answers eight times as fast; elsewhere the
+It is built where the machine that installs vplan has a C++ compiler, and answers ten times as fast; elsewhere the
 Python class does. That one is the reference and says where each rule comes from. tests/unit/test_replay_agreement.py
 holds both to the byte. Numbers are 64 bits wide here.
 """

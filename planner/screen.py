@@ -133,7 +133,7 @@ class Screen:
     def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """Device bytes of what is cached before training, at the worst of the job's shapes."""
         facts = self.facts(job, strategy, machine)
-        runs = [self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes]
+        runs = [Run(job, strategy, machine, facts, grid=grid(facts.model, job, shape)) for shape in job.shapes]
         peaks = [replayed_alone(encoding).reserved_peak_bytes for run in runs for encoding in caching(run)]
         reserved = max(peaks, default=0)
         return facts.learned.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes

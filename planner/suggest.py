@@ -280,7 +280,7 @@ class Search:
 
     def tightest(self, job: Job, lossy: bool | None = None) -> Estimate | None:
         """The plan that needs least of what is short, when nothing fits. Lossy only where that helps."""
-        looks = self.tightest_looks(job, lossy)
+        looks = self.tightest_looks(job, lossy, 1)
         if lossy is None:
             least = looks[0].device_bytes if looks else 0
 
@@ -292,17 +292,17 @@ class Search:
         priced = (self.priced(job, look.strategy) for look in looks)
         return next((found for found in priced if found), None)
 
-    def tightest_looks(self, job: Job, lossy: bool | None = None) -> list[Look]:
+    def tightest_looks(self, job: Job, lossy: bool | None = None, count: int = TIGHTEST) -> list[Look]:
         """Looks at strategies with all blocks swapped that may be, the one that needs least first.
 
-        Left out are ways of stepping where they change nothing, and what cannot be among the first few.
+        Left out are ways of stepping where they change nothing, and what cannot be among the first ``count``.
         """
         floors = {each: self.known.floor_bytes(job, each) for each in self.candidates(job, lossy)}
         found: dict[Strategy, list[Look]] = {}
         least: list[int] = []
         short: list[Strategy] = []
         for strategy in itertools.chain(sorted(floors, key=floors.__getitem__), short):
-            if len(least) >= TIGHTEST and (strategy in short or floors[strategy] > WORTH_LOSS * least[TIGHTEST - 1]):
+            if len(least) >= count and (strategy in short or floors[strategy] > WORTH_LOSS * least[count - 1]):
                 break
             if strategy not in short and self.known.lacks_ram(job, strategy):  # after the others, if there are too few
                 short.append(strategy)
