@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -67,14 +66,16 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
 
 def again(run: Run, known: Sequence[Played], cached: bool = True) -> list[Played]:
     """The replay of a run in which stage by stage the same happens as in one that is known; empty where it does not."""
-    encodings = caching(run) if cached else []
-    runs = [*encodings, *itertools.repeat(run, len(run.stages))]
-    stages = [*(("encode", encoding.encode) for encoding in encodings), *run.stages]
-    if stages != [(entry.phase, entry.stage) for entry in known]:
+    here: list[tuple[Run, PhaseName, Stage]] = []
+    for encoding in caching(run) if cached else ():
+        assert encoding.encode is not None
+        here.append((encoding, "encode", encoding.encode))
+    here += [(run, phase, stage) for phase, stage in run.stages]
+    if [(phase, stage) for _, phase, stage in here] != [(entry.phase, entry.stage) for entry in known]:
         return []
-    if any(here.sizes != entry.run.sizes for here, entry in zip(runs, known, strict=True)):
+    if any(each.sizes != entry.run.sizes for (each, _, _), entry in zip(here, known, strict=True)):
         return []
-    return [replace(entry, run=here) for here, entry in zip(runs, known, strict=True)]
+    return [replace(entry, run=each, stage=stage) for (each, _, stage), entry in zip(here, known, strict=True)]
 
 
 def replayed_alone(encoding: Run) -> Replayed:

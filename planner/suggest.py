@@ -212,8 +212,8 @@ class Search:
         if alike := self._as_alike(job, strategy, verdict):
             return alike
         most = self.most_in_ram(job, strategy)
-        known = most != strategy and self.known.above_floor(job, strategy, verdict)
-        if not known and self.seems(look := self.look(job, strategy), verdict):
+        ruled_out = most != strategy and self.known.above_floor(job, strategy, verdict)
+        if not ruled_out and self.seems(look := self.look(job, strategy), verdict):
             return look
         best = self.look(job, most)
         if most == strategy or not self.seems(best, verdict):

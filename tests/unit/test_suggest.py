@@ -11,11 +11,12 @@ from click.testing import CliRunner
 from planner import catalog
 from planner.commands import cli
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate import estimate
+from planner.estimate import Judged, estimate, judged
 from planner.facts import ModelProfile
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
 from planner.plan import Plan, plan_from_toml, plan_to_toml
+from planner.played import again
 from planner.question import Question, Suggestion
 from planner.rules import resolve
 from planner.screen import Screen
@@ -240,3 +241,21 @@ def test_host_ram_is_known_without_a_look_and_is_the_same_for_fused_kernels(name
         either = strategy, strategy.replace(optimizer_step="foreach")
         known = {SCREEN.host_ram_bytes(job, each, machine) for each in either}
         assert known == {SCREEN.look(job, strategy, machine).host_ram_bytes}
+
+
+def test_a_plan_on_another_card_of_its_class_is_told_from_one_replay_as_from_its_own() -> None:
+    """Where the same is allocated; the clip that is longer is another matter."""
+    job = catalog.job_for(MODEL, SHORT)
+    fields = {"gradient_checkpointing": "full", "text_encoder": "cached", "vae": "resident"}
+    first: Judged | None = None
+    for name in ("24GB", "l4", "a10"):
+        machine = Machine(gpu=name, host_ram=32 * GIB)
+        strategy = resolve(job, Strategy.read(fields), machine)
+        known = job, strategy, machine, facts(job, strategy, machine)
+        alone, like = judged(*known), judged(*known, like=first)
+        assert like.estimate == alone.estimate
+        assert first is None or again(like.run, first.played)
+        first = like
+    larger = job.replace(frames=job.frames + 8)
+    other = judged(larger, strategy, machine, facts(larger, strategy, machine), like=first)
+    assert first is not None and again(other.run, first.played) == []
