@@ -306,16 +306,17 @@ def describe(played: Played, strategy: Strategy) -> str:
 
 def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
-    events: list[int] = []
+    left: list[int] = []
     for entry in played:
         if entry.run is not top.run and (entry.run.encode_peak_bytes or top.run.encode_peak_bytes):
             continue  # what is cached before the run is not there with it
-        events += entry.stage.ops[: entry.replayed.allocated_peak_at + 1] if entry is top else entry.stage.ops
         if entry is top:
+            left = alive(entry.stage.ops[: entry.replayed.allocated_peak_at + 1], left)
             break
+        left = alive(entry.stage.ops, left)
     category = top.run.program.category
     there: dict[str, list[int]] = {}
-    for buffer in alive(events, []):
+    for buffer in left:
         there.setdefault(category[buffer], []).append(buffer)
     parts: Counter[str] = Counter()
     for kind, buffers in there.items():

@@ -76,7 +76,7 @@ def peak_forms(run: Run) -> PeakForms:
     """
     columns: dict[object, int] = {}
     of_size = np.array([columns.setdefault(size, len(columns)) for size in run.program.sizes])
-    column = of_size[np.array(run.program.buffers)]
+    column = of_size[np.array(list(run.program.buffers))]
     moments: dict[int, tuple[Counts, Counts]] = {}
     bases: dict[int, list[Counts]] = {}
     base, rows = np.zeros(len(columns)), _Rows(column, len(columns))

@@ -7,10 +7,12 @@ block.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from planner.grown import Grown
 from planner.tape import CATEGORIES, HEAD, KERNELS, TAIL, Growing, Monomial, Tape
 
 Block = tuple[str, int]
@@ -61,13 +63,13 @@ class Stage:
 class Program:
     """Numbered buffers, and stages that allocate and free them in the order a real run does."""
 
-    buffers: list[int] = field(default_factory=list)
+    buffers: Grown[int] = field(default_factory=Grown)
     """Per buffer: index into ``sizes``."""
 
-    category: list[str] = field(default_factory=list)
+    category: Grown[str] = field(default_factory=Grown)
     """Per buffer: one of CATEGORIES, or of what strategies add (residents, buckets)."""
 
-    op: list[str] = field(default_factory=list)
+    op: Grown[str] = field(default_factory=Grown)
     """Per buffer: the operator that made it."""
 
     kernel: dict[int, str] = field(default_factory=dict)
@@ -166,10 +168,12 @@ class _Pattern(NamedTuple):
     sizes: list[int]
     categories: list[str]
     ops: list[str]
-    events: list[tuple[int, int]]
-    """(-1, position) allocates, (index into ``bases``, position) frees"""
     bases: list[tuple[int, int, int]]
     """(item, mode, block) of what is freed"""
+    origins: list[int]
+    """Per event: 0 allocates, n frees what the n-th of ``bases`` made"""
+    offsets: list[int]
+    """Per event: what is added to the first buffer's number, ``~position`` for a free"""
     named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]]
     """(category, mode, run, block) -> (which event, position or -1 for a free, name in its block)"""
     kernels: list[tuple[int, str]]
@@ -183,20 +187,24 @@ class _Pattern(NamedTuple):
         made = [event for event in template if len(event) not in (4, 6)]
         sizes = [event[0] for event in made]
         named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]] = {}
-        events: list[tuple[int, int]] = []
+        origins: list[int] = []
+        offsets: list[int] = []
         bases: dict[tuple[int, int, int], int] = {}
         position = 0
         for at, event in enumerate(template):
             length = len(event)
             if length == 4:
                 item, mode, block, freed = event
-                events.append((bases.setdefault((item, mode, block), len(bases)), freed))
+                origins.append(bases.setdefault((item, mode, block), len(bases) + 1))
+                offsets.append(~freed)
             elif length == 6:
-                events.append((-1, 0))
+                origins.append(0)
+                offsets.append(0)
                 _, category, mode, run, block, leaf = event
                 named.setdefault((category, mode, run, block), []).append((at, -1, tape.names[leaf]))
             else:
-                events.append((-1, position))
+                origins.append(0)
+                offsets.append(position)
                 if event[4]:
                     mode, run, block, leaf = event[5:]
                     named.setdefault((event[1], mode, run, block), []).append((at, position, tape.names[leaf]))
@@ -205,8 +213,9 @@ class _Pattern(NamedTuple):
             sizes,
             [categories[event[1]] for event in made],
             [tape.ops[event[2]] for event in made],
-            events,
             list(bases),
+            origins,
+            offsets,
             named,
             [(position, KERNELS[event[3]]) for position, event in enumerate(made) if event[3]],
             [(position, size) for position, size in enumerate(sizes) if size in tape.growing],
@@ -227,6 +236,7 @@ class _Piece:
         self.made: list[dict[int, int]] = []
         """Per item: block -> number of its first buffer."""
 
+        self.sizes: dict[int, list[int]] = {}
         self.again: dict[int, int] = {}
         """Buffer -> the one of its name that an earlier piece made: a weight that was cast away and stored anew."""
 
@@ -256,17 +266,18 @@ class _Piece:
     def _events(self, template: dict[str, Any], block: int) -> list[int]:
         program, pattern = self.program, self._pattern(template)
         first = len(program.buffers)
-        program.buffers += [self.first_size + size for size in pattern.sizes]
+        program.buffers += self._sizes(pattern)
         program.category += pattern.categories
         program.op += pattern.ops
         for position, kernel in pattern.kernels:
             program.kernel[first + position] = kernel
         for position, size in pattern.growing:
             program.buffers[first + position] = self._grown(size, block)
-        bases = [
-            self.made[item][self._target(mode, to, self.items[item]["run"], block)] for item, mode, to in pattern.bases
+        starts = [first]  # ~(start + position) is ~position - start
+        starts += [
+            -self.made[item][self._target(mode, to, self.items[item]["run"], block)] for item, mode, to in pattern.bases
         ]
-        events = [first + position if base < 0 else ~(bases[base] + position) for base, position in pattern.events]
+        events = list(map(operator.add, map(starts.__getitem__, pattern.origins), pattern.offsets))
         for (category, mode, run, target), tensors in pattern.named.items():
             known = program.named.setdefault(self.kinds[category], {})
             prefix = self._prefix(mode, run, target, block)
@@ -283,6 +294,12 @@ class _Piece:
             again = self.again
             events = [again.get(event, event) if event >= 0 else ~again.get(~event, ~event) for event in events]
         return events
+
+    def _sizes(self, pattern: _Pattern) -> list[int]:
+        """Its sizes as the program numbers them."""
+        if id(pattern) not in self.sizes:
+            self.sizes[id(pattern)] = [self.first_size + size for size in pattern.sizes]
+        return self.sizes[id(pattern)]
 
     def _pattern(self, template: dict[str, Any]) -> _Pattern:
         """The template, taken apart once."""

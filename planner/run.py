@@ -7,6 +7,7 @@ changes the stream of operators itself (checkpointing, method, precision, optimi
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -156,6 +157,9 @@ class Run:
     accumulate: Stage | None = None
     """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
 
+    resized: bool = field(init=False, default=False)
+    """Whether a recorded buffer takes other than what was recorded."""
+
     known: dict[Callable[[Run], Any], Any] = field(init=False, default_factory=dict)
     """What `once` found."""
 
@@ -179,6 +183,7 @@ class Run:
 
     def resize(self, buffer: int, nbytes: int) -> None:
         """Gives a recorded buffer another size, the same at every shape."""
+        self.resized = True
         self.sizes[buffer] = nbytes
         self.program.resize(buffer, nbytes)
 
@@ -213,11 +218,15 @@ class Run:
 
     def empty(self, stage: Stage) -> None:
         """Leaves nothing of a stage but frees of what was there before it."""
-        made = {event for event in stage.ops if event >= 0}
+        made = {event for _, events in stage.stretches for event in events if event >= 0}
         stage.stretches = [
             (moment, [event for event in events if event < 0 and ~event not in made])
             for moment, events in stage.stretches
         ]
+
+    def total_bytes(self, buffers: Iterable[int]) -> int:
+        """What buffers take together at the run's shape."""
+        return sum(map(self.sizes.__getitem__, buffers))
 
     def named(self, category: str) -> dict[str, int]:
         """Name -> buffer of a category's named buffers."""
@@ -287,10 +296,11 @@ class Run:
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
         size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
-        # What splits takes all in 16 bits, also what a recording keeps in fp32.
-        elements = self.elements if self.strategy.sharding in SPLIT else {}
-        counted = (elements.get(name) or self.sizes[buffer] // size for name, buffer in self.named("gradient").items())
-        return self.trained_experts * sum(counted)
+        gradients = self.named("gradient")
+        if self.strategy.sharding in SPLIT:  # all in 16 bits, also what a recording keeps in fp32
+            counted = (self.elements.get(name) or self.sizes[buffer] // size for name, buffer in gradients.items())
+            return self.trained_experts * sum(counted)
+        return self.trained_experts * (self.total_bytes(gradients.values()) // size)
 
     @functools.cached_property
     def elements(self) -> dict[str, int]:
@@ -310,9 +320,10 @@ class Run:
     @property
     def optimizer_scale(self) -> float:
         """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
-        sizes = [(name, self.sizes[buffer]) for name, buffer in self.named("gradient").items()]
-        recorded = sum(nbytes * self.facts.step.recorded_share(name) for name, nbytes in sizes)
-        return sum(nbytes for _, nbytes in sizes) / recorded if sizes else 1.0
+        gradients, shares = self.named("gradient"), self.once(_recorded_shares)
+        sizes = list(map(self.sizes.__getitem__, gradients.values()))
+        recorded = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
+        return sum(sizes) / recorded if sizes else 1.0
 
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
@@ -322,21 +333,35 @@ class Run:
         names = [block for block in blocks if block in self.checkpointed or not self.checkpointed]
         return {block: blocks[block] for block in names[len(names) - count :]}
 
-    @functools.cached_property
-    def swappable_weights(self) -> dict[tuple[str, int], list[int]]:
+    @property
+    def swappable_weights(self) -> dict[Block, list[int]]:
         """Buffers of each block's weights that need not stay on the GPU, in the order the blocks are loaded.
 
         Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
         """
-        if self.base is not None and (self.base.optimizer.stretches or self.samples):
-            return self.base.swappable_weights
-        blocks: dict[tuple[str, int], list[int]] = {}
-        trained = {} if self.strategy.optimizer_step == "backward" else self.named("gradient")
-        for name, buffer in self.named("weight").items():
-            block = self.facts.step.block_of(name)
-            if block is not None and name not in trained:
-                blocks.setdefault(block, []).append(buffer)
-        return blocks
+        return self.once(_weights_by_block if self.strategy.optimizer_step == "backward" else _frozen_by_block)
+
+
+def _weights_by_block(run: Run) -> dict[Block, list[int]]:
+    return _by_block(run, run.named("weight"))
+
+
+def _frozen_by_block(run: Run) -> dict[Block, list[int]]:
+    trained = run.named("gradient")
+    return _by_block(run, {name: buffer for name, buffer in run.named("weight").items() if name not in trained})
+
+
+def _by_block(run: Run, weights: Mapping[str, int]) -> dict[Block, list[int]]:
+    blocks: dict[Block, list[int]] = {}
+    for name, buffer in weights.items():
+        block = run.facts.step.block_of(name)
+        if block is not None:
+            blocks.setdefault(block, []).append(buffer)
+    return blocks
+
+
+def _recorded_shares(run: Run) -> dict[str, float]:
+    return {name: run.facts.step.recorded_share(name) for name in run.named("gradient")}
 
 
 def main_piece(tape: Tape) -> str:

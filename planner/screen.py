@@ -280,7 +280,7 @@ def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
     ``base``: of the tapes it was laid out from, so as not to sum up again what is as it was. (Without expandable
     segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
-    known = base.stretches.copy() if run.sizes[: len(base.nbytes)] == base.nbytes else {}
+    known = {} if run.resized else base.stretches.copy()
     stages = run.stages
     rises = {id(stage): _rise_and_peak(stage, run.sizes, known) for _, stage in stages}
     risen = 0

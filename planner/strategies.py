@@ -135,10 +135,18 @@ def block_swap(run: Run) -> None:
         fault = f"swap_blocks {count}: the model has {len(blocks)} blocks with weights to swap"
         raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
     largest = max(sum(run.sizes[buffer] for buffer in buffers) for buffers in swapped.values())
-    for stage in (run.load, run.step):  # layerwise casting makes weights anew in a step; here the ring holds them
-        run.drop(stage, itertools.chain.from_iterable(swapped.values()))
+    gone = set(itertools.chain.from_iterable(swapped.values()))
+    run.drop(run.load, gone)
+    if anew := gone & run.once(_weights_made_anew):  # the ring holds them
+        run.drop(run.step, anew)
     for _ in range(min(RING, count)):
         run.add(run.load, largest, "buckets", "swap ring")
+
+
+def _weights_made_anew(run: Run) -> frozenset[int]:
+    """Weights that a step casts away and makes again, as layerwise casting does."""
+    weights = frozenset(run.named("weight").values())
+    return weights.intersection(*[itertools.chain.from_iterable(events for _, events in run.step.stretches)])
 
 
 def step_in_backward(run: Run) -> None:

@@ -7,6 +7,7 @@ alone, see `USUAL`; a trainer's Python and data loading are not in here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -208,12 +209,18 @@ def optimizer_work_of(
 
     `scale`: bytes of trained parameters of the full model per byte recorded.
     """
-    recorded = work_of(tape, piece, grid, [run.recorded for run in tape.runs])
+    recorded = evaluate(_recorded_work(tape, piece), tape.values(grid))
     grows = {kind: scale if one_by_one or kind[0] != KERNELS else 1.0 for kind in recorded}
     return {
         kind: Work(round(amount.flops * grows[kind]), round(amount.nbytes * grows[kind]))
         for kind, amount in recorded.items()
     }
+
+
+@functools.lru_cache(maxsize=256)
+def _recorded_work(tape: Tape, piece: str) -> dict[Term, Work]:
+    """Of the blocks that were recorded. A search asks for the same ones again and again."""
+    return symbolic_work(tape, piece, [run.recorded for run in tape.runs])
 
 
 def total_flops(work: StepWork, strategy: Strategy) -> int:

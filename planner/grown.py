@@ -1,0 +1,62 @@
+"""A list that is copied often and changed little."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar, overload
+
+T = TypeVar("T")
+
+
+class Grown(Sequence[T]):
+    """A list whose copies share what was in it: each has its own of what is appended behind that.
+
+    A recording laid out is 100,000 buffers, and every look at a strategy adds a few to a copy of it.
+    """
+
+    __slots__ = ("_count", "_own", "_shared")
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._shared: list[T] = []  # never changed in place
+        self._count = 0
+        self._own = list(items)
+
+    def copy(self) -> Grown[T]:
+        """One to append to."""
+        if self._own:
+            self._shared = [*self._shared, *self._own]
+            self._count = len(self._shared)
+            self._own = []
+        other: Grown[T] = Grown()
+        other._shared, other._count = self._shared, self._count
+        return other
+
+    def append(self, item: T) -> None:
+        """As of a list."""
+        self._own.append(item)
+
+    def __iadd__(self, items: Iterable[T]) -> Grown[T]:
+        self._own += items
+        return self
+
+    def __setitem__(self, index: int, item: T) -> None:
+        if index < self._count:
+            self._own[:0] = self._shared
+            self._shared, self._count = [], 0
+        self._own[index - self._count] = item
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return self._shared[index] if index < self._count else self._own[index - self._count]
+
+    def __len__(self) -> int:
+        return self._count + len(self._own)
+
+    def __iter__(self) -> Iterator[T]:
+        return itertools.chain(self._shared, self._own)
