@@ -311,9 +311,9 @@ def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction:
         if entry.run is not top.run and (entry.run.encode_peak_bytes or top.run.encode_peak_bytes):
             continue  # what is cached before the run is not there with it
         if entry is top:
-            left = alive(entry.stage.ops[: entry.replayed.allocated_peak_at + 1], left)
+            left = alive(entry.ops[: entry.replayed.allocated_peak_at + 1], left)
             break
-        left = alive(entry.stage.ops, left)
+        left = alive(entry.ops, left)
     category = top.run.program.category
     there: dict[str, list[int]] = {}
     for buffer in left:

@@ -1,100 +1,236 @@
-"""What a strategy needs at the least, read off its tape without laying it out: enough to rule most strategies out."""
+"""What a strategy needs at the least, read off its tape without laying it out: enough to rule most strategies out.
+
+A tape is walked as it is laid out, stretch by stretch, but what a template does to what is allocated is summed up once:
+the blocks in the middle of a model are all alike. That is exact for what was recorded; of what a strategy adds to it
+only swap, offloaded checkpoints and the optimizer's states are counted.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.beside import STORED
 from planner.job import SPLIT, Job, Strategy
-from planner.program import kept_template
+from planner.pattern import Item, Pattern, in_order, pattern_of, target_block
+from planner.replay import BLOCK_ROUND_BYTES
+from planner.strategies import RING
 from planner.tape import CATEGORIES, Growing, Tape
 
-WEIGHT = CATEGORIES.index("weight")
 
-
-def parameter_bytes(job: Job, strategy: Strategy, parameters: int) -> tuple[int, int]:
-    """(weights and states, gradients) of a model of so many parameters, where they lie on the GPU whole; else 0."""
+def parameter_bytes(job: Job, strategy: Strategy, parameters: int) -> int:
+    """Weights, gradients and states of a model of so many parameters, where they lie on the GPU whole; else 0."""
     if job.method == "sample" or strategy.sharding in SPLIT:
-        return 0, 0
+        return 0
     weights = int(STORED[strategy.weights(job.method)] * parameters)
     held = 0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
-    gradients = 0
     if job.method == "full" and not job.trainable:
         if strategy.offload_gradients == "none" and strategy.optimizer_step != "backward":
-            gradients = weights
+            held += weights
         if strategy.offload_optimizer == "none":
             held += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
-    return held, gradients
+    return held
 
 
-def keeps_activations(job: Job, strategy: Strategy) -> bool:
-    """Whether `activation_bytes` holds: every block keeps all that its backward asks for, whole, on the GPU."""
+def is_walked(job: Job, strategy: Strategy) -> bool:
+    """Whether `Walked` holds: all that was recorded is there, whole, on the GPU, and as long."""
     return (
         job.method != "sample"
         and not job.trainable
-        and strategy.gradient_checkpointing == "none"
+        and strategy.gradient_checkpointing != "partial"
         and strategy.sharding not in SPLIT
         and strategy.context_parallel == 1
         and strategy.compile == "none"
+        and strategy.offload_params == "none"
+        and strategy.offload_gradients == "none"
+        and strategy.optimizer_step != "backward"
     )
 
 
-def activation_bytes(tape: Tape, grid: Mapping[str, int]) -> int:
-    """What a forward leaves of what its blocks made, at full depth; without the workspaces that depend on attention's
-    kernel, and without weights that are made anew in a step."""
-    left: Counter[int] = Counter()
-    items: list[tuple[Item, list[list[int]]]] = [(item, _sizes(item)) for item in tape.pieces["step"]]
-    for item, made in items:
-        if item["pass"] != "forward":
-            continue
-        for used, times, block in _uses(item, tape):
-            if item["run"] is not None:
-                for number in made[used]:
-                    left[number] += times
-            for event in item["templates"][used]["events"]:
-                if len(event) == 4:
-                    left[_freed(event, block, items, tape)] -= times
-    del left[NOT_COUNTED]
-    values = tape.values(grid)
-    total = 0
-    for number, times in left.items():
-        size = tape.sizes[number]
-        assert not isinstance(size, Growing), "only the chunks of a VAE grow"
-        total += times * size.value(values)
-    return total
+@dataclass(frozen=True)
+class Walked:
+    """What a recorded step allocates at a shape, at full depth, without the workspaces of attention kernels: bytes."""
+
+    peak: int
+    """the most, of loading and a step"""
+
+    offloaded_peak: int
+    """the most of a backward whose blocks' inputs wait in host RAM, but for its own and the next"""
+
+    inputs: int
+    """what checkpoints keep of all blocks"""
+
+    gradients: int
+    frozen: tuple[int, ...]
+    """weights that are not trained, by block in the order they are loaded"""
+
+    frozen_blocks: tuple[int, ...]
+    """the same in the allocator's whole blocks"""
+
+    def device_bytes(self, strategy: Strategy) -> int:
+        """What a strategy that `is_walked` has on the GPU at its peak, at the least."""
+        peak = self.offloaded_peak if strategy.gradient_checkpointing == "offload" else self.peak
+        if swapped := strategy.swap_blocks:
+            peak -= sum(self.frozen_blocks[-swapped:]) - min(RING, swapped) * max(self.frozen[-swapped:])
+        if strategy.offload_optimizer != "none":
+            return peak
+        # Two states of the format of what is trained, or of one byte per number of at most four.
+        return peak + {"adamw": 2 * self.gradients, "adamw-8bit": self.gradients // 2}.get(strategy.optimizer, 0)
+
+    def host_bytes(self, strategy: Strategy) -> int:
+        """What its swapped blocks and offloaded checkpoints take in a process's host RAM."""
+        inputs = self.inputs if strategy.gradient_checkpointing == "offload" else 0
+        return inputs + (sum(self.frozen[-strategy.swap_blocks :]) if strategy.swap_blocks else 0)
 
 
-NOT_COUNTED = -1
+def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
+    """A recorded step at the shape of ``grid``."""
+    walk = _Walk(tape, grid)
+    level = peak = gradients = 0
+    blocks: list[list[Named]] = []
+    trained: set[tuple[int, str]] = set()
+    backward: dict[tuple[int, int], list[Backward]] = {}
+    for stretch in itertools.chain(walk.stretches("load"), walk.stretches("step")):
+        named = walk.named_by(stretch.pattern)
+        if stretch.passes == "load" and stretch.block:
+            blocks.append([tensor for tensor in named if tensor.category == WEIGHT])
+        if stretch.passes == "backward" and stretch.block:
+            backward.setdefault(stretch.block, []).append(Backward(level + stretch.most, stretch.inputs))
+        for tensor in named:
+            if tensor.category == GRADIENT:
+                trained.add((tensor.run, tensor.leaf))
+                gradients += tensor.nbytes
+        peak = max(peak, level + stretch.most)
+        level += stretch.rise
+    frozen = [[each.nbytes for each in block if (each.run, each.leaf) not in trained] for block in blocks]
+    inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
+    offloaded = 0
+    for at, parts in enumerate(backward.values()):
+        waiting = sum(inputs[at + 2 :])
+        offloaded = max(offloaded, max(part.peak for part in parts) - waiting)
+    return Walked(
+        peak,
+        offloaded,
+        sum(inputs),
+        gradients,
+        tuple(map(sum, frozen)),
+        tuple(sum(map(_whole, block)) for block in frozen),
+    )
 
-Item = Mapping[str, Any]
+
+WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
 
 
-def _sizes(item: Item) -> list[list[int]]:
-    """Per template: what each of its allocations takes, by number of the tape's size."""
-    found = []
-    for template in item["templates"]:
-        made = [event for event in template["events"] if len(event) not in (4, 6)]
-        found.append([NOT_COUNTED if event[3] or (event[4] and event[1] == WEIGHT) else event[0] for event in made])
-    return found
+class Backward(NamedTuple):
+    """A stretch of a block's backward: bytes."""
+
+    peak: int
+    inputs: int
 
 
-def _uses(item: Item, tape: Tape) -> list[tuple[int, int, int]]:
-    """(template, how many blocks use it, the last of them)."""
-    if item["run"] is None or not item.get("step"):
-        return [(0, 1, item.get("block", -1))]
-    count = tape.runs[item["run"]].count
-    used = [kept_template(item, block, count) for block in range(count)]
-    return [(template, used.count(template), count - 1 - used[::-1].index(template)) for template in set(used)]
+class Named(NamedTuple):
+    """A named tensor that a template makes."""
+
+    category: int
+    run: int
+    leaf: str
+    nbytes: int
 
 
-def _freed(event: list[int], block: int, items: list[tuple[Item, list[list[int]]]], tape: Tape) -> int:
-    """The size of what an event frees, where a forward's block made it."""
-    number, mode, target, position = event
-    item, sizes = items[number]
-    if item["pass"] != "forward" or item["run"] is None:
-        return NOT_COUNTED
-    count = tape.runs[item["run"]].count
-    made_in = block + target if mode == 1 else target % count
-    return sizes[kept_template(item, made_in, count) if item.get("step") else 0][position]
+class Stretch(NamedTuple):
+    """A template at one block, and what it does to what is allocated: bytes."""
+
+    passes: str
+    block: tuple[int, int] | None
+    """(run, block)"""
+    pattern: Pattern
+    rise: int
+    most: int
+    """of what is allocated on the way"""
+    inputs: int
+    """what it frees of what blocks made in forward, but for weights"""
+
+
+Freed = tuple[Item, Pattern]
+"""An item, and the template of one of its blocks: what made the tensors that another stretch frees."""
+
+
+class _Walk:
+    """A tape at a shape, with what each of its templates was found to do."""
+
+    def __init__(self, tape: Tape, grid: Mapping[str, int]) -> None:
+        self.tape = tape
+        values = tape.values(grid)
+        assert not tape.growing, "only the chunks of a VAE grow"
+        self.sizes = [size.value(values) for size in tape.sizes if not isinstance(size, Growing)]
+        self.counts = [run.count for run in tape.runs]
+        self._made: dict[int, list[int]] = {}
+        self._named: dict[int, list[Named]] = {}
+        self._sums: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._known: dict[tuple[int, int, str], int] = {}
+        """(category, run, leaf) -> bytes: the blocks of a run are alike."""
+
+    def stretches(self, piece: str) -> Iterator[Stretch]:
+        """A piece in order."""
+        items = self.tape.pieces[piece]
+        there: list[dict[int, Pattern]] = []
+        for item in items:
+            run = item["run"]
+            patterns: dict[int, Pattern] = {}
+            there.append(patterns)
+            for block, template in in_order(item, self.counts):
+                pattern = patterns[block] = pattern_of(template, self.tape)
+                freed = [
+                    (items[number], there[number][target_block(mode, to, items[number]["run"], block, self.counts)])
+                    for number, mode, to in pattern.bases
+                ]
+                where = None if run is None else (run, block)
+                yield Stretch(item["pass"], where, pattern, *self._summed(pattern, freed))
+
+    def made(self, pattern: Pattern) -> list[int]:
+        """What a template makes, by position, in the allocator's whole blocks; nothing for attention's workspaces."""
+        if id(pattern) not in self._made:
+            made = self._made[id(pattern)] = [_whole(self.sizes[size]) for size in pattern.sizes]
+            for position, _ in pattern.kernels:
+                made[position] = 0
+        return self._made[id(pattern)]
+
+    def named_by(self, pattern: Pattern) -> list[Named]:
+        """The named tensors that a template makes."""
+        if id(pattern) not in self._named:
+            self._named[id(pattern)] = [
+                Named(category, run, leaf, self.sizes[pattern.sizes[position]])
+                for (category, _, run, _), tensors in pattern.named.items()
+                for _, position, leaf in tensors
+                if position >= 0
+            ]
+            self._known |= {(each.category, each.run, each.leaf): each.nbytes for each in self._named[id(pattern)]}
+        return self._named[id(pattern)]
+
+    def _summed(self, pattern: Pattern, freed: Sequence[Freed]) -> tuple[int, int, int]:
+        """What a stretch adds to what is allocated, the most on the way, and what it frees of forward's blocks."""
+        key = (id(pattern), *(id(other) for _, other in freed))
+        if key not in self._sums:
+            made = [self.made(pattern), *([-size for size in self.made(other)] for _, other in freed)]
+            places = list(zip(pattern.origins, (at if at >= 0 else ~at for at in pattern.offsets), strict=True))
+            changes = [made[origin][position] for origin, position in places]
+            for (category, _, run, _), tensors in pattern.named.items():
+                for at, position, leaf in tensors:
+                    if position < 0:
+                        changes[at] = -_whole(self._known[category, run, leaf])
+            kept = {
+                at for at, (item, _) in enumerate(freed, 1) if item["pass"] == "forward" and item["run"] is not None
+            }
+            inputs = -sum(
+                made[origin][position]
+                for origin, position in places
+                if origin in kept and freed[origin - 1][1].categories[position] != "weight"
+            )
+            self._sums[key] = sum(changes), max(itertools.accumulate(changes), default=0), inputs
+        return self._sums[key]
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES

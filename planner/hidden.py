@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from planner.facts import GpuProfile
 from planner.inputs import block_inputs
 from planner.job import SPLIT
-from planner.program import Block, kept_template
+from planner.pattern import kept_template
+from planner.program import Block
 from planner.run import Run, main_piece
 from planner.tape import CATEGORIES, KINDS, Tape
 from planner.units import GIB, MIB

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING
 
-from planner import margin
 from planner.job import Job, Strategy
-from planner.question import Question
-from planner.screen import Screen
 from planner.space import most_swapped
 
 if TYPE_CHECKING:
@@ -47,49 +45,68 @@ class Hopeless:
 class Known:
     """What is known of a strategy without a look."""
 
-    def __init__(self, question: Question, screen: Screen) -> None:
-        self.question = question
-        self.screen = screen
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.question = search.question
+        self.screen = search.screen
         self._lacks_ram: dict[tuple[Job, Strategy], bool] = {}
-
-    @property
-    def sides(self) -> margin.Sides:
-        """How sure estimates are here."""
-        return self.question.learned.correction.sides
-
-    def over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
-        """Whether so many bytes on the GPU rule a verdict out."""
-        low, high = margin.interval(device_bytes, strategy.compile != "none", self.sides)
-        return (high if verdict == "fits" else low) > self.question.budget_bytes
 
     def never_fits(self, job: Job, strategy: Strategy, verdict: str) -> bool:
         """Whether this verdict is ruled out, however many blocks are swapped."""
-        swapped = self._most_swapped(job, strategy)
-        return not swapped and (self.above_floor(job, strategy, verdict) or self.lacks_ram(job, strategy))
+        if not self._most_swapped(job, strategy):
+            return self.above_floor(job, strategy, verdict) or self.lacks_ram(job, strategy)
+        if self.question.learned.proofs:  # some number of swapped blocks may have been tried
+            return False
+        most = self._most_in_ram(job, strategy)
+        return most is None or self.above_floor(job, most, verdict)
+
+    def needs_swap(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+        """Whether the weights alone rule this verdict out where no blocks are swapped, and some may be."""
+        if not self._most_swapped(job, strategy) or self._tried(job, strategy):
+            return False
+        return self.search.over(self.screen.parameter_bytes(job, strategy, self.question.machine), strategy, verdict)
+
+    def swaps(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+        """Whether blocks must be swapped to come to a verdict, and may be."""
+        untried = not self.question.learned.proofs
+        return untried and bool(self._most_swapped(job, strategy)) and self.above_floor(job, strategy, verdict)
 
     def above_floor(self, job: Job, strategy: Strategy, verdict: str) -> bool:
         """Whether the GPU's memory rules out just this strategy."""
         if self._tried(job, strategy):
             return False
-        return self.over(self.screen.floor_bytes(job, strategy, self.question.machine), strategy, verdict)
+        parameters = self.screen.parameter_bytes(job, strategy, self.question.machine)
+        return self.search.over(parameters, strategy, verdict) or self.search.over(
+            self.screen.floor_bytes(job, strategy, self.question.machine), strategy, verdict
+        )
 
     def floor_bytes(self, job: Job, strategy: Strategy) -> int:
-        """What is on the GPU for certain, however many blocks are swapped."""
-        if last := self._most_swapped(job, strategy):
-            strategy = strategy.replace(swap_blocks=last)
+        """What is on the GPU for certain, however many blocks are swapped that the host's RAM holds."""
+        if self._most_swapped(job, strategy):
+            strategy = self._most_in_ram(job, strategy) or strategy
         return self.screen.floor_bytes(job, strategy, self.question.machine)
 
     def lacks_ram(self, job: Job, strategy: Strategy) -> bool:
         """Whether the host's RAM rules out a strategy whose blocks cannot be swapped."""
-        limit = self.question.machine.host_ram
-        if limit is None or self._most_swapped(job, strategy) or self._tried(job, strategy):
+        if self.question.machine.host_ram is None or self._most_swapped(job, strategy) or self._tried(job, strategy):
             return False
         if strategy.optimizer_step == "fused":  # which kernels step is nothing to the host
             strategy = strategy.replace(optimizer_step="foreach")
         if (job, strategy) not in self._lacks_ram:
-            needed = self.screen.host_ram_bytes(job, strategy, self.question.machine)
-            self._lacks_ram[job, strategy] = needed > limit
+            known = job, strategy, self.question.machine
+            lacks = self.search.lacks(self.screen.floor_ram_bytes(*known))
+            self._lacks_ram[job, strategy] = lacks or self.search.lacks(self.screen.host_ram_bytes(*known))
         return self._lacks_ram[job, strategy]
+
+    def _most_in_ram(self, job: Job, strategy: Strategy) -> Strategy | None:
+        """With the most swapped blocks that the host's RAM may hold; None where it cannot even hold the rest."""
+
+        def lacks(blocks: int) -> bool:
+            swapped = strategy.replace(swap_blocks=blocks)
+            return self.search.lacks(self.screen.floor_ram_bytes(job, swapped, self.question.machine))
+
+        held = bisect.bisect_left(range(self._most_swapped(job, strategy) + 1), True, key=lacks)
+        return strategy.replace(swap_blocks=held - 1) if held else None
 
     def _most_swapped(self, job: Job, strategy: Strategy) -> int:
         return most_swapped(job, strategy, self.question.model, self.question.fixed)

@@ -12,7 +12,7 @@ from planner import experts, nvme
 from planner.beside import STORED
 from planner.groups import host_sizes
 from planner.inputs import block_inputs, shared_inputs
-from planner.job import Machine
+from planner.job import Job, Machine, Strategy
 from planner.master import master_bytes
 from planner.phases import caching, encoders, weights_on_gpu
 from planner.plan import PhaseName
@@ -117,7 +117,6 @@ def _rank_0(run: Run) -> dict[PhaseName, Parts]:
 def _held(run: Run, machine: Machine) -> Parts:
     """What a process holds throughout training."""
     strategy = run.strategy
-    zero = strategy.sharding.startswith("zero")
     weights = experts.host_bytes(run) + _swapped_encoders(run)
     activations, optimizer = run.host_bytes, 0
     if strategy.gradient_checkpointing == "offload":  # registered with CUDA as they lie (trainers/memory/pinned.py)
@@ -131,13 +130,7 @@ def _held(run: Run, machine: Machine) -> Parts:
     if strategy.offload_params == "nvme":
         weights += nvme.params_host_bytes(run)
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
-        if zero:
-            parameter = ZERO_OFFLOADED_BYTES - (LION_LESS if strategy.optimizer == "lion" else 0)
-            optimizer += parameter * run.trained_parameters // machine.world
-        else:
-            pair = 2 * trained_bytes(run)
-            states = HOST_STATES.get(strategy.optimizer)
-            optimizer += pair + (pair if states is None else states * run.trained_parameters)
+        optimizer += _offloaded_bytes(strategy, machine, trained_bytes(run), run.trained_parameters)
     if strategy.optimizer in UNPAGED:
         optimizer += sum(run.sizes[buffer] for buffer in run.paged_states)
     if strategy.offload_params == "cpu":
@@ -147,6 +140,26 @@ def _held(run: Run, machine: Machine) -> Parts:
         weights += split // machine.world
     ema = ema_bytes(run) if strategy.ema == "cpu" else 0
     return {"weights": weights, "activations": activations, "optimizer": optimizer, "ema": ema, "data": _data(run)}
+
+
+def _offloaded_bytes(strategy: Strategy, machine: Machine, trained: int, parameters: int) -> int:
+    """What a process keeps of weights, gradients and states whose optimizer runs in host RAM, FSDP2's beside.
+    ``trained``: bytes of so many parameters as they are trained."""
+    if strategy.sharding.startswith("zero"):
+        parameter = ZERO_OFFLOADED_BYTES - (LION_LESS if strategy.optimizer == "lion" else 0)
+        return parameter * parameters // machine.world
+    states = HOST_STATES.get(strategy.optimizer)
+    return 2 * trained + (2 * trained if states is None else states * parameters)
+
+
+def floor_bytes(job: Job, strategy: Strategy, machine: Machine, parameters: int) -> int:
+    """What a node needs for certain, known without laying a run out, to train a model of so many parameters."""
+    whole = job.method == "full" and not job.trainable
+    offloaded = strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp"
+    if not whole or not offloaded:
+        return machine.gpus * PROCESS_BYTES
+    trained = (4 if trained_storage(job, strategy) == "fp32" else 2) * parameters
+    return machine.gpus * _offloaded_bytes(strategy, machine, trained, parameters)  # a few parameters may be missing
 
 
 def _data(run: Run) -> int:

@@ -23,6 +23,9 @@ class Played:
     run: Run
     phase: PhaseName
     stage: Stage
+    ops: list[int]
+    """all events of the stage, in order"""
+
     replayed: Replayed
     allocated_after_bytes: int
 
@@ -41,11 +44,13 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
         later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
     if len(runs) > 1:
         stages = [entry for entry in stages if entry[0] is first] + later + later
-    played = []
+    played: list[Played] = []
+    flat: dict[int, list[int]] = {}
     with without_garbage_collection():
         for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
             assert encoding.encode is not None
-            played.append(Played(encoding, "encode", encoding.encode, replayed_alone(encoding), 0))
+            replayed = replayed_alone(encoding)
+            played.append(Played(encoding, "encode", encoding.encode, encoding.encode.ops, replayed, 0))
         for run, phase, stage in stages:
             around = phase == "encode" and run.empty_cache_around_encode
             if around:
@@ -54,8 +59,11 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
                 made = range(len(run.sizes), len(run.sizes) + len(spare))
                 allocator.run([*made, *(~number for number in made)], [*run.sizes, *spare])
                 spare = ()
-            replayed = allocator.run(stage.ops, run.sizes)
-            played.append(Played(run, phase, stage, replayed, allocator.allocated_bytes))
+            if id(stage) not in flat:
+                flat[id(stage)] = stage.ops
+            ops = flat[id(stage)]
+            replayed = allocator.run(ops, run.sizes)
+            played.append(Played(run, phase, stage, ops, replayed, allocator.allocated_bytes))
             emptied = any(stage is entry for entry in run.emptied_after)
             loaded = phase == "load" and run.empty_cache_after_load
             trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation

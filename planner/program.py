@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from planner.grown import Grown
-from planner.tape import CATEGORIES, HEAD, KERNELS, TAIL, Growing, Monomial, Tape
+from planner.pattern import Pattern, in_order, pattern_of, target_block
+from planner.tape import CATEGORIES, Growing, Monomial, Tape
 
 Block = tuple[str, int]
 """(module list, index)"""
@@ -158,70 +159,6 @@ class Part:
         return hash((self.name, *self.grid.items(), self.batch))
 
 
-class _Pattern(NamedTuple):
-    """A template as it is laid out block by block; what it allocates is numbered by position.
-
-    On a tape events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position]
-    for a free, or [-1, category, mode, run, block, name] for the free of what another piece made.
-    """
-
-    sizes: list[int]
-    categories: list[str]
-    ops: list[str]
-    bases: list[tuple[int, int, int]]
-    """(item, mode, block) of what is freed"""
-    origins: list[int]
-    """Per event: 0 allocates, n frees what the n-th of ``bases`` made"""
-    offsets: list[int]
-    """Per event: what is added to the first buffer's number, ``~position`` for a free"""
-    named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]]
-    """(category, mode, run, block) -> (which event, position or -1 for a free, name in its block)"""
-    kernels: list[tuple[int, str]]
-    growing: list[tuple[int, int]]
-    """(position, size)"""
-
-    @classmethod
-    def of(cls, template: list[list[int]], tape: Tape, beside: bool) -> _Pattern:
-        """``beside``: whether it is of something beside the model, whose weights count as residents."""
-        categories = ("residents" if beside else CATEGORIES[0], *CATEGORIES[1:])
-        made = [event for event in template if len(event) not in (4, 6)]
-        sizes = [event[0] for event in made]
-        named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]] = {}
-        origins: list[int] = []
-        offsets: list[int] = []
-        bases: dict[tuple[int, int, int], int] = {}
-        position = 0
-        for at, event in enumerate(template):
-            length = len(event)
-            if length == 4:
-                item, mode, block, freed = event
-                origins.append(bases.setdefault((item, mode, block), len(bases) + 1))
-                offsets.append(~freed)
-            elif length == 6:
-                origins.append(0)
-                offsets.append(0)
-                _, category, mode, run, block, leaf = event
-                named.setdefault((category, mode, run, block), []).append((at, -1, tape.names[leaf]))
-            else:
-                origins.append(0)
-                offsets.append(position)
-                if event[4]:
-                    mode, run, block, leaf = event[5:]
-                    named.setdefault((event[1], mode, run, block), []).append((at, position, tape.names[leaf]))
-                position += 1
-        return cls(
-            sizes,
-            [categories[event[1]] for event in made],
-            [tape.ops[event[2]] for event in made],
-            list(bases),
-            origins,
-            offsets,
-            named,
-            [(position, KERNELS[event[3]]) for position, event in enumerate(made) if event[3]],
-            [(position, size) for position, size in enumerate(sizes) if size in tape.growing],
-        )
-
-
 class _Piece:
     """One piece being laid out."""
 
@@ -238,7 +175,8 @@ class _Piece:
 
         self.sizes: dict[int, list[int]] = {}
         self.again: dict[int, int] = {}
-        """Buffer -> the one of its name that an earlier piece made: a weight that was cast away and stored anew."""
+        """Event -> the same of the buffer of its name that an earlier piece made: a weight that was cast away and
+        stored anew."""
 
     def play(self, piece: str) -> Stage:
         stage = Stage(piece, [])
@@ -247,24 +185,14 @@ class _Piece:
             bases: dict[int, int] = {}
             self.made.append(bases)
             run = None if item["run"] is None else self.tape.runs[item["run"]]
-            for block, template in self._blocks(item):
+            for block, template in in_order(item, self.counts):
                 bases[block] = len(self.program.buffers)
                 moment = Moment(piece, item["pass"], run.module_list if run else "", run.start + block if run else -1)
                 stage.stretches.append((moment, self._events(template, block)))
         return stage
 
-    def _blocks(self, item: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-        templates, run = item["templates"], item["run"]
-        if run is None:
-            return [(-1, templates[0])]
-        count = self.counts[run]
-        if not item.get("step"):
-            return [(item["block"] % count, templates[0])]
-        order = range(count) if item["step"] > 0 else range(count - 1, -1, -1)
-        return [(block, templates[kept_template(item, block, count)]) for block in order]
-
-    def _events(self, template: dict[str, Any], block: int) -> list[int]:
-        program, pattern = self.program, self._pattern(template)
+    def _events(self, template: Mapping[str, Any], block: int) -> list[int]:
+        program, pattern = self.program, pattern_of(template, self.tape, self.part is not None)
         first = len(program.buffers)
         program.buffers += self._sizes(pattern)
         program.category += pattern.categories
@@ -275,7 +203,8 @@ class _Piece:
             program.buffers[first + position] = self._grown(size, block)
         starts = [first]  # ~(start + position) is ~position - start
         starts += [
-            -self.made[item][self._target(mode, to, self.items[item]["run"], block)] for item, mode, to in pattern.bases
+            -self.made[item][target_block(mode, to, self.items[item]["run"], block, self.counts)]
+            for item, mode, to in pattern.bases
         ]
         events = list(map(operator.add, map(starts.__getitem__, pattern.origins), pattern.offsets))
         for (category, mode, run, target), tensors in pattern.named.items():
@@ -288,26 +217,16 @@ class _Piece:
                     events[at] = ~known[name]
                 elif may_return and name in known:
                     self.again[first + position] = known[name]
+                    self.again[~(first + position)] = ~known[name]
                 else:
                     known[name] = first + position
-        if self.again:
-            again = self.again
-            events = [again.get(event, event) if event >= 0 else ~again.get(~event, ~event) for event in events]
-        return events
+        return list(map(self.again.get, events, events)) if self.again else events
 
-    def _sizes(self, pattern: _Pattern) -> list[int]:
+    def _sizes(self, pattern: Pattern) -> list[int]:
         """Its sizes as the program numbers them."""
         if id(pattern) not in self.sizes:
             self.sizes[id(pattern)] = [self.first_size + size for size in pattern.sizes]
         return self.sizes[id(pattern)]
-
-    def _pattern(self, template: dict[str, Any]) -> _Pattern:
-        """The template, taken apart once."""
-        key = (id(template), self.part is not None)
-        if key not in self.tape.patterns:
-            self.tape.patterns[key] = _Pattern.of(template["events"], self.tape, self.part is not None)
-        found: _Pattern = self.tape.patterns[key]
-        return found
 
     def _grown(self, index: int, block: int) -> int:
         size = self.tape.sizes[index]
@@ -320,32 +239,4 @@ class _Piece:
         if number < 0:
             return ""
         run = self.tape.runs[number]
-        return f"{run.module_list}.{run.start + self._target(mode, target, number, block)}."
-
-    def _target(self, mode: int, target: int, run: int | None, block: int) -> int:
-        """The block an address means. Mode 0: none; 1: relative to this block; 2: from the first; 3: from the last."""
-        if mode == 0 or run is None:
-            return -1
-        return block + target if mode == 1 else target % self.counts[run]
-
-
-def kept_template(item: Mapping[str, Any], block: int, count: int) -> int:
-    """Which template of a sweep a block of a run of ``count`` uses.
-
-    A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
-    """
-    if "order" in item:
-        assert len(item["order"]) == count, "a sweep over unlike blocks has one depth"
-        return int(item["order"][block])
-    return template_of(block, count, len(item["templates"]))
-
-
-def template_of(block: int, count: int, kept: int) -> int:
-    """Which kept template a block of a sweep uses: one of the first, a middle, or one of the last two."""
-    if count == kept:
-        return block
-    head = kept - 1 - TAIL
-    assert head >= HEAD and count >= head + TAIL, (kept, count)
-    if block < head:
-        return block
-    return block - count + kept if block >= count - TAIL else head
+        return f"{run.module_list}.{run.start + target_block(mode, target, number, block, self.counts)}."

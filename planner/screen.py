@@ -22,6 +22,7 @@ from planner.played import replayed_alone
 from planner.program import Stage
 from planner.run import Facts, Run, recorded
 from planner.shapes import grid
+from planner.strategies import RING
 from planner.timing import StepWork, Traffic, step_seconds
 from planner.traffic import Passes, passes_work, step_work, traffic
 
@@ -64,7 +65,7 @@ class Screen:
         self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], Sizes] = {}
         self._work: dict[tuple[object, ...], Passes] = {}
-        self._kept: dict[tuple[object, ...], int] = {}
+        self._floors: dict[tuple[object, ...], floor.Walked] = {}
         self._looks: dict[tuple[object, ...], Look] = {}
 
     def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
@@ -89,18 +90,51 @@ class Screen:
         )
 
     def floor_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """What lies on the GPU for certain: never more than a look says, and known sooner."""
+        """What a strategy takes on the device for certain: never more than a look says, and known sooner."""
         facts = self.facts(job, strategy, machine)
-        held, gradients = floor.parameter_bytes(job, strategy, facts.model.parameters)
-        if not floor.keeps_activations(job, strategy):
-            return held + gradients
-        return held + max(gradients, *(self._activations(facts, grid(facts.model, job, at)) for at in job.shapes))
+        nbytes = max(
+            floor.parameter_bytes(job, strategy, facts.model.parameters),
+            max((walked.device_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0),
+        )
+        return facts.learned.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
-    def _activations(self, facts: Facts, where: dict[str, int]) -> int:
-        key = (id(facts.step), *where.values())
-        if key not in self._kept:
-            self._kept[key] = floor.activation_bytes(facts.step, where)
-        return self._kept[key]
+    def parameter_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """The same of weights, gradients and states, known at once."""
+        facts = self.facts(job, strategy, machine)
+        nbytes = floor.parameter_bytes(job, strategy, facts.model.parameters)
+        return facts.learned.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
+
+    def largest_block_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int | None:
+        """The most that one swapped block more takes off the GPU; None where that is not known."""
+        walked = self._walked(job, strategy, machine)
+        return max((max(each.frozen_blocks, default=0) for each in walked), default=None)
+
+    def swapped_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """What its swapped blocks take on the GPU less than where they are."""
+        facts = self.facts(job, strategy, machine)
+        run = self._bare(job, strategy, machine, facts, grid(facts.model, job))
+        blocks = [run.total_bytes(buffers) for buffers in run.swapped_blocks.values()]
+        return sum(blocks) - min(RING, len(blocks)) * max(blocks, default=0)
+
+    def floor_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """What is in host RAM for certain: never more than `host_ram_bytes`, and known sooner."""
+        parameters = self.facts(job, strategy, machine).model.parameters
+        offloaded = host.floor_bytes(job, strategy, machine, parameters)
+        waiting = max((walked.host_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0)
+        return offloaded + machine.gpus * waiting
+
+    def _walked(self, job: Job, strategy: Strategy, machine: Machine) -> list[floor.Walked]:
+        """The recorded step at the job's shapes; nothing where it says too little of what will be there."""
+        if self.trainer != "vplan" or not floor.is_walked(job, strategy):  # others store some weights otherwise
+            return []
+        facts, found = self.facts(job, strategy, machine), []
+        for shape in job.shapes:
+            where = grid(facts.model, job, shape)
+            key = (id(facts.step), *where.values())
+            if key not in self._floors:
+                self._floors[key] = floor.walked(facts.step, where)
+            found.append(self._floors[key])
+        return found
 
     def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
         """What a resolved strategy needs, at the worst of the job's shapes."""

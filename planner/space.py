@@ -187,6 +187,8 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
     quantised = choice["weights_dtype"] in QUANTISED and free("weights_dtype")
     if quantised and not _worth_quantising(choice, sharding in SPLIT, fixed):
         return False
+    if choice["optimizer_step"] != "foreach" and free("optimizer_step") and offloaded:
+        return False  # the kernels that step are the GPU's
     fsdp = sharding == "fsdp"
     if fsdp and free("sharding") and ((choice["offload_params"] != "none") != offloaded):
         return False  # its offload moves everything

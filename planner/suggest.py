@@ -40,7 +40,7 @@ class Search:
     def __init__(self, question: Question, screen: Screen) -> None:
         self.question = question
         self.screen = screen
-        self.known = Known(question, screen)
+        self.known = Known(self)
         self.missing: NotRecordedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
@@ -59,7 +59,7 @@ class Search:
     @property
     def sides(self) -> margin.Sides:
         """How sure estimates are here."""
-        return self.known.sides
+        return self.question.learned.correction.sides
 
     @property
     def considered(self) -> int:
@@ -120,9 +120,17 @@ class Search:
         return self._tiled[job]
 
     def by_speed(
-        self, job: Job, lossy: bool | None, verdict: str = "fits", wanted: Callable[[Look], bool] = lambda look: True
+        self,
+        job: Job,
+        lossy: bool | None,
+        verdict: str = "fits",
+        wanted: Callable[[Look], bool] = lambda look: True,
+        below: Callable[[], float] = lambda: math.inf,
     ) -> Iterator[Estimate]:
-        """Plans with at least this verdict, the fastest first; among equally fast ones the least switched."""
+        """Plans with at least this verdict, the fastest first; among equally fast ones the least switched.
+
+        ``below``: device bytes that their looks must stay below, which may change behind each plan.
+        """
         start = naive(job, self.question.strategy, self.question.machine, self.question.fixed)
         tie = itertools.count()
         tried: set[Strategy] = set()
@@ -136,7 +144,9 @@ class Search:
             engine = float(strategy.sharding in SPLIT)
             speed = slowness(seconds, fastest, loss(job, strategy) if lossy else 0)
             memory = look.device_bytes if look else 0
-            heapq.heappush(queue, ((engine, speed, effort(start, strategy), memory), next(tie), strategy, look))
+            swaps = look is None and self.known.needs_swap(job, strategy, verdict)
+            work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)
+            heapq.heappush(queue, ((engine, speed, work, memory), next(tie), strategy, look))
 
         machine = self.question.machine
         floors = [(each, self.screen.floor_seconds(job, each, machine)) for each in self.candidates(job, lossy)]
@@ -146,7 +156,7 @@ class Search:
         while queue:
             _, _, strategy, look = heapq.heappop(queue)
             if look is not None and self.seems(look, verdict):
-                if not wanted(look):
+                if look.device_bytes >= below() or not wanted(look):
                     continue
                 found = self.priced(job, look.strategy)
                 if found is not None and self.reaches(found, verdict):
@@ -154,7 +164,11 @@ class Search:
                     continue
                 tried.add(look.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
-            if bare in hopeless or self.known.never_fits(job, bare, verdict):
+            if (
+                bare in hopeless
+                or self.known.never_fits(job, bare, verdict)
+                or self._fills(job, bare, verdict, below())
+            ):
                 continue
             look = self.roomiest(job, bare, verdict)
             if look is None:
@@ -169,7 +183,11 @@ class Search:
 
     def device_bytes(self, look: Look) -> int:
         """The device peak to expect."""
-        return int(look.device_bytes * self._lost.get(look.strategy.replace(swap_blocks=0), 1.0))
+        return int(look.device_bytes * self._ratio(look.strategy))
+
+    def _ratio(self, strategy: Strategy) -> float:
+        """What replays of a strategy were seen to take, as a share of their looks."""
+        return self._lost.get(strategy.replace(swap_blocks=0), 1.0)
 
     def seems(self, look: Look, verdict: str = "fits") -> bool:
         """Whether a replay could come to this verdict."""
@@ -179,11 +197,20 @@ class Search:
 
     def too_large(self, look: Look, verdict: str, less: int = 0) -> bool:
         """Whether the GPU's memory rules this verdict out, even with so much less."""
-        return self.known.over(self.device_bytes(look) - less, look.strategy, verdict)
+        return self.over(self.device_bytes(look) - less, look.strategy, verdict)
+
+    def over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
+        """Whether so many bytes on the GPU rule a verdict out."""
+        low, high = margin.interval(device_bytes, strategy.compile != "none", self.sides)
+        return (high if verdict == "fits" else low) > self.question.budget_bytes
 
     def has_ram(self, look: Look) -> bool:
         """Whether the host has the RAM."""
-        return look.host_ram_bytes <= (self.question.machine.host_ram or math.inf)
+        return not self.lacks(look.host_ram_bytes)
+
+    def lacks(self, host_bytes: int) -> bool:
+        """Whether so many bytes are more than the host's RAM."""
+        return host_bytes > (self.question.machine.host_ram or math.inf)
 
     def reaches(self, found: Estimate, verdict: str) -> bool:
         """Whether an estimate is at least as good as the verdict."""
@@ -207,6 +234,16 @@ class Search:
 
     # ---- block swap
 
+    def _fills(self, job: Job, strategy: Strategy, verdict: str, nbytes: float) -> bool:
+        """Whether a look at a strategy with as few swapped blocks as do is no less than so many bytes: it has to swap,
+        and with one block less than such a look's it would do as well."""
+        if nbytes == math.inf or not self.known.swaps(job, strategy, verdict):
+            return False
+        block = self.screen.largest_block_bytes(job, strategy, self.question.machine)
+        if block is None:
+            return False
+        return not self.over(int((nbytes + block) * self._ratio(strategy)), strategy, verdict)
+
     def roomiest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> Look | None:
         """The look at a strategy, with as few swapped blocks as seem to do; None when no number does."""
         if alike := self._as_alike(job, strategy, verdict):
@@ -218,15 +255,15 @@ class Search:
         best = self.look(job, most)
         if most == strategy or not self.seems(best, verdict):
             return None
-        look = self.look(job, strategy)
         low, high = strategy.swap_blocks, most.swap_blocks
+        above = best.device_bytes + self.screen.swapped_bytes(job, most, self.question.machine)
         while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
-            middle = self._guess(look, best, low, high)
+            middle = self._guess(above, best.device_bytes, low, high, self._ratio(strategy))
             tried = self.look(job, strategy.replace(swap_blocks=middle))
             if self.seems(tried, verdict):
                 high, best = middle, tried
             else:
-                low, look = middle, tried
+                low, above = middle, tried.device_bytes
         self._swapped.setdefault((job, strategy.replace(optimizer_step="foreach"), verdict), high)
         return best
 
@@ -238,8 +275,8 @@ class Search:
         look, fewer = (self.look(job, strategy.replace(swap_blocks=blocks)) for blocks in (count, count - 1))
         return look if self.seems(look, verdict) and not self.seems(fewer, verdict) else None
 
-    def _guess(self, above: Look, below: Look, low: int, high: int) -> int:
-        first, second = self.device_bytes(above), self.device_bytes(below)
+    def _guess(self, above: int, below: int, low: int, high: int, ratio: float) -> int:
+        first, second = int(above * ratio), int(below * ratio)
         room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes, sides=self.sides)[1]
         share = (first - room) / max(first - second, 1)
         low += 0 if low else min(RING, high - 1)  # the first blocks only make room for the ring they come through
@@ -298,7 +335,9 @@ class Search:
         Left out are ways of stepping where they change nothing, and what cannot be among the first ``count``.
         """
         floors = {each: self.known.floor_bytes(job, each) for each in self.candidates(job, lossy)}
-        found: dict[Strategy, list[Look]] = {}
+        place = {each: at for at, each in enumerate(floors)}
+        found: dict[Look, int] = {}
+        in_optimizer: dict[Strategy, bool] = {}
         least: list[int] = []
         short: list[Strategy] = []
         for strategy in itertools.chain(sorted(floors, key=floors.__getitem__), short):
@@ -307,13 +346,14 @@ class Search:
             if strategy not in short and self.known.lacks_ram(job, strategy):  # after the others, if there are too few
                 short.append(strategy)
                 continue
-            alike = found.setdefault(strategy.replace(optimizer_step="foreach"), [])
-            if not alike or alike[-1].in_optimizer:
-                alike.append(look := self.look(job, self.most_in_ram(job, strategy)))
+            alike = strategy.replace(optimizer_step="foreach")
+            if in_optimizer.get(alike, True):
+                look = self.look(job, self.most_in_ram(job, strategy))
+                found[look], in_optimizer[alike] = place[strategy], look.in_optimizer
                 if self.has_ram(look):
                     bisect.insort(least, self.device_bytes(look))
-        looks = [look for alike in found.values() for look in alike]
-        return sorted(looks, key=lambda look: (not self.has_ram(look), self.device_bytes(look)))
+        # Of equally tight ones the first that was a candidate.
+        return sorted(found, key=lambda look: (not self.has_ram(look), self.device_bytes(look), found[look]))
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
         """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,
@@ -321,11 +361,11 @@ class Search:
         found: list[Estimate] = []
         lowest = self.look(plan.job, plan.strategy).device_bytes
 
-        def tighter(look: Look) -> bool:
-            return look.device_bytes < lowest * 0.97
+        def tighter() -> float:
+            return lowest * 0.97
 
         kinds = None if plan.lossy or self.question.allow_lossy else False
-        for other in self.by_speed(plan.job, kinds, plan.verdict, tighter):
+        for other in self.by_speed(plan.job, kinds, plan.verdict, below=tighter):
             if other.strategy == plan.strategy:
                 continue
             found.append(other)
@@ -334,7 +374,8 @@ class Search:
                 break
         if not found:  # the last rung of a ladder: everything moved that can be
             last = self.tightest(plan.job, kinds)
-            if last and last.verdict in ("fits", plan.verdict) and tighter(self.look(last.job, last.strategy)):
+            fits = last is not None and last.verdict in ("fits", plan.verdict)
+            if last and fits and self.look(last.job, last.strategy).device_bytes < tighter():
                 found.append(last)
         if plan.lossy and all(other.lossy for other in found):
             other_kind = self.best_lossless(plan.job)

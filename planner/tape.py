@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import gzip
-import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import from_json
 
 from planner.errors import NotRecordedError, VplanError
 
@@ -159,7 +160,7 @@ def derived(
 def read_tape(path: Path) -> Tape:
     """Reads a tape file; a damaged one is named and refused."""
     try:
-        data = json.loads(gzip.decompress(path.read_bytes()))
+        data = from_json(gzip.decompress(path.read_bytes()))
         return parse_tape(data)
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         if isinstance(error, VplanError):

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from planner.attention import attention_efficiency
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
-from planner.program import Block, kept_template
+from planner.pattern import kept_template
+from planner.program import Block
 from planner.tape import KINDS, Tape
 
 KERNELS = "kernels"  # the kind whose `flops` counts kernel launches

@@ -7,6 +7,7 @@ none is worth a probe. Storage, processes and the screen are elsewhere (`planner
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -83,24 +84,25 @@ class Learning(Search):
         return strategy if strategy.gradient_checkpointing == "partial" else super().most_in_ram(job, strategy)
 
     def by_speed(
-        self, job: Job, lossy: bool | None, verdict: str = "fits", wanted: Callable[[Look], bool] = lambda look: True
+        self,
+        job: Job,
+        lossy: bool | None,
+        verdict: str = "fits",
+        wanted: Callable[[Look], bool] = lambda look: True,
+        below: Callable[[], float] = lambda: math.inf,
     ) -> Iterator[Estimate]:
         """As a search's, without what is taken."""
         return super().by_speed(
-            job, lossy, verdict, lambda look: (job, look.strategy) not in self.taken and wanted(look)
+            job, lossy, verdict, lambda look: (job, look.strategy) not in self.taken and wanted(look), below
         )
 
-    def too_large(self, look: Look, verdict: str, less: int = 0) -> bool:
+    def over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
         """Whether measurements, or before the first the margin, rule this verdict out."""
-        if self.belief is None:
-            return super().too_large(look, verdict, less)
-        return self.device_bytes(look) - less > self._limit()
+        return super().over(device_bytes, strategy, verdict) if self.belief is None else device_bytes > self._limit()
 
-    def has_ram(self, look: Look) -> bool:
-        """Whether the host has the RAM, after what was measured."""
-        ram = self.question.machine.host_ram
-        ratio = self.belief.host_ratio if self.belief else 1.0
-        return ram is None or look.host_ram_bytes * ratio <= ram
+    def lacks(self, host_bytes: int) -> bool:
+        """Whether the host lacks the RAM, after what was measured."""
+        return super().lacks(int(host_bytes * (self.belief.host_ratio if self.belief else 1.0)))
 
     def reaches(self, found: Estimate, verdict: str) -> bool:
         """Whether a replayed plan is likely enough to fit."""

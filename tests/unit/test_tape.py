@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import VplanError
-from planner.program import Program, template_of
+from planner.pattern import template_of
+from planner.program import Program
 from planner.replay import CachingAllocator
 from planner.tape import FORMAT, Monomial, Tape, parse_tape, read_tape
 

@@ -9,7 +9,7 @@ from planner.estimate import estimate
 from planner.job import Job, Links, Machine, Strategy
 from planner.layout import lay_out
 from planner.library import facts
-from planner.program import kept_template
+from planner.pattern import kept_template
 from planner.rules import resolve
 from planner.shapes import grid, job_for
 from planner.tape import KINDS, Run, Tape, read_tape
