@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.beside import STORED
 from planner.job import SPLIT, Job, Strategy
@@ -89,22 +89,17 @@ def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
     """A recorded step at the shape of ``grid``."""
     walk = _Walk(tape, grid)
     level = peak = gradients = 0
-    blocks: list[list[Named]] = []
-    trained: set[tuple[int, str]] = set()
+    blocks: list[list[Weight]] = []
     backward: dict[tuple[int, int], list[Backward]] = {}
     for stretch in itertools.chain(walk.stretches("load"), walk.stretches("step")):
-        named = walk.named_by(stretch.pattern)
         if stretch.passes == "load" and stretch.block:
-            blocks.append([tensor for tensor in named if tensor.category == WEIGHT])
+            blocks.append(stretch.made.weights)
         if stretch.passes == "backward" and stretch.block:
             backward.setdefault(stretch.block, []).append(Backward(level + stretch.most, stretch.inputs))
-        for tensor in named:
-            if tensor.category == GRADIENT:
-                trained.add((tensor.run, tensor.leaf))
-                gradients += tensor.nbytes
+        gradients += stretch.made.gradients
         peak = max(peak, level + stretch.most)
         level += stretch.rise
-    frozen = [[each.nbytes for each in block if (each.run, each.leaf) not in trained] for block in blocks]
+    frozen = [[nbytes for run, leaf, nbytes in block if (run, leaf) not in walk.trained] for block in blocks]
     inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
     offloaded = 0
     for at, parts in enumerate(backward.values()):
@@ -121,6 +116,8 @@ def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
 
 
 WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
+Weight = tuple[int, str, int]
+"""(run, name in its block, bytes)"""
 
 
 class Backward(NamedTuple):
@@ -130,13 +127,14 @@ class Backward(NamedTuple):
     inputs: int
 
 
-class Named(NamedTuple):
-    """A named tensor that a template makes."""
+class Made(NamedTuple):
+    """What a template makes: bytes."""
 
-    category: int
-    run: int
-    leaf: str
-    nbytes: int
+    pattern: Pattern
+    sizes: list[int]
+    """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels"""
+    weights: list[Weight]
+    gradients: int
 
 
 class Stretch(NamedTuple):
@@ -145,16 +143,12 @@ class Stretch(NamedTuple):
     passes: str
     block: tuple[int, int] | None
     """(run, block)"""
-    pattern: Pattern
+    made: Made
     rise: int
     most: int
     """of what is allocated on the way"""
     inputs: int
     """what it frees of what blocks made in forward, but for weights"""
-
-
-Freed = tuple[Item, Pattern]
-"""An item, and the template of one of its blocks: what made the tensors that another stretch frees."""
 
 
 class _Walk:
@@ -165,69 +159,70 @@ class _Walk:
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
         self.sizes = [size.value(values) for size in tape.sizes if not isinstance(size, Growing)]
+        self.whole = list(map(_whole, self.sizes))
         self.counts = [run.count for run in tape.runs]
-        self._made: dict[int, list[int]] = {}
-        self._named: dict[int, list[Named]] = {}
+        self.trained: set[tuple[int, str]] = set()
+        """(run, name in its block)"""
+        self._made: dict[int, Made] = {}
         self._sums: dict[tuple[int, ...], tuple[int, int, int]] = {}
-        self._known: dict[tuple[int, int, str], int] = {}
-        """(category, run, leaf) -> bytes: the blocks of a run are alike."""
+        self._named: dict[tuple[int, int, str], int] = {}
+        """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
 
     def stretches(self, piece: str) -> Iterator[Stretch]:
         """A piece in order."""
         items = self.tape.pieces[piece]
-        there: list[dict[int, Pattern]] = []
+        there: list[dict[int, Made]] = []
         for item in items:
             run = item["run"]
-            patterns: dict[int, Pattern] = {}
-            there.append(patterns)
+            here: dict[int, Made] = {}
+            there.append(here)
             for block, template in in_order(item, self.counts):
-                pattern = patterns[block] = pattern_of(template, self.tape)
+                made = here[block] = self._made_by(template)
                 freed = [
                     (items[number], there[number][target_block(mode, to, items[number]["run"], block, self.counts)])
-                    for number, mode, to in pattern.bases
+                    for number, mode, to in made.pattern.bases
                 ]
                 where = None if run is None else (run, block)
-                yield Stretch(item["pass"], where, pattern, *self._summed(pattern, freed))
+                yield Stretch(item["pass"], where, made, *self._summed(made, freed))
 
-    def made(self, pattern: Pattern) -> list[int]:
-        """What a template makes, by position, in the allocator's whole blocks; nothing for attention's workspaces."""
+    def _made_by(self, template: Mapping[str, Any]) -> Made:
+        pattern = pattern_of(template, self.tape)
         if id(pattern) not in self._made:
-            made = self._made[id(pattern)] = [_whole(self.sizes[size]) for size in pattern.sizes]
+            sizes = list(map(self.whole.__getitem__, pattern.sizes))
             for position, _ in pattern.kernels:
-                made[position] = 0
+                sizes[position] = 0
+            weights, gradients = [], 0
+            for (category, _, run, _), tensors in pattern.named.items():
+                for _, position, leaf in tensors:
+                    if position < 0:
+                        continue
+                    nbytes = self.sizes[pattern.sizes[position]]
+                    self._named[category, run, leaf] = nbytes
+                    if category == WEIGHT:
+                        weights.append((run, leaf, nbytes))
+                    elif category == GRADIENT:
+                        self.trained.add((run, leaf))
+                        gradients += nbytes
+            self._made[id(pattern)] = Made(pattern, sizes, weights, gradients)
         return self._made[id(pattern)]
 
-    def named_by(self, pattern: Pattern) -> list[Named]:
-        """The named tensors that a template makes."""
-        if id(pattern) not in self._named:
-            self._named[id(pattern)] = [
-                Named(category, run, leaf, self.sizes[pattern.sizes[position]])
-                for (category, _, run, _), tensors in pattern.named.items()
-                for _, position, leaf in tensors
-                if position >= 0
-            ]
-            self._known |= {(each.category, each.run, each.leaf): each.nbytes for each in self._named[id(pattern)]}
-        return self._named[id(pattern)]
-
-    def _summed(self, pattern: Pattern, freed: Sequence[Freed]) -> tuple[int, int, int]:
+    def _summed(self, made: Made, freed: Sequence[tuple[Item, Made]]) -> tuple[int, int, int]:
         """What a stretch adds to what is allocated, the most on the way, and what it frees of forward's blocks."""
+        pattern = made.pattern
         key = (id(pattern), *(id(other) for _, other in freed))
         if key not in self._sums:
-            made = [self.made(pattern), *([-size for size in self.made(other)] for _, other in freed)]
-            places = list(zip(pattern.origins, (at if at >= 0 else ~at for at in pattern.offsets), strict=True))
-            changes = [made[origin][position] for origin, position in places]
+            rows = [made.sizes, *([-size for size in other.sizes] for _, other in freed)]
+            changes = [rows[row][at] for row, at in zip(pattern.origins, pattern.positions, strict=True)]
             for (category, _, run, _), tensors in pattern.named.items():
                 for at, position, leaf in tensors:
                     if position < 0:
-                        changes[at] = -_whole(self._known[category, run, leaf])
-            kept = {
-                at for at, (item, _) in enumerate(freed, 1) if item["pass"] == "forward" and item["run"] is not None
-            }
-            inputs = -sum(
-                made[origin][position]
-                for origin, position in places
-                if origin in kept and freed[origin - 1][1].categories[position] != "weight"
-            )
+                        changes[at] = -_whole(self._named[category, run, leaf])
+            inputs = 0
+            for row, (item, other) in enumerate(freed, start=1):
+                if item["pass"] == "forward" and item["run"] is not None:
+                    kinds = other.pattern.categories
+                    gone = (at for origin, at in zip(pattern.origins, pattern.positions, strict=True) if origin == row)
+                    inputs += sum(other.sizes[at] for at in gone if kinds[at] != "weight")
             self._sums[key] = sum(changes), max(itertools.accumulate(changes), default=0), inputs
         return self._sums[key]
 

@@ -25,6 +25,8 @@ class Pattern(NamedTuple):
     """(item, mode, block) of what is freed"""
     origins: list[int]
     """Per event: 0 allocates, n frees what the n-th of ``bases`` made"""
+    positions: list[int]
+    """Per event: which of its template's allocations"""
     offsets: list[int]
     """Per event: what is added to the first buffer's number, ``~position`` for a free"""
     named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]]
@@ -37,51 +39,60 @@ class Pattern(NamedTuple):
     def of(cls, template: list[list[int]], tape: Tape, beside: bool) -> Pattern:
         """``beside``: whether it is of something beside the model, whose weights count as residents."""
         categories = ("residents" if beside else CATEGORIES[0], *CATEGORIES[1:])
-        made = [event for event in template if len(event) not in (4, 6)]
-        sizes = [event[0] for event in made]
+        made: list[list[int]] = []
         named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]] = {}
         origins: list[int] = []
+        positions: list[int] = []
         offsets: list[int] = []
         bases: dict[tuple[int, int, int], int] = {}
-        position = 0
-        for at, event in enumerate(template):
-            length = len(event)
-            if length == 4:
-                item, mode, block, freed = event
+        for event in template:
+            if len(event) == 4:
+                item, mode, block, position = event
                 origins.append(bases.setdefault((item, mode, block), len(bases) + 1))
-                offsets.append(~freed)
-            elif length == 6:
-                origins.append(0)
-                offsets.append(0)
+                positions.append(position)
+                offsets.append(~position)
+                continue
+            position = len(made)
+            if len(event) == 6:
                 _, category, mode, run, block, leaf = event
-                named.setdefault((category, mode, run, block), []).append((at, -1, tape.names[leaf]))
+                named.setdefault((category, mode, run, block), []).append((len(origins), -1, tape.names[leaf]))
+                position = 0
             else:
-                origins.append(0)
-                offsets.append(position)
                 if event[4]:
                     mode, run, block, leaf = event[5:]
-                    named.setdefault((event[1], mode, run, block), []).append((at, position, tape.names[leaf]))
-                position += 1
+                    names = named.setdefault((event[1], mode, run, block), [])
+                    names.append((len(origins), position, tape.names[leaf]))
+                made.append(event)
+            origins.append(0)
+            positions.append(position)
+            offsets.append(position)
         return cls(
-            sizes,
+            [event[0] for event in made],
             [categories[event[1]] for event in made],
             [tape.ops[event[2]] for event in made],
             list(bases),
             origins,
+            positions,
             offsets,
             named,
             [(position, KERNELS[event[3]]) for position, event in enumerate(made) if event[3]],
-            [(position, size) for position, size in enumerate(sizes) if size in tape.growing],
+            [(position, event[0]) for position, event in enumerate(made) if event[0] in tape.growing],
         )
 
 
 def pattern_of(template: Mapping[str, Any], tape: Tape, beside: bool = False) -> Pattern:
-    """The template, taken apart once."""
+    """The template, taken apart once; templates with the same events, which half of them are, share it."""
     key = (id(template), beside)
     if key not in tape.patterns:
-        tape.patterns[key] = Pattern.of(template["events"], tape, beside)
-    found: Pattern = tape.patterns[key]
-    return found
+        events = template["events"]
+        as_long = tape.alike.setdefault((len(events), beside), [])
+        found = next((pattern for known, pattern in as_long if known == events), None)
+        if found is None:
+            found = Pattern.of(events, tape, beside)
+            as_long.append((events, found))
+        tape.patterns[key] = found
+    known: Pattern = tape.patterns[key]
+    return known
 
 
 def in_order(item: Item, counts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:

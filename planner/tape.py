@@ -95,7 +95,10 @@ class Tape:
     """of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
     rounded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     patterns: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
-    """Templates taken apart once, as `planner.program` lays them out."""
+    """(id of a template, whether it is of something beside the model) -> the template taken apart, see
+    `planner.pattern`."""
+    alike: dict[tuple[int, bool], list[tuple[list[list[int]], Any]]] = field(default_factory=dict, repr=False)
+    """(how many events, whether it is of something beside the model) -> templates taken apart, by their events"""
     shares: dict[str, float] = field(default_factory=dict, repr=False)
     """`recorded_share` of the parameters it was asked for: a search asks for the same ones a hundred times."""
 

@@ -25,6 +25,7 @@ from planner.run import Run, recorded
 from planner.screen import Screen, allocated_peak
 from planner.shapes import grid as shape_of
 from planner.shapes import job_for
+from planner.space import most_swapped
 from tests.unit.hand_made import EIGHT, FACTS, JOB, ONE, SHAPE, laid_out, peaks
 
 FIELDS: dict[str, tuple[Any, ...]] = {
@@ -235,30 +236,39 @@ def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> N
     assert not {~event for event in step.ops if event < 0} & set(run.named("gradient").values())
 
 
-@pytest.mark.parametrize("name", catalog.model_names())
-def test_no_look_is_below_its_floor(name: str) -> None:
-    """Weights, gradients and states: whoever lacks some of them lacks tapes of its optimizer, or has wrong ones."""
-    screen, machine, fields = Screen(facts), Machine(gpu="b200"), {"gradient_checkpointing": "full"}
-    job = job_for(catalog.model(name), {"method": "full"})
-    for optimizer in ("adamw", "adamw-8bit"):
-        strategy = resolve(job, Strategy.read({**fields, "weights_dtype": "bf16", "optimizer": optimizer}), machine)
-        found = screen.look(job, strategy, machine)
-        assert found.device_bytes > screen.floor_bytes(job, strategy, machine) > 0
+@given(ANY, st.integers(0, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_no_look_is_below_its_floors(chosen: Chosen, frames: int, rows: int, columns: int, batch: int) -> None:
+    machine, said = chosen
+    job = JOB.replace(frames=4 * frames + 1, height=16 * rows, width=16 * columns, batch_size=batch)
+    screen, strategy = Screen(lambda *asked: FACTS), resolve(job, Strategy.read(said), machine)
+    found = screen.look(job, strategy, machine)
+    assert screen.floor_bytes(job, strategy, machine) <= found.device_bytes
+    assert screen.floor_ram_bytes(job, strategy, machine) <= found.host_ram_bytes
 
 
 @pytest.mark.parametrize("name", catalog.model_names())
-def test_what_a_forward_keeps_without_checkpoints_is_most_of_a_look_and_never_more(name: str) -> None:
-    """Over every recording without checkpoints that a job on one card can ask for."""
+def test_floors_of_every_recording_are_most_of_a_look(name: str) -> None:
+    """Of those that a job on one card can ask for: most of a step where all is on the GPU, and never more."""
     screen, machine, model = Screen(facts), Machine(gpu="b200"), catalog.model(name)
-    asked = ("lora", "full"), ("bf16", "fp32", "fp8", "nf4"), ("none", "bf16")
+    asked = ("lora", "full"), ("bf16", "fp32", "fp8", "int8", "nf4"), ("none", "bf16"), ("none", "full", "offload")
     shares = []
-    for method, weights, autocast in itertools.product(*asked):
+    for (method, weights, autocast, mode), swapped in itertools.product(
+        itertools.product(*asked), (0, 1, model.blocks // 2, model.blocks - 1)
+    ):
         job = job_for(model, {"method": method})
-        fields = {"gradient_checkpointing": "none", "weights_dtype": weights, "autocast": autocast}
+        fields = {"gradient_checkpointing": mode, "weights_dtype": weights, "autocast": autocast}
+        if swapped and not most_swapped(job, Strategy.read(fields), model, ()):
+            continue
         try:
-            strategy = resolve(job, Strategy.read(fields), machine)
-            floor = screen.floor_bytes(job, strategy, machine)
+            strategy = resolve(job, Strategy.read({**fields, "swap_blocks": swapped}), machine)
+            found = screen.look(job, strategy, machine)
         except VplanError:  # forbidden, or not recorded
             continue
-        shares.append(floor / screen.look(job, strategy, machine).allocated_bytes)
-    assert shares and max(shares) <= 1 and min(shares) > 0.75
+        floor = screen.floor_bytes(job, strategy, machine)
+        assert floor <= found.device_bytes
+        assert screen.floor_ram_bytes(job, strategy, machine) <= found.host_ram_bytes
+        if mode != "offload" and not swapped:
+            context = facts(job, strategy, machine).gpu.context_bytes
+            shares.append((floor - context) / screen.allocated_bytes(job, strategy, machine))
+    assert min(shares) > 0.75
