@@ -132,7 +132,7 @@ def _console() -> Console:
             raise
 
     wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
-    return Answer(highlight=False, width=wide)
+    return Answer(highlight=False, emoji=False, width=wide)
 
 
 @contextlib.contextmanager
