@@ -17,7 +17,6 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -128,6 +127,8 @@ def _refuse(error: VplanError, *, as_json: bool) -> int:
 def _ask(verb: str, model: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Run `vplan VERB --json` and return its object; a refusal becomes a VplanError, a crash a RuntimeError."""
     arguments = [verb, *_options({"model": model, **options}), "--json"]
+    import subprocess  # only for whoever asks from Python
+
     done = subprocess.run(command(*arguments), capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode == 2:
         message, _, fix = done.stderr.strip().rpartition("\nfix: ")

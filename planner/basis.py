@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner import margin
 from planner.job import Job, Machine, Strategy
@@ -38,8 +38,7 @@ APART = frozenset({"encode"})
 """Phases with other models, in an allocator of their own where they are cached: training says nothing of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
+class Seen(NamedTuple):
     """One measured run beside what the recordings alone say of it, over the phases that were measured."""
 
     measured: Measured
@@ -209,8 +208,7 @@ def _residual(each: Seen, correction: Correction) -> float:
     return (each.measured.device_bytes or 0) / _expected(each, correction).device_bytes - 1
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(NamedTuple):
     """A run of one very plan, in the environment that is asked about."""
 
     measured: Measured

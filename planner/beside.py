@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from planner import allocator
 from planner.components import FRAMEWISE, KEPT_IN_FP32, SPLIT_OVER, SPLITTING, chunks_of, frames_of
@@ -18,8 +18,7 @@ STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4":
 """Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """A text encoder or the VAE at one shape, ready to be laid out."""
 
     name: str
@@ -105,7 +104,7 @@ def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str,
         stage.stretches.append((SERVICE, [buffer]))
         return stage, blocks
     first = len(program.buffers)
-    stage = program.unfold(component.tape, "load", None, replace(component.part, batch=1))
+    stage = program.unfold(component.tape, "load", None, component.part._replace(batch=1))
     if component.dtype not in ("bf16", "fp16", "fp32"):  # recorded in 16 bits
         for buffer in range(first, len(program.buffers)):
             size = program.sizes[program.buffers[buffer]]

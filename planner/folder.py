@@ -11,9 +11,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from planner.errors import VplanError, quoted
 
@@ -44,8 +43,7 @@ NOT_ARCHITECTURE = ("quantization_config",)
 """Known keys of a config.json that say how weights are stored, not what the model is."""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """What a folder says of a model."""
 
     origin: str
@@ -55,7 +53,7 @@ class Source:
     class_name: str
     config: Config
     vae: Config | None = None
-    encoders: Mapping[str, Config] = field(default_factory=dict)
+    encoders: Mapping[str, Config] = {}
     """by folder, those that are there"""
     is_pipeline: bool = False
     has_second_expert: bool = False

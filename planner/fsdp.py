@@ -9,7 +9,7 @@ storage, and gradients are added up in fp32. tests/contract reads the same bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.gather import Weaver, first_backward, spans
 from planner.program import Block, Stage
@@ -18,8 +18,7 @@ from planner.variants import trained_storage
 from planner.zero import FULL, HALF, cast_to_16_bits
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The parameters that are gathered together, in elements; ``share`` is of one rank, with its padding."""
 
     share: int

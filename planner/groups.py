@@ -10,7 +10,7 @@ some itself for as long as its children run. With a *stream* the group that runs
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.gather import Weaver, spans
 from planner.program import Block, Stage
@@ -22,8 +22,7 @@ Groups = Mapping[Block | None, Mapping[str, int]]
 """By block (None: outside all of them): full name -> buffer."""
 
 
-@dataclass(frozen=True)
-class Turns:
+class Turns(NamedTuple):
     """How the weights of one module come to the GPU."""
 
     kind: str

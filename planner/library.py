@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import profiles
@@ -82,7 +81,7 @@ def facts(
     if validates:
         wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side).name
     if partial:
-        wanted["checkpointed"] = replace(variant, checkpointing="full").name
+        wanted["checkpointed"] = variant._replace(checkpointing="full").name
     found = dict(zip(wanted, tapes(job.model, *wanted.values()), strict=True))
     return Facts(
         model,

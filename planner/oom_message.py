@@ -241,7 +241,7 @@ def asked_for(message: OomMessage, played: Sequence[Played], most: int = 3) -> t
     """The tensors of a job that may have asked, the likeliest first: printed alike, at about as much allocated."""
     found: dict[tuple[str, str, str, int], list[int]] = {}
     for entry, at, buffer, allocated in _requests(message.requested_text, played):
-        here = dataclasses.replace(entry, replayed=dataclasses.replace(entry.replayed, allocated_peak_at=at))
+        here = entry._replace(replayed=entry.replayed._replace(allocated_peak_at=at))
         moment = describe(here, entry.run.strategy)
         program = entry.run.program
         tensor = f"{program.category[buffer]} ({program.op[buffer]})"

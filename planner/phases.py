@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 
 from planner.allocator import held
 from planner.beside import STORED, Component, alive, load, text_component, vae_component, waiting_bytes, work
@@ -36,7 +35,7 @@ def encoders(run: Run, residence: str, batch: int) -> list[Component]:
         for encoder in model.text_encoders:
             tape = run.facts.around.get(f"{encoder.folder}/encode")
             component = text_component(encoder, tape, strategy, batch)
-            found.append(replace(component, offload=in_turn, stream=strategy.group_offload_stream))
+            found.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
     if strategy.vae == residence and not run.samples:
         clip = _clip(model, run.grid, batch)
         found.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
@@ -86,7 +85,7 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
         by_layer, waiting = "", sum(waiting_bytes(program, component) for component in group)
         weights = int(group[0].parameters * STORED[group[0].dtype])
         if weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers:
-            program, stage, sizes, peak = _encoding((replace(group[0], offload="layers"),), cublas_bytes(gpu))
+            program, stage, sizes, peak = _encoding((group[0]._replace(offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
             waiting = weights
         encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)

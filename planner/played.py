@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from planner.allocator import CachingAllocator
 from planner.phases import caching
@@ -16,8 +16,7 @@ from planner.replay import Replayed
 from planner.run import Run
 
 
-@dataclass(frozen=True)
-class Played:
+class Played(NamedTuple):
     """One stage replayed: its phase, its peaks, and what stayed allocated behind it."""
 
     run: Run
@@ -83,7 +82,7 @@ def again(run: Run, known: Sequence[Played], cached: bool = True) -> list[Played
         return []
     if any(each.sizes != entry.run.sizes for (each, _, _), entry in zip(here, known, strict=True)):
         return []
-    return [replace(entry, run=each, stage=stage) for (each, _, stage), entry in zip(here, known, strict=True)]
+    return [entry._replace(run=each, stage=stage) for (each, _, stage), entry in zip(here, known, strict=True)]
 
 
 def replayed_alone(encoding: Run) -> Replayed:

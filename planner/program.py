@@ -144,8 +144,7 @@ class Program:
         return _Piece(self, tape, first_size, counted, part).play(piece)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Something beside the model (a VAE, a text encoder) whose tape is unfolded at a shape of its own."""
 
     name: str

@@ -22,8 +22,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from planner.errors import VplanError
 from planner.units import MIB
@@ -41,8 +41,7 @@ UNLIMITED_BYTES = 1 << 44  # address space of an expandable segment where nothin
 _FREE, _IN_USE, _UNMAPPED = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(NamedTuple):
     """What one `run` needed. The peaks are those of this run; an index of -1 means the state before its first op."""
 
     allocated_peak_bytes: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from planner import catalog, library
 from planner.allocator import CachingAllocator
@@ -194,8 +194,7 @@ class _Played:
             played.append(allocator.run(ops[first : first + length], sizes))
             if played[-1].oom_at is not None:
                 break
-        return replace(
-            played[-1],
+        return played[-1]._replace(
             allocated_peak_bytes=max(part.allocated_peak_bytes for part in played),
             reserved_peak_bytes=max(part.reserved_peak_bytes for part in played),
             retries=sum(part.retries for part in played),

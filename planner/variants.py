@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from planner.errors import NotRecordedError, VplanError
 from planner.facts import ModelProfile
@@ -13,8 +13,7 @@ from planner.job import QUANTISED, SPLIT, Job, Strategy
 HALF = ("bf16", "fp16")
 
 
-@dataclass(frozen=True)
-class Precision:
+class Precision(NamedTuple):
     """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16.
 
     Weights are ``fp32``, ``half``, or a quantised format by its own name.
@@ -154,8 +153,7 @@ def _records(profile: ModelProfile, method: str, precision: Precision, **strateg
     return job, Strategy.read({**fields, **strategy})
 
 
-@dataclass(frozen=True)
-class StepVariant:
+class StepVariant(NamedTuple):
     """A recording of loading, forward and backward."""
 
     method: str
@@ -207,7 +205,7 @@ class StepVariant:
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         """What is recorded when somebody asks for it by name, and ships only where a published row needs it."""
-        yield from (replace(known, dropout=True) for known in cls.all(profile) if known.method != "full")
+        yield from (known._replace(dropout=True) for known in cls.all(profile) if known.method != "full")
 
     @property
     def name(self) -> str:
@@ -221,8 +219,7 @@ class StepVariant:
         return job.replace(lora_dropout=0.1 if self.dropout else 0.0), strategy
 
 
-@dataclass(frozen=True)
-class SampleVariant:
+class SampleVariant(NamedTuple):
     """A recording of one forward without gradients, as validation and sampling do at every noise level."""
 
     method: str
@@ -235,7 +232,7 @@ class SampleVariant:
         method = "full" if job.method == "sample" else recorded_method(profile, job)
         precision = Precision.of(job, strategy)
         if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
-            precision = replace(precision, weights="half")
+            precision = precision._replace(weights="half")
         known = PRECISIONS[method.removesuffix("-wide")]
         if precision not in known:
             what = "sampling" if job.method == "sample" else "validation"
@@ -258,8 +255,7 @@ class SampleVariant:
         return _records(profile, self.method, self.precision)
 
 
-@dataclass(frozen=True)
-class OptimizerVariant:
+class OptimizerVariant(NamedTuple):
     """A recording of the optimizer's first and later steps. It depends on the storage of what is trained."""
 
     method: str

@@ -13,6 +13,7 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.errors import VplanError
 from planner.gather import first_backward
@@ -36,8 +37,7 @@ MOST_8_BIT = 2**31 - 1
 (backends/cuda/ops.py)."""
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """DeepSpeed's sizes, in elements; its own defaults."""
 
     reduce_bucket: int = 500_000_000
