@@ -144,7 +144,7 @@ cdef class CachingAllocator:
     cdef bool expandable
     cdef long long capacity  # -1: no limit
     cdef ordered[long long, Pool*] small, large  # by stream
-    cdef vector[Block*] live  # by buffer number; NULL is not live
+    cdef vector[Block*] live_blocks  # by buffer number; NULL is not live
     cdef long long next_address
     cdef readonly long long allocated_bytes, reserved_bytes, allocated_peak_bytes, reserved_peak_bytes, retries
 
@@ -154,7 +154,7 @@ cdef class CachingAllocator:
 
     def __dealloc__(self):
         cdef pair[long long, Pool*] of_stream
-        for block in self.live:
+        for block in self.live_blocks:
             if block != NULL and block != &EMPTY:
                 del block
         for of_stream in self.small:
@@ -170,6 +170,11 @@ cdef class CachingAllocator:
         for unmapped in pool.unmapped:
             del unmapped.second
         del pool
+
+    @property
+    def live(self):
+        cdef size_t number
+        return [number for number in range(self.live_blocks.size()) if self.live_blocks[number] != NULL]
 
     def reset_peaks(self):
         self.allocated_peak_bytes = self.allocated_bytes
@@ -211,21 +216,21 @@ cdef class CachingAllocator:
         cdef Block* block
         oom_at = requested = None
         self.reserved_peak_bytes = self.reserved_bytes
-        if <size_t>len(sizes) > self.live.size():
-            self.live.resize(len(sizes), NULL)
+        if <size_t>len(sizes) > self.live_blocks.size():
+            self.live_blocks.resize(len(sizes), NULL)
         for op in ops:
             at += 1
             if op < 0:
-                if <size_t>~op >= self.live.size() or self.live[~op] == NULL:
+                if <size_t>~op >= self.live_blocks.size() or self.live_blocks[~op] == NULL:
                     raise VplanError(f"op {at} of the tape frees buffer {~op}, which is not live", "record it again")
-                block = self.live[~op]
-                self.live[~op] = NULL
+                block = self.live_blocks[~op]
+                self.live_blocks[~op] = NULL
                 if block != &EMPTY:
                     allocated -= block.size
                     give_back(block)
             else:
                 asked = sizes[op]
-                if asked < 0 or self.live[op] != NULL:
+                if asked < 0 or self.live_blocks[op] != NULL:
                     what = f"allocates buffer {op} of {asked} bytes, which is live already or negative"
                     raise VplanError(f"op {at} of the tape {what}", "record it again")
                 size = rounded_up(asked, BLOCK_ROUND_BYTES)
@@ -241,7 +246,7 @@ cdef class CachingAllocator:
                     allocated += block.size
                     if allocated > allocated_peak:
                         allocated_peak, allocated_peak_at = allocated, at
-                self.live[op] = block
+                self.live_blocks[op] = block
             if history is not None:
                 history.append((at, allocated, self.reserved_bytes))
         self.allocated_bytes = allocated

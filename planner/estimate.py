@@ -177,7 +177,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         machine=machine,
         peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
         phases=phases,
-        breakdown=breakdown_at(played, top, peak, correction),
+        breakdown=breakdown_at(top, peak, correction),
         host_ram_bytes=ram.nbytes,
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=host.disk_bytes(run),
@@ -304,19 +304,11 @@ def describe(played: Played, strategy: Strategy) -> str:
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
 
 
-def breakdown_at(played: list[Played], top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
+def breakdown_at(top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
-    left: list[int] = []
-    for entry in played:
-        if entry.run is not top.run and (entry.run.encode_peak_bytes or top.run.encode_peak_bytes):
-            continue  # what is cached before the run is not there with it
-        if entry is top:
-            left = alive(entry.ops[: entry.replayed.allocated_peak_at + 1], left)
-            break
-        left = alive(entry.ops, left)
     category = top.run.program.category
     there: dict[str, list[int]] = {}
-    for buffer in left:
+    for buffer in alive(top.ops[: top.replayed.allocated_peak_at + 1], top.before):
         there.setdefault(category[buffer], []).append(buffer)
     parts: Counter[str] = Counter()
     for kind, buffers in there.items():

@@ -37,7 +37,7 @@ def idle_swapped(run: Run) -> int:
     """Bytes of the other expert's swapped blocks, which wait in host RAM like those of the one that runs."""
     if not run.strategy.swap_blocks or run.job.method == "full":
         return 0
-    return sum(run.sizes[buffer] for buffers in run.swapped_blocks.values() for buffer in buffers)
+    return sum(map(run.total_bytes, run.swapped_blocks.values()))
 
 
 def experts(run: Run) -> None:
@@ -62,7 +62,7 @@ def experts(run: Run) -> None:
         return
     run.add(run.load, adapter, "weight", "other expert's adapter", at=0)
     if strategy.offload_optimizer == "none" and not deepspeed:
-        states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
+        states = run.total_bytes(run.named("optimizer").values())
         run.add(run.optimizer_first, states, "optimizer", "other expert's states")
 
 
@@ -125,7 +125,7 @@ def exchanged_bytes(run: Run) -> int:
     if run.job.experts != "both" or run.samples or not waits(run) or model.training.boundary is None:
         return 0
     high = high_share(model.training)
-    swapped = sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
+    swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
     moved = 2 * (idle_weights(run)[0] - swapped)
     return round(2 * high * (1 - high) * run.strategy.gradient_accumulation * moved)
 

@@ -84,13 +84,13 @@ def _waiting_bytes(run: Run) -> int:
 def _swapped_bytes(run: Run) -> int:
     if not run.strategy.swap_blocks:
         return 0
-    return sum(run.sizes[buffer] for buffers in run.swapped_blocks.values() for buffer in buffers)
+    return sum(map(run.total_bytes, run.swapped_blocks.values()))
 
 
 def _checkpoint_bytes(run: Run) -> int:
     if run.strategy.gradient_checkpointing != "offload":
         return 0
-    return sum(run.sizes[buffer] for kept in block_inputs(run).values() for buffer in kept)
+    return sum(map(run.total_bytes, block_inputs(run).values()))
 
 
 # ---- seconds
@@ -175,9 +175,9 @@ def _transfer_seconds(run: Run, hidden: Hidden) -> float:
     if strategy.sharding in ("zero-3", "fsdp"):
         sent = 6 * turns * sum(run.elements.values()) * others
     elif machine.world > 1:
-        sent = 2 * sum(run.sizes[buffer] for buffer in run.named("gradient").values()) * others
+        sent = 2 * run.total_bytes(run.named("gradient").values()) * others
     if run.samples and strategy.group_offload != "none":
-        moved += sum(run.sizes[buffer] for buffer in run.named("weight").values())
+        moved += run.total_bytes(run.named("weight").values())
     return moved / host + sent / between
 
 
@@ -185,9 +185,9 @@ def _optimizer_seconds(run: Run, hidden: Hidden) -> float:
     """Seconds of the optimizer's step: on the GPU it reads and writes all it steps over, on the CPU it computes."""
     gpu, strategy = run.facts.gpu, run.strategy
     share = run.machine.world if strategy.sharding in SPLIT else 1
-    gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    gradients = run.total_bytes(run.named("gradient").values())
     if strategy.offload_optimizer != "none":
         copied = 2 * gradients / share / (gpu.link_gbs * 1e9 * hidden.reached["link"])
         return copied + run.trained_parameters / share * HOST_STEP_SECONDS / hidden.reached["host"]
-    states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
+    states = run.total_bytes(run.named("optimizer").values())
     return (3 * gradients + 2 * states) / share / (gpu.bandwidth_gbs * 1e9 * hidden.reached["pointwise"])

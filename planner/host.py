@@ -95,7 +95,7 @@ def _training(run: Run, machine: Machine) -> dict[PhaseName, Parts]:
     phases["load"] = {"weights": held["weights"], "ema": held["ema"], "loading": _loading(run)}
     phases["train"] = held
     if strategy.validation_mode != "off":
-        model = sum(run.sizes[buffer] for buffer in weights_on_gpu(run))
+        model = run.total_bytes(weights_on_gpu(run))
         grouped, applying = _groups(run)
         phases["denoise"] = {**held, "weights": held["weights"] + max(grouped, applying)}
         moved = grouped if strategy.group_offload != "none" else model if strategy.validation_mode == "offload" else 0
@@ -120,11 +120,11 @@ def _held(run: Run, machine: Machine) -> Parts:
     weights = experts.host_bytes(run) + _swapped_encoders(run)
     activations, optimizer = run.host_bytes, 0
     if strategy.gradient_checkpointing == "offload":  # registered with CUDA as they lie (trainers/memory/pinned.py)
-        activations += sum(run.sizes[buffer] for inputs in block_inputs(run).values() for buffer in inputs)
+        activations += sum(map(run.total_bytes, block_inputs(run).values()))
         if run.copies_shared_inputs:
-            activations += run.facts.model.blocks * sum(run.sizes[buffer] for buffer in shared_inputs(run))
+            activations += run.facts.model.blocks * run.total_bytes(shared_inputs(run))
     if strategy.swap_blocks:  # likewise
-        weights += sum(run.sizes[buffer] for buffers in run.swapped_blocks.values() for buffer in buffers)
+        weights += sum(map(run.total_bytes, run.swapped_blocks.values()))
     if strategy.offload_optimizer == "nvme":
         optimizer += nvme.optimizer_host_bytes(run)
     if strategy.offload_params == "nvme":
@@ -132,7 +132,7 @@ def _held(run: Run, machine: Machine) -> Parts:
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
         optimizer += _offloaded_bytes(strategy, machine, trained_bytes(run), run.trained_parameters)
     if strategy.optimizer in UNPAGED:
-        optimizer += sum(run.sizes[buffer] for buffer in run.paged_states)
+        optimizer += run.total_bytes(run.paged_states)
     if strategy.offload_params == "cpu":
         split = 2 * sum(run.elements.values())
         if strategy.sharding == "fsdp":  # with the gradients and two states of what is trained
@@ -184,7 +184,7 @@ def _loading(run: Run) -> int:
     (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is made,
     unless a trainer quantises what is loaded (``run.quantises_loaded``).
     """
-    sizes = [run.sizes[buffer] for buffer in run.named("weight").values()]
+    sizes = list(map(run.sizes.__getitem__, run.named("weight").values()))
     if run.loads_on_cpu and run.strategy.weights(run.job.method) in ("fp32", "bf16", "fp16"):
         return sum(sizes)
     if run.quantises_loaded:
@@ -237,7 +237,7 @@ def _sampling(run: Run) -> dict[PhaseName, Parts]:
 
 
 def _weights(run: Run) -> int:
-    return sum(run.sizes[buffer] for buffer in run.named("weight").values())
+    return run.total_bytes(run.named("weight").values())
 
 
 def _groups(run: Run) -> tuple[int, int]:
@@ -283,6 +283,6 @@ def disk_bytes(run: Run) -> int:
     if run.strategy.sharding == "fsdp":
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")
-    states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
-    trained = sum(run.sizes[buffer] for buffer in gradients.values())
+    states = run.total_bytes(run.named("optimizer").values())
+    trained = run.total_bytes(gradients.values())
     return run.trained_experts * (trained + states) + master_bytes(run)

@@ -18,7 +18,7 @@ def block_inputs(run: Run) -> dict[Block, list[int]]:
 def _block_inputs(run: Run) -> dict[Block, list[int]]:
     made: set[int] = set()
     kept: dict[Block, list[int]] = {}
-    category = run.program.category
+    category = list(run.program.category)
     for moment, events in run.step.stretches:
         freed = [~event for event in events if event < 0 and ~event in made]
         made.difference_update(freed)

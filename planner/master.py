@@ -26,7 +26,7 @@ def masters(run: Run) -> None:
     kept = [run.new(FULL // HALF * run.sizes[buffer], "optimizer", "fp32 master") for buffer in gradients]
     run.place(run.load, kept, "fp32 masters")
     if run.trained_experts == 2:
-        run.add(run.load, sum(run.sizes[buffer] for buffer in kept), "optimizer", "other expert's fp32 masters")
+        run.add(run.load, run.total_bytes(kept), "optimizer", "other expert's fp32 masters")
     full = {buffer: run.new(FULL // HALF * run.sizes[buffer], "gradient", "fp32 gradient") for buffer in gradients}
     for stage in (run.optimizer_first, run.optimizer):
         stage.stretches = [
@@ -46,4 +46,4 @@ def master_bytes(run: Run) -> int:
     """All masters of a run."""
     if not applies(run):
         return 0
-    return run.trained_experts * FULL // HALF * sum(run.sizes[buffer] for buffer in _cast_gradients(run))
+    return run.trained_experts * FULL // HALF * run.total_bytes(_cast_gradients(run))

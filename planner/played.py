@@ -25,6 +25,9 @@ class Played(NamedTuple):
     ops: list[int]
     """all events of the stage, in order"""
 
+    before: list[int]
+    """buffers that were there when it began"""
+
     replayed: Replayed
     allocated_after_bytes: int
 
@@ -49,7 +52,7 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
         for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
             assert encoding.encode is not None
             replayed = replayed_alone(encoding)
-            played.append(Played(encoding, "encode", encoding.encode, encoding.encode.ops, replayed, 0))
+            played.append(Played(encoding, "encode", encoding.encode, encoding.encode.ops, [], replayed, 0))
         for run, phase, stage in stages:
             around = phase == "encode" and run.empty_cache_around_encode
             if around:
@@ -61,8 +64,9 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
             if id(stage) not in flat:
                 flat[id(stage)] = stage.ops
             ops = flat[id(stage)]
+            before = allocator.live
             replayed = allocator.run(ops, run.sizes)
-            played.append(Played(run, phase, stage, ops, replayed, allocator.allocated_bytes))
+            played.append(Played(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
             emptied = any(stage is entry for entry in run.emptied_after)
             loaded = phase == "load" and run.empty_cache_after_load
             trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation

@@ -133,6 +133,11 @@ class CachingAllocator:
         self.retries = 0
         """torch's `num_alloc_retries`: allocations since the start that had to empty the cache and try again."""
 
+    @property
+    def live(self) -> list[int]:
+        """The buffers that are allocated, by number."""
+        return sorted(self._live)
+
     def reset_peaks(self) -> None:
         """Peaks become the present values, as `torch.cuda.reset_peak_memory_stats` does. Retries go on counting."""
         self.allocated_peak_bytes = self.allocated_bytes

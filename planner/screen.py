@@ -194,7 +194,7 @@ class Screen:
         work = step_work(run, self._passes(run))
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host.ram_bytes(run, machine)
-        states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
+        states = run.total_bytes(run.named("optimizer").values())
         return Look(strategy, allocated, device, ram, seconds, in_optimizer, run.trained_experts * states)
 
     def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:

@@ -134,7 +134,7 @@ def block_swap(run: Run) -> None:
     if count > len(blocks):
         fault = f"swap_blocks {count}: the model has {len(blocks)} blocks with weights to swap"
         raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
-    largest = max(sum(run.sizes[buffer] for buffer in buffers) for buffers in swapped.values())
+    largest = max(map(run.total_bytes, swapped.values()))
     gone = set(itertools.chain.from_iterable(swapped.values()))
     run.drop(run.load, gone)
     if anew := gone & run.once(_weights_made_anew):  # the ring holds them
@@ -251,7 +251,7 @@ def ddp(run: Run) -> None:
     gradients themselves, which then never go away (torch.nn.parallel.DistributedDataParallel)."""
     if run.strategy.sharding != "ddp":
         return
-    nbytes = run.trained_experts * sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    nbytes = run.trained_experts * run.total_bytes(run.named("gradient").values())
     run.add(run.load, nbytes, "buckets", "ddp buckets")
     if run.strategy.grad_buckets == "view":
         gradients_leave(run)

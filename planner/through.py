@@ -13,7 +13,7 @@ from planner.estimate import BREAKDOWN, NAMED, breakdown_at, describe, highest, 
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.plan import Breakdown, PhaseName
-from planner.played import Played, play
+from planner.played import play
 from planner.program import Stage
 from planner.replay import BLOCK_ROUND_BYTES
 from planner.run import Facts, Run
@@ -85,7 +85,7 @@ def phases(run: Run) -> tuple[PhaseParts, ...]:
         own = [entry for entry in played if entry.phase == phase]
         top = max(reversed(own), key=lambda entry: entry.replayed.allocated_peak_bytes)
         peak = highest(phase_peak(entry, outside, correction) for entry in own)
-        parts = breakdown_at(_up_to(played, top), top, peak, correction)
+        parts = breakdown_at(top, peak, correction)
         moment = describe(top, strategy) if top.stage.ops else NAMED.get(phase, phase)
         found.append(PhaseParts(phase, moment, parts))
     return tuple(found)
@@ -140,10 +140,6 @@ def thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, in
         kept.add(max(indices, key=lambda index: history[index][1]))
         kept.add(max(indices, key=lambda index: history[index][2]))
     return [history[index] for index in sorted(kept)]
-
-
-def _up_to(played: Sequence[Played], top: Played) -> list[Played]:
-    return list(played[: next(i for i, entry in enumerate(played) if entry is top) + 1])
 
 
 def _follow(ops: Sequence[int], live: dict[int, None]) -> None:

@@ -44,17 +44,17 @@ def traffic(run: Run) -> Traffic:
     nothing beside backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py)."""
     strategy, world = run.strategy, run.machine.world
     accumulation = strategy.gradient_accumulation
-    gradients = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    gradients = run.total_bytes(run.named("gradient").values())
     host = gpu = host_waiting = gpu_waiting = parameters = 0
     passes = 1 if run.samples else 2
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
-        swapped = sum(run.sizes[buffer] for block in run.swapped_blocks.values() for buffer in block)
+        swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
         host += passes * accumulation * swapped
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in block_inputs(run).values() for buffer in kept)
-        host += accumulation * sum(run.sizes[buffer] for buffer in inputs)
+        host += accumulation * run.total_bytes(inputs)
         if run.copies_shared_inputs:
-            host += accumulation * run.facts.model.blocks * sum(run.sizes[buffer] for buffer in shared_inputs(run))
+            host += accumulation * run.facts.model.blocks * run.total_bytes(shared_inputs(run))
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split
@@ -71,7 +71,7 @@ def traffic(run: Run) -> Traffic:
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
     if run.samples and strategy.group_offload != "none":
         # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
-        weights = sum(run.sizes[buffer] for buffer in run.named("weight").values())
+        weights = run.total_bytes(run.named("weight").values())
         host += weights if strategy.group_offload_stream else 0
         host_waiting += 0 if strategy.group_offload_stream else 2 * weights
     host_waiting += exchanged_bytes(run)

@@ -68,8 +68,8 @@ def wider_adapters(run: Run) -> None:
     except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
         return
     trained, kept = more.trained - usual.trained, max(0, more.peak - usual.peak)
-    own = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
-    states = sum(run.sizes[buffer] for buffer in run.named("optimizer").values())
+    own = run.total_bytes(run.named("gradient").values())
+    states = run.total_bytes(run.named("optimizer").values())
     copies = run.trained_experts
     run.add(run.load, copies * trained, "weight", "adapters on more layers")
     if run.strategy.offload_optimizer == "none" and own:

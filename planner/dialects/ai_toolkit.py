@@ -97,7 +97,7 @@ def layers_in_turn(run: Run) -> None:
     if not swapped:
         return
     stored = STORED[run.strategy.weights("lora")]
-    last = max(run.swapped_blocks.values(), key=lambda buffers: sum(run.sizes[buffer] for buffer in buffers))
+    last = max(run.swapped_blocks.values(), key=run.total_bytes)
     largest = sorted((run.sizes[buffer] for buffer in last), reverse=True)[:SLOTS]
     for name in ("layers ahead in forward", "layers ahead in backward"):
         run.add(run.load, int(sum(largest) * HALF / stored), "buckets", name)

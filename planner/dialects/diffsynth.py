@@ -76,7 +76,7 @@ def weights_in_turn(run: Run) -> None:
     names = {component.name for component in encoders(run, "resident", 1)}
     beside = [buffer for name in names for buffer in run.named(f"weight of {name}").values()]
     beside += [buffer for buffer, op in enumerate(run.program.op) if op in names]  # without a recording, whole
-    blocks = [sum(run.sizes[buffer] for buffer in buffers) for buffers in run.swappable_weights.values()]
+    blocks = [run.total_bytes(buffers) for buffers in run.swappable_weights.values()]
     outside = [run.sizes[buffer] for name, buffer in frozen.items() if run.facts.step.block_of(name) is None]
     for stage in (run.load, run.step):
         run.drop(stage, [*frozen.values(), *beside])

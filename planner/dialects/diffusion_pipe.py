@@ -22,7 +22,7 @@ def kahan_buffer(run: Run) -> None:
         return
     if strategy.offload_optimizer != "none":
         return
-    trained = sum(run.sizes[buffer] for buffer in run.named("gradient").values())
+    trained = run.total_bytes(run.named("gradient").values())
     run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
 
 

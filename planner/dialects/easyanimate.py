@@ -28,7 +28,7 @@ def second_transformer(run: Run) -> None:
     ``pipeline.to(weight_dtype, accelerator.device)``)."""
     if not run.validation:
         return
-    weights = sum(run.sizes[buffer] for buffer in run.named("weight").values())
+    weights = run.total_bytes(run.named("weight").values())
     second = run.new(weights, "weight", "second transformer")
     away = run.new(component_bytes(run, "swapped") + component_bytes(run, "cached"), "residents", "encoders brought")
     run.place(run.validation[0][1], [second, away], "second transformer", at=0)

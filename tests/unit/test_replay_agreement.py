@@ -99,6 +99,7 @@ def _play_both(
             assert fits == slow.allocate(buffer, size, stream)
             live += [buffer] if fits else []
         assert (*state(fast), fast.retries) == (slow.allocated_bytes, slow.reserved_bytes, slow.retries)
+        assert fast.live == sorted(live)
         if played_by is CachingAllocator:  # the compiled one shows nobody its blocks
             ours, theirs = _idle(fast, slow)
             assert ours == theirs
