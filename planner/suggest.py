@@ -23,8 +23,8 @@ from planner.plan import Estimate
 from planner.question import Question, Suggestion, Switch
 from planner.ranking import TIGHTEST, WORTH_LOSS, loss, slowness
 from planner.screen import Look, Screen
-from planner.space import effort, most_swapped, naive, strategies, switched
-from planner.strategies import RING
+from planner.space import effort, naive, strategies, switched
+from planner.swap import Swaps
 
 Prefer = Literal["speed", "frames", "batch", "resolution"]
 
@@ -41,6 +41,7 @@ class Search:
         self.question = question
         self.screen = screen
         self.known = Known(self)
+        self.swaps = Swaps(self)
         self.missing: NotRecordedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
@@ -49,10 +50,7 @@ class Search:
         self._latest: Judged | None = None
         self._strategies: dict[tuple[Job, bool], dict[Strategy, bool]] = {}
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
-        self._most: dict[tuple[Job, Strategy], Strategy] = {}
         self._tiled: dict[Job, bool] = {}
-        self._swapped: dict[tuple[Job, Strategy, str], int] = {}
-        """Job, strategy without swap stepping by foreach, verdict -> blocks that one of them had to swap."""
         self._lost: dict[Strategy, float] = {}
         """Strategy without swap -> device bytes over those of its look, where a replay told."""
 
@@ -167,10 +165,10 @@ class Search:
             if (
                 bare in hopeless
                 or self.known.never_fits(job, bare, verdict)
-                or self._fills(job, bare, verdict, below())
+                or self.swaps.fills(job, bare, verdict, below())
             ):
                 continue
-            look = self.roomiest(job, bare, verdict)
+            look = self.swaps.roomiest(job, bare, verdict)
             if look is None:
                 hopeless.add(bare)
             elif look.strategy not in tried:
@@ -183,9 +181,9 @@ class Search:
 
     def device_bytes(self, look: Look) -> int:
         """The device peak to expect."""
-        return int(look.device_bytes * self._ratio(look.strategy))
+        return int(look.device_bytes * self.ratio(look.strategy))
 
-    def _ratio(self, strategy: Strategy) -> float:
+    def ratio(self, strategy: Strategy) -> float:
         """What replays of a strategy were seen to take, as a share of their looks."""
         return self._lost.get(strategy.replace(swap_blocks=0), 1.0)
 
@@ -212,6 +210,10 @@ class Search:
         """Whether so many bytes are more than the host's RAM."""
         return host_bytes > (self.question.machine.host_ram or math.inf)
 
+    def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
+        """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
+        return self.swaps.most_in_ram(job, strategy)
+
     def reaches(self, found: Estimate, verdict: str) -> bool:
         """Whether an estimate is at least as good as the verdict."""
         return found.verdict == "fits" or found.verdict == verdict
@@ -231,87 +233,6 @@ class Search:
         screen, known = self.screen, (job, strategy, self.question.machine)
         self._latest = judged(*known, screen.facts(*known), screen.trainer, screen.lay_out, cached)
         return self._latest.estimate
-
-    # ---- block swap
-
-    def _fills(self, job: Job, strategy: Strategy, verdict: str, nbytes: float) -> bool:
-        """Whether a look at a strategy with as few swapped blocks as do is no less than so many bytes: it has to swap,
-        and with one block less than such a look's it would do as well."""
-        if nbytes == math.inf or not self.known.swaps(job, strategy, verdict):
-            return False
-        block = self.screen.largest_block_bytes(job, strategy, self.question.machine)
-        if block is None:
-            return False
-        return not self.over(int((nbytes + block) * self._ratio(strategy)), strategy, verdict)
-
-    def roomiest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> Look | None:
-        """The look at a strategy, with as few swapped blocks as seem to do; None when no number does."""
-        if alike := self._as_alike(job, strategy, verdict):
-            return alike
-        most = self.most_in_ram(job, strategy)
-        ruled_out = most != strategy and self.known.above_floor(job, strategy, verdict)
-        if not ruled_out and self.seems(look := self.look(job, strategy), verdict):
-            return look
-        best = self.look(job, most)
-        if most == strategy or not self.seems(best, verdict):
-            return None
-        low, high = strategy.swap_blocks, most.swap_blocks
-        above = best.device_bytes + self.screen.swapped_bytes(job, most, self.question.machine)
-        while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
-            middle = self._guess(above, best.device_bytes, low, high, self._ratio(strategy))
-            tried = self.look(job, strategy.replace(swap_blocks=middle))
-            if self.seems(tried, verdict):
-                high, best = middle, tried
-            else:
-                low, above = middle, tried.device_bytes
-        self._swapped.setdefault((job, strategy.replace(optimizer_step="foreach"), verdict), high)
-        return best
-
-    def _as_alike(self, job: Job, strategy: Strategy, verdict: str) -> Look | None:
-        """The same with as many swapped blocks as another way of stepping needs, if it needs just as many."""
-        count = self._swapped.get((job, strategy.replace(optimizer_step="foreach"), verdict), 0)
-        if count <= strategy.swap_blocks:
-            return None
-        look, fewer = (self.look(job, strategy.replace(swap_blocks=blocks)) for blocks in (count, count - 1))
-        return look if self.seems(look, verdict) and not self.seems(fewer, verdict) else None
-
-    def _guess(self, above: int, below: int, low: int, high: int, ratio: float) -> int:
-        first, second = int(above * ratio), int(below * ratio)
-        room = self.question.budget_bytes**2 / margin.interval(self.question.budget_bytes, sides=self.sides)[1]
-        share = (first - room) / max(first - second, 1)
-        low += 0 if low else min(RING, high - 1)  # the first blocks only make room for the ring they come through
-        return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
-
-    def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
-        """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
-        key = (job, strategy)
-        if key not in self._most:
-            last = most_swapped(job, strategy, self.question.model, self.question.fixed)
-            self._most[key] = strategy.replace(swap_blocks=self._most_held(job, strategy, last)) if last else strategy
-        return self._most[key]
-
-    def _most_held(self, job: Job, strategy: Strategy, last: int) -> int:
-        """The most swapped blocks, up to `last`, whose pinned copies the host's RAM holds, or that need no more of it
-        than the run does without."""
-        limit = self.question.machine.host_ram
-        if limit is None:
-            return last
-        low, high = 0, last
-        most, least = self._ram(job, strategy, last), self._ram(job, strategy, 0)
-        limit = max(limit, least)  # where another phase needs more anyway, what it leaves unused is free
-        if most <= limit:
-            return last
-        while high - low > 1:  # blocks are much alike, so guess before halving
-            guess = low + (high - low) * (limit - least) // max(most - least, 1)
-            middle = min(high - 1, max(low + 1, guess))
-            if (ram := self._ram(job, strategy, middle)) <= limit:
-                low, least = middle, ram
-            else:
-                high, most = middle, ram
-        return low
-
-    def _ram(self, job: Job, strategy: Strategy, swapped: int) -> int:
-        return self.screen.host_ram_bytes(job, strategy.replace(swap_blocks=swapped), self.question.machine)
 
     # ---- what is told about a plan
 

@@ -210,7 +210,7 @@ def test_what_a_search_skips_would_not_have_fitted() -> None:
     looked = {(strategy.replace(swap_blocks=0)) for _, strategy in search._considered if strategy.swap_blocks}
     skipped = [strategy for strategy in search.candidates(job) if strategy not in looked]
     assert any(strategy.optimizer == "adamw-8bit" for strategy in skipped)
-    assert all(search.roomiest(job, strategy) is None for strategy in skipped)
+    assert all(search.swaps.roomiest(job, strategy) is None for strategy in skipped)
 
 
 def test_swap_takes_the_ram_that_another_phase_needs_anyway() -> None:
