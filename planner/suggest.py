@@ -273,8 +273,13 @@ class Search:
                 found[look], in_optimizer[alike] = place[strategy], look.in_optimizer
                 if self.has_ram(look):
                     bisect.insort(least, self.device_bytes(look))
-        # Of equally tight ones the first that was a candidate.
-        return sorted(found, key=lambda look: (not self.has_ram(look), self.device_bytes(look), found[look]))
+
+        def tight(look: Look) -> tuple[bool, int, int, int]:
+            """Of equally tight ones the first that was a candidate, or what lacks least RAM."""
+            lacks = not self.has_ram(look)
+            return lacks, self.device_bytes(look), look.host_ram_bytes if lacks else 0, found[look]
+
+        return sorted(found, key=tight)
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
         """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,
