@@ -51,10 +51,15 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
 
 def check(job: Job, strategy: Strategy, machine: Machine) -> None:
     """Raises a VplanError for the first contradiction between the three records, naming the fault and the fix."""
+    for message, fix in contradictions(job, strategy, machine):
+        raise VplanError(message, fix)
+
+
+def contradictions(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:
+    """Every contradiction between the three records."""
     settled = resolve(job, strategy, machine)
     for rules in (_method, _checkpointing, _swapping, _optimizer, _offloading, _parallel, _engines):
-        for message, fix in rules(job, settled, machine):
-            raise VplanError(message, fix)
+        yield from rules(job, settled, machine)
 
 
 def _method(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:

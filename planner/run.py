@@ -295,12 +295,20 @@ class Run:
     @property
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
-        size = 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
-        gradients = self.named("gradient")
-        if self.strategy.sharding in SPLIT:  # all in 16 bits, also what a recording keeps in fp32
-            counted = (self.elements.get(name) or self.sizes[buffer] // size for name, buffer in gradients.items())
-            return self.trained_experts * sum(counted)
-        return self.trained_experts * (self.total_bytes(gradients.values()) // size)
+        if self.strategy.sharding in SPLIT:
+            return self.trained_experts * self._split_elements
+        return self.trained_experts * (self.total_bytes(self.named("gradient").values()) // self._trained_size)
+
+    @property
+    def _trained_size(self) -> int:
+        return 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
+
+    @functools.cached_property
+    def _split_elements(self) -> int:
+        """Elements of what is trained: all in 16 bits, also what a recording keeps in fp32."""
+        elements, size = self.elements, self._trained_size
+        gradients = self.named("gradient").items()
+        return sum(elements.get(name) or self.sizes[buffer] // size for name, buffer in gradients)
 
     @functools.cached_property
     def elements(self) -> dict[str, int]:
@@ -311,7 +319,7 @@ class Run:
         table = self.facts.parameters
         return {name: table.elements(name, self.sizes[buffer]) for name, buffer in self.parameters.items()}
 
-    @property
+    @functools.cached_property
     def parameters(self) -> dict[str, int]:
         """Name -> buffer of the weights that are parameters, in the model's order."""
         table = self.facts.parameters

@@ -7,12 +7,13 @@ to swap is left out, because there are as many answers as blocks: `most_swapped`
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 from planner.errors import VplanError
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, SPLIT, Job, Machine, Method, Strategy
-from planner.rules import check, resolve
+from planner.rules import contradictions, resolve
 from planner.variants import HALF
 
 BASES = ("int8", "fp8", "nf4")
@@ -49,6 +50,8 @@ def searched(method: Method) -> tuple[str, ...]:
 def asked_for(method: Method, strategy: Strategy, fixed: Collection[str]) -> Strategy:
     """What a search starts from: the strategy without the searched fields that the user did not type himself."""
     left_out = set(searched(method)) - set(fixed)
+    if "gradient_checkpointing" in left_out and "checkpointed_blocks" not in fixed:
+        left_out.add("checkpointed_blocks")  # it says how many of `partial`
     return Strategy.read({name: getattr(strategy, name) for name in strategy.model_fields_set - left_out})
 
 
@@ -62,22 +65,22 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
 
-    ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises the VplanError of the first contradiction
-    when what the user fixed leaves nothing.
+    ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a VplanError where what the user fixed
+    leaves nothing.
     """
     base = asked_for(job.method, strategy, fixed)
+    choices = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
     found: dict[Strategy, None] = {}
-    refusal: VplanError | None = None
-    for choice in _choices(job, base, machine, fixed, tiled):
-        candidate = resolve(job, base.replace(**choice), machine)
-        try:
-            check(job, candidate, machine)
-        except VplanError as error:
-            refusal = refusal or error
-            continue
-        found[candidate] = None
-    if not found and refusal:
-        raise refusal
+    refused: list[Strategy] = []
+    for candidate in choices:
+        if next(contradictions(job, candidate, machine), None):
+            refused.append(candidate)
+        else:
+            found[candidate] = None
+    if refused and not found:  # what speaks against all of it is the user's own, the rest comes of the search
+        against = [fault for candidate in refused for fault in contradictions(job, candidate, machine)]
+        often = Counter(fix for _, fix in against).most_common(1)[0][0]
+        raise VplanError(*next(fault for fault in against if fault[1] == often))
     return tuple(found)
 
 
@@ -89,6 +92,8 @@ def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Colle
         return 0
     if strategy.sharding in ("zero-3", "fsdp") or strategy.compile == "cudagraphs" or model.family == "unet":
         return 0
+    if strategy.gradient_checkpointing == "partial":
+        return min(model.blocks - 1, strategy.checkpointed_blocks or 0)
     return model.blocks - 1
 
 

@@ -115,6 +115,9 @@ class Tape:
                     fault = f"{self.model} works through a batch sample by sample, and batch {grid[name]}"
                     fix = f"use --batch-size 1 or {fixed}, with --gradient-accumulation"
                     raise NotRecordedError(f"{fault} is not recorded", fix)
+                if name == "T":
+                    fault = f"{self.model} is recorded with prompts of {fixed} tokens, not of {grid[name]}"
+                    raise NotRecordedError(fault, f"use --text-tokens {fixed}, or leave it out")
                 fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
                 raise NotRecordedError(fault, "record another")
         known = {**grid, **derived(grid, self.rounded, self.sums)}

@@ -153,8 +153,12 @@ def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
     """Switches that the user typed and that stand in the way, each alone."""
     question = search.question
     for field in (field for field in searched(job.method) if field in question.fixed):
-        freer = Search(replace(question, fixed=question.fixed - {field}), search.screen)
-        plan = next(freer.by_speed(job, _kind(freer, job)), None)
+        freed = {field, "checkpointed_blocks"} if field == "gradient_checkpointing" else {field}
+        freer = Search(replace(question, fixed=question.fixed - freed), search.screen)
+        try:
+            plan = next(freer.by_speed(job, _kind(freer, job)), None)
+        except VplanError:  # the rest of what was typed allows nothing else
+            continue
         if plan is not None:
             yield Relaxed(field, getattr(question.strategy, field), getattr(plan.strategy, field), plan)
 

@@ -34,6 +34,11 @@ COMMANDS = (
     (0.5, ("estimate", "wan2.1-t2v-14b", "--gpu", "80GB", "--frames", "81", "--gradient-checkpointing", "full")),
     (1.0, ("suggest", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "81")),
     (1.0, ("suggest", "wan2.1-t2v-14b", "--gpu", "80GB", "--frames", "81")),
+    (1.0, ("suggest", "wan2.1-t2v-14b", "--gpu", "24GB", "--frames", "81")),
+    (1.0, ("suggest", "wan2.1-t2v-14b", "--gpu", "rtx4090", "--prefer", "frames")),
+    (1.0, ("suggest", "wan2.1-i2v-14b-480p", "--gpu", "h100-80gb", "--frames", "129")),
+    (1.0, ("suggest", "flux.1-dev", "--method", "full", "--gpu", "80GB")),
+    (1.0, ("suggest", "hunyuan-video", "--gpu", "24GB")),
     (5.0, ("suggest", "--gpu", "24GB", "--frames", "81")),
 )
 

@@ -66,6 +66,31 @@ def test_typed_contradictions_are_refused_by_name() -> None:
         strategies(LORA, typed, ONE, {"gradient_checkpointing", "swap_blocks"})
 
 
+@pytest.mark.parametrize(
+    ("typed", "fault"),
+    [
+        ({"swap_blocks": 3, "offload_gradients": "cpu"}, "offload_gradients sends gradients where no optimizer is"),
+        ({"checkpointed_blocks": 3}, "checkpointed_blocks says nothing with gradient_checkpointing none"),
+        ({"swap_blocks": 3, "sharding": "zero-3"}, "swap_blocks and zero-3 would both move the weights"),
+    ],
+)
+def test_of_all_that_is_refused_what_was_typed_is_named_and_nothing_a_search_set(
+    typed: dict[str, object], fault: str
+) -> None:
+    with pytest.raises(VplanError) as caught:
+        strategies(LORA, Strategy.read(typed), ONE, typed)
+    assert caught.value.message == fault
+
+
+def test_how_many_blocks_are_checkpointed_goes_with_the_checkpointing() -> None:
+    planned = Strategy(gradient_checkpointing="partial", checkpointed_blocks=3)
+    assert {strategy.checkpointed_blocks for strategy in strategies(LORA, planned, ONE, ())} == {None}
+    typed = {"gradient_checkpointing", "checkpointed_blocks"}
+    (kept, *rest) = strategies(LORA, planned, ONE, typed)
+    assert not {strategy.checkpointed_blocks for strategy in rest} - {kept.checkpointed_blocks} - {3}
+    assert most_swapped(LORA, kept, MODEL, typed) == 3
+
+
 def test_several_gpus_are_sharded_and_one_is_not() -> None:
     assert {strategy.sharding for strategy in strategies(FULL, Strategy(), FOUR, ())} == {
         "ddp",

@@ -18,7 +18,7 @@ from planner.library import facts
 from planner.plan import Plan, plan_from_toml, plan_to_toml
 from planner.played import again
 from planner.question import Question, Suggestion
-from planner.rules import resolve
+from planner.rules import check, resolve
 from planner.screen import Screen
 from planner.space import naive, strategies
 from planner.suggest import Search
@@ -162,6 +162,25 @@ def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
             continue
         changed = [name for name in Job.model_fields if getattr(wish.plan.job, name) != getattr(tightest.job, name)]
         assert len(changed) == (2 if wish.field == "resolution" else 1)
+
+
+def test_partial_checkpointing_that_does_not_fit_may_become_another() -> None:
+    typed = {"gradient_checkpointing": "partial", "checkpointed_blocks": 4}
+    search = ask("12GB", typed, frames=49, height=480, width=720)
+    assert search.best(search.question.job) is None
+    tightest = search.tightest(search.question.job)
+    assert tightest is not None
+    check(tightest.job, tightest.strategy, tightest.machine)
+    assert 0 < tightest.strategy.swap_blocks <= 4
+    (wish,) = [wish for wish in relaxed(search, search.question.job) if wish.field == "gradient_checkpointing"]
+    assert wish.before == "partial" and wish.plan.strategy.checkpointed_blocks is None
+
+
+def test_a_wish_that_contradicts_the_rest_of_what_was_typed_is_passed_over() -> None:
+    typed = {"sharding": "zero-3", "offload_optimizer": "nvme", "offload_gradients": "none"}
+    search = ask("12GB", typed, method="full", batch_size=60)
+    assert search.best(search.question.job) is None
+    assert "sharding" not in {wish.field for wish in relaxed(search, search.question.job)}
 
 
 def test_more_host_ram_is_named_when_it_would_do() -> None:

@@ -115,8 +115,9 @@ def test_another_batch_than_recorded_says_what_to_do() -> None:
 
 
 def test_a_shape_outside_the_regime_is_refused_by_name() -> None:
-    with pytest.raises(VplanError, match="tiny holds T = 11 only, not 12"):
+    with pytest.raises(VplanError, match="tiny is recorded with prompts of 11 tokens, not of 12") as caught:
         parse_tape(tiny()).values({**GRID, "T": 12})
+    assert "--text-tokens 11" in caught.value.fix
 
 
 @pytest.mark.parametrize("count", [5, 6, 8, 30])
