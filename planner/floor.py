@@ -19,12 +19,17 @@ from planner.replay import BLOCK_ROUND_BYTES
 from planner.strategies import RING
 from planner.tape import CATEGORIES, Growing, Tape
 
+LEAST = {**STORED, "nf4": 0.5, "int4": 0.5}
+"""Bytes per parameter, without the constants of 4-bit formats, which may be quantised too."""
+
+WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
+
 
 def parameter_bytes(job: Job, strategy: Strategy, parameters: int) -> int:
     """Weights, gradients and states of a model of so many parameters, where they lie on the GPU whole; else 0."""
     if job.method == "sample" or strategy.sharding in SPLIT:
         return 0
-    weights = int(STORED[strategy.weights(job.method)] * parameters)
+    weights = int(LEAST[strategy.weights(job.method)] * parameters)
     held = 0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
     if job.method == "full" and not job.trainable:
         if strategy.offload_gradients == "none" and strategy.optimizer_step != "backward":
@@ -53,8 +58,11 @@ def is_walked(job: Job, strategy: Strategy) -> bool:
 class Walked:
     """What a recorded step allocates at a shape, at full depth, without the workspaces of attention kernels: bytes."""
 
-    peak: int
-    """the most, of loading and a step"""
+    load_peak: int
+    """the most while loading"""
+
+    step_peak: int
+    """the most of a step"""
 
     offloaded_peak: int
     """the most of a backward whose blocks' inputs wait in host RAM, but for its own and the next"""
@@ -70,14 +78,23 @@ class Walked:
     """the same in the allocator's whole blocks"""
 
     def device_bytes(self, strategy: Strategy) -> int:
-        """What a strategy that `is_walked` has on the GPU at its peak, at the least."""
-        peak = self.offloaded_peak if strategy.gradient_checkpointing == "offload" else self.peak
-        if swapped := strategy.swap_blocks:
-            peak -= sum(self.frozen_blocks[-swapped:]) - min(RING, swapped) * max(self.frozen[-swapped:])
-        if strategy.offload_optimizer != "none":
-            return peak
-        # Two states of the format of what is trained, or of one byte per number of at most four.
-        return peak + {"adamw": 2 * self.gradients, "adamw-8bit": self.gradients // 2}.get(strategy.optimizer, 0)
+        """What a strategy that `is_walked` has on the GPU at its peak, at the least, with as many swapped blocks or
+        fewer: where one that is larger than the others joins them, the ring grows by more than itself."""
+        peak = self.offloaded_peak if strategy.gradient_checkpointing == "offload" else self.step_peak
+        peak -= self._most_swapped_out(strategy.swap_blocks)
+        if strategy.offload_optimizer == "none":
+            # Two states of the format of what is trained, or of one byte per number of at most four.
+            peak += {"adamw": 2 * self.gradients, "adamw-8bit": self.gradients // 2}.get(strategy.optimizer, 0)
+        return peak if strategy.swap_blocks else max(peak, self.load_peak)
+
+    def _most_swapped_out(self, blocks: int) -> int:
+        """What so many swapped blocks or fewer take off the GPU, their ring counted."""
+        most = gone = largest = 0
+        for count in range(1, blocks + 1):
+            gone += self.frozen_blocks[-count]
+            largest = max(largest, self.frozen[-count])
+            most = max(most, gone - min(RING, count) * largest)
+        return most
 
     def host_bytes(self, strategy: Strategy) -> int:
         """What its swapped blocks and offloaded checkpoints take in a process's host RAM."""
@@ -88,17 +105,20 @@ class Walked:
 def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
     """A recorded step at the shape of ``grid``."""
     walk = _Walk(tape, grid)
-    level = peak = gradients = 0
+    level = load_peak = step_peak = gradients = 0
     blocks: list[list[Weight]] = []
     backward: dict[tuple[int, int], list[Backward]] = {}
-    for stretch in itertools.chain(walk.stretches("load"), walk.stretches("step")):
-        if stretch.passes == "load" and stretch.block:
+    for stretch in walk.stretches("load"):
+        if stretch.block:
             blocks.append(stretch.made.weights)
+        load_peak = max(load_peak, level + stretch.did.most)
+        level += stretch.did.rise
+    for stretch in walk.stretches("step"):
         if stretch.passes == "backward" and stretch.block:
-            backward.setdefault(stretch.block, []).append(Backward(level + stretch.most, stretch.inputs))
+            backward.setdefault(stretch.block, []).append(Backward(level + stretch.did.most, stretch.did.inputs))
         gradients += stretch.made.gradients
-        peak = max(peak, level + stretch.most)
-        level += stretch.rise
+        step_peak = max(step_peak, level + stretch.did.most)
+        level += stretch.did.rise
     frozen = [[nbytes for run, leaf, nbytes in block if (run, leaf) not in walk.trained] for block in blocks]
     inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
     offloaded = 0
@@ -106,7 +126,8 @@ def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
         waiting = sum(inputs[at + 2 :])
         offloaded = max(offloaded, max(part.peak for part in parts) - waiting)
     return Walked(
-        peak,
+        load_peak,
+        step_peak,
         offloaded,
         sum(inputs),
         gradients,
@@ -115,7 +136,6 @@ def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
     )
 
 
-WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
 Weight = tuple[int, str, int]
 """(run, name in its block, bytes)"""
 
@@ -137,18 +157,24 @@ class Made(NamedTuple):
     gradients: int
 
 
+class Did(NamedTuple):
+    """What a stretch does to what is allocated: bytes."""
+
+    rise: int
+    most: int
+    """the highest on the way"""
+    inputs: int
+    """what it frees of what blocks made in forward, but for weights"""
+
+
 class Stretch(NamedTuple):
-    """A template at one block, and what it does to what is allocated: bytes."""
+    """A template at one block."""
 
     passes: str
     block: tuple[int, int] | None
     """(run, block)"""
     made: Made
-    rise: int
-    most: int
-    """of what is allocated on the way"""
-    inputs: int
-    """what it frees of what blocks made in forward, but for weights"""
+    did: Did
 
 
 class _Walk:
@@ -164,7 +190,7 @@ class _Walk:
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
         self._made: dict[int, Made] = {}
-        self._sums: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._did: dict[tuple[int, ...], Did] = {}
         self._named: dict[tuple[int, int, str], int] = {}
         """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
 
@@ -183,7 +209,7 @@ class _Walk:
                     for number, mode, to in made.pattern.bases
                 ]
                 where = None if run is None else (run, block)
-                yield Stretch(item["pass"], where, made, *self._summed(made, freed))
+                yield Stretch(item["pass"], where, made, self._did_by(made, freed))
 
     def _made_by(self, template: Mapping[str, Any]) -> Made:
         pattern = pattern_of(template, self.tape)
@@ -206,12 +232,13 @@ class _Walk:
             self._made[id(pattern)] = Made(pattern, sizes, weights, gradients)
         return self._made[id(pattern)]
 
-    def _summed(self, made: Made, freed: Sequence[tuple[Item, Made]]) -> tuple[int, int, int]:
-        """What a stretch adds to what is allocated, the most on the way, and what it frees of forward's blocks."""
+    def _did_by(self, made: Made, freed: Sequence[tuple[Item, Made]]) -> Did:
+        """What a template does that frees what others made."""
         pattern = made.pattern
         key = (id(pattern), *(id(other) for _, other in freed))
-        if key not in self._sums:
-            rows = [made.sizes, *([-size for size in other.sizes] for _, other in freed)]
+        if key not in self._did:
+            # What is freed by name stands at the first place of what is made, which may be nothing.
+            rows = [made.sizes or [0], *([-size for size in other.sizes] for _, other in freed)]
             changes = [rows[row][at] for row, at in zip(pattern.origins, pattern.positions, strict=True)]
             for (category, _, run, _), tensors in pattern.named.items():
                 for at, position, leaf in tensors:
@@ -223,8 +250,8 @@ class _Walk:
                     kinds = other.pattern.categories
                     gone = (at for origin, at in zip(pattern.origins, pattern.positions, strict=True) if origin == row)
                     inputs += sum(other.sizes[at] for at in gone if kinds[at] != "weight")
-            self._sums[key] = sum(changes), max(itertools.accumulate(changes), default=0), inputs
-        return self._sums[key]
+            self._did[key] = Did(sum(changes), max(itertools.accumulate(changes), default=0), inputs)
+        return self._did[key]
 
 
 def _whole(nbytes: int) -> int:

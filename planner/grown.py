@@ -41,6 +41,7 @@ class Grown(Sequence[T]):
         return self
 
     def __setitem__(self, index: int, item: T) -> None:
+        index = range(len(self))[index]
         if index < self._count:
             self._own[:0] = self._shared
             self._shared, self._count = [], 0
@@ -53,6 +54,7 @@ class Grown(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
             return list(self)[index]
+        index = range(len(self))[index]
         return self._shared[index] if index < self._count else self._own[index - self._count]
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from planner.job import Job, Strategy
 from planner.space import most_swapped
 
 if TYPE_CHECKING:
+    from planner.screen import Look
     from planner.suggest import Search
 
 
@@ -24,17 +25,22 @@ class Hopeless:
         self._any_adam: set[Strategy] = set()
 
     def add(self, strategy: Strategy) -> None:
-        """A strategy without swap that no number of swapped blocks helps."""
+        """A strategy without swap that no number of swapped blocks helps.
+
+        What replays of it were seen to lose says nothing of the others.
+        """
         search, family = self.search, strategy.replace(optimizer_step="foreach")
-        most = search.most_in_ram(self.job, strategy)
-        looks = [search.look(self.job, most)]
-        if not search.too_large(looks[0], self.verdict):  # it is the RAM, of which fewer swapped blocks need less
+        looks = [search.look(self.job, search.most_in_ram(self.job, strategy))]
+        if not self._too_large(looks[0]):  # it is the RAM, of which fewer swapped blocks need less
             looks.append(search.look(self.job, strategy))
-        if any(look.in_optimizer for look in looks):
+        if any(look.in_optimizer or (search.has_ram(look) and not self._too_large(look)) for look in looks):
             return
         self._any_step.add(family)
-        if all(search.too_large(look, self.verdict, look.states_bytes) for look in looks):
+        if all(self._too_large(look, look.states_bytes) for look in looks):
             self._any_adam.add(family.replace(optimizer="adamw"))
+
+    def _too_large(self, look: Look, less: int = 0) -> bool:
+        return self.search.over(look.device_bytes - less, look.strategy, self.verdict)
 
     def __contains__(self, strategy: Strategy) -> bool:
         family = strategy.replace(optimizer_step="foreach")
@@ -60,25 +66,26 @@ class Known:
         most = self._most_in_ram(job, strategy)
         return most is None or self.above_floor(job, most, verdict)
 
-    def needs_swap(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+    def weights_force_swap(self, job: Job, strategy: Strategy, verdict: str) -> bool:
         """Whether the weights alone rule this verdict out where no blocks are swapped, and some may be."""
         if not self._most_swapped(job, strategy) or self._tried(job, strategy):
             return False
         return self.search.over(self.screen.parameter_bytes(job, strategy, self.question.machine), strategy, verdict)
 
-    def swaps(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+    def must_swap(self, job: Job, strategy: Strategy, verdict: str) -> bool:
         """Whether blocks must be swapped to come to a verdict, and may be."""
         untried = not self.question.learned.proofs
         return untried and bool(self._most_swapped(job, strategy)) and self.above_floor(job, strategy, verdict)
 
     def above_floor(self, job: Job, strategy: Strategy, verdict: str) -> bool:
-        """Whether the GPU's memory rules out just this strategy."""
+        """Whether the GPU's memory rules out this strategy, and with fewer swapped blocks."""
         if self._tried(job, strategy):
             return False
-        parameters = self.screen.parameter_bytes(job, strategy, self.question.machine)
-        return self.search.over(parameters, strategy, verdict) or self.search.over(
-            self.screen.floor_bytes(job, strategy, self.question.machine), strategy, verdict
-        )
+        known = job, strategy, self.question.machine
+        floors = (
+            floor(*known) for floor in (self.screen.parameter_bytes, self.screen.floor_bytes)
+        )  # sooner known first
+        return any(self.search.over(nbytes, strategy, verdict) for nbytes in floors)
 
     def floor_bytes(self, job: Job, strategy: Strategy) -> int:
         """What is on the GPU for certain, however many blocks are swapped that the host's RAM holds."""

@@ -6,13 +6,14 @@ its pages back when they are wanted. What is copied or cast out of it is.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from planner import experts, nvme
 from planner.beside import STORED
 from planner.groups import host_sizes
 from planner.inputs import block_inputs, shared_inputs
-from planner.job import Job, Machine, Strategy
+from planner.job import SPLIT, Job, Machine, Strategy
 from planner.master import master_bytes
 from planner.phases import caching, encoders, weights_on_gpu
 from planner.plan import PhaseName
@@ -95,7 +96,9 @@ def _training(run: Run, machine: Machine) -> dict[PhaseName, Parts]:
     phases["load"] = {"weights": held["weights"], "ema": held["ema"], "loading": _loading(run)}
     phases["train"] = held
     if strategy.validation_mode != "off":
-        model = run.total_bytes(weights_on_gpu(run))
+        # Where nothing is transformed yet, what is swapped is still there.
+        swapped = set(_swapped(run)) if strategy.swap_blocks else set()
+        model = run.total_bytes(buffer for buffer in weights_on_gpu(run) if buffer not in swapped)
         grouped, applying = _groups(run)
         phases["denoise"] = {**held, "weights": held["weights"] + max(grouped, applying)}
         moved = grouped if strategy.group_offload != "none" else model if strategy.validation_mode == "offload" else 0
@@ -124,7 +127,7 @@ def _held(run: Run, machine: Machine) -> Parts:
         if run.copies_shared_inputs:
             activations += run.facts.model.blocks * run.total_bytes(shared_inputs(run))
     if strategy.swap_blocks:  # likewise
-        weights += sum(map(run.total_bytes, run.swapped_blocks.values()))
+        weights += _swapped_bytes(run)
     if strategy.offload_optimizer == "nvme":
         optimizer += nvme.optimizer_host_bytes(run)
     if strategy.offload_params == "nvme":
@@ -176,6 +179,17 @@ def _data(run: Run) -> int:
     return (PREFETCHED * run.loader_workers + 1) * grid["B"] * sample
 
 
+def _swapped_bytes(run: Run) -> int:
+    """What the swapped blocks wait with: an engine that splits casts to 16 bits what a recording keeps in fp32."""
+    split = run.strategy.sharding in SPLIT
+    cast = {run.parameters[name]: 2 * elements for name, elements in run.elements.items()} if split else {}
+    return sum(cast.get(buffer, run.sizes[buffer]) for buffer in _swapped(run))
+
+
+def _swapped(run: Run) -> list[int]:
+    return list(itertools.chain.from_iterable(run.swapped_blocks.values()))
+
+
 def _loading(run: Run) -> int:
     """What the weights pass through on their way to the GPU.
 
@@ -189,6 +203,8 @@ def _loading(run: Run) -> int:
         return sum(sizes)
     if run.quantises_loaded:
         return 2 * run.facts.model.parameters
+    if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
+        return 2 * max(run.elements.values())
     return max(sizes, default=0)
 
 

@@ -90,7 +90,8 @@ class Screen:
         )
 
     def floor_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """What a strategy takes on the device for certain: never more than a look says, and known sooner."""
+        """What a strategy takes on the device for certain, with as many swapped blocks or fewer: never more than a
+        look says, and known sooner."""
         facts = self.facts(job, strategy, machine)
         nbytes = max(
             floor.parameter_bytes(job, strategy, facts.model.parameters),
@@ -105,12 +106,15 @@ class Screen:
         return facts.learned.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
     def largest_block_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int | None:
-        """The most that one swapped block more takes off the GPU; None where that is not known."""
-        walked = self._walked(job, strategy, machine)
-        return max((max(each.frozen_blocks, default=0) for each in walked), default=None)
+        """The most that one swapped block more takes off the device; None where that is not known."""
+        if not (walked := self._walked(job, strategy, machine)):
+            return None
+        copies = 2 if strategy.inactive_expert == "gpu" else 1
+        nbytes = copies * max(max(each.frozen_blocks, default=0) for each in walked)
+        return self.facts(job, strategy, machine).learned.correction.peak(nbytes, nbytes, 0).reserved_bytes
 
     def swapped_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """What its swapped blocks take on the GPU less than where they are."""
+        """What the swapped blocks of the expert that runs would take on the GPU beyond the ring they come through."""
         facts = self.facts(job, strategy, machine)
         run = self._bare(job, strategy, machine, facts, grid(facts.model, job))
         blocks = [run.total_bytes(buffers) for buffers in run.swapped_blocks.values()]

@@ -142,7 +142,7 @@ class Search:
             engine = float(strategy.sharding in SPLIT)
             speed = slowness(seconds, fastest, loss(job, strategy) if lossy else 0)
             memory = look.device_bytes if look else 0
-            swaps = look is None and self.known.needs_swap(job, strategy, verdict)
+            swaps = look is None and self.known.weights_force_swap(job, strategy, verdict)
             work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)
             heapq.heappush(queue, ((engine, speed, work, memory), next(tie), strategy, look))
 
@@ -165,7 +165,7 @@ class Search:
             if (
                 bare in hopeless
                 or self.known.never_fits(job, bare, verdict)
-                or self.swaps.fills(job, bare, verdict, below())
+                or self.swaps.no_smaller(job, bare, verdict, below())
             ):
                 continue
             look = self.swaps.roomiest(job, bare, verdict)
@@ -191,11 +191,7 @@ class Search:
         """Whether a replay could come to this verdict."""
         if look.told is not None:
             return look.told == "ran"
-        return not self.too_large(look, verdict) and self.has_ram(look)
-
-    def too_large(self, look: Look, verdict: str, less: int = 0) -> bool:
-        """Whether the GPU's memory rules this verdict out, even with so much less."""
-        return self.over(self.device_bytes(look) - less, look.strategy, verdict)
+        return not self.over(self.device_bytes(look), look.strategy, verdict) and self.has_ram(look)
 
     def over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
         """Whether so many bytes on the GPU rule a verdict out."""

@@ -26,10 +26,10 @@ class Swaps:
         self._needed: dict[tuple[Job, Strategy, str], int] = {}
         """Job, strategy without swap stepping by foreach, verdict -> blocks that one of them had to swap."""
 
-    def fills(self, job: Job, strategy: Strategy, verdict: str, nbytes: float) -> bool:
+    def no_smaller(self, job: Job, strategy: Strategy, verdict: str, nbytes: float) -> bool:
         """Whether a look at a strategy with as few swapped blocks as do is no less than so many bytes: it has to swap,
         and with one block less than such a look's it would do as well."""
-        if nbytes == math.inf or not self.search.known.swaps(job, strategy, verdict):
+        if nbytes == math.inf or not self.search.known.must_swap(job, strategy, verdict):
             return False
         block = self.screen.largest_block_bytes(job, strategy, self.question.machine)
         if block is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -230,6 +231,51 @@ def test_what_a_search_skips_would_not_have_fitted() -> None:
     skipped = [strategy for strategy in search.candidates(job) if strategy not in looked]
     assert any(strategy.optimizer == "adamw-8bit" for strategy in skipped)
     assert all(search.swaps.roomiest(job, strategy) is None for strategy in skipped)
+
+
+def test_what_one_way_of_stepping_loses_to_fragmentation_rules_no_other_out() -> None:
+    typed = {"gradient_checkpointing": "full", "optimizer": "adamw"}
+    question = ask_of(catalog.model("flux.1-dev"), "14.36GiB", typed, height=256, width=256).question
+    search = Search(replace(question, machine=question.machine.replace(host_ram=int(13.7 * GIB))), SCREEN)
+    found = best(search).plan.strategy
+    assert (found.weights_dtype, found.optimizer_step) == ("bf16", "fused")
+
+
+def test_blocks_that_wait_in_host_ram_are_counted_there_once() -> None:
+    typed = {"gradient_checkpointing": "full", "swap_blocks": 20, "validation_mode": "offload"}
+    question = ask_of(catalog.model("flux.1-dev"), "24GB", typed).question
+    strategy = resolve(question.job, question.strategy, question.machine)
+    known = question.job, strategy, question.machine
+    assert SCREEN.host_ram_bytes(*known) == SCREEN.look(*known).host_ram_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [
+        ("flux.1-dev", {"weights_dtype": "bf16"}),
+        ("flux.1-dev", {"weights_dtype": "nf4"}),
+        ("sd3.5-large", {}),
+        ("wan2.2-t2v-a14b", {"inactive_expert": "gpu"}),
+    ],
+)
+@pytest.mark.parametrize("verdict", ["fits", "tight"])
+def test_what_is_known_without_a_look_is_what_looks_say(name: str, typed: dict[str, Any], verdict: str) -> None:
+    model = catalog.model(name)
+    ruled_out = no_smaller = 0
+    for gib, ram in itertools.product((5.45, 7.2, 8.85, 14.36, 22.15), (13.7, 32, 200)):
+        question = ask_of(model, f"{gib}GiB", typed, lossy=True, frames=1, height=256, width=256).question
+        search = Search(replace(question, machine=question.machine.replace(host_ram=int(ram * GIB))), SCREEN)
+        for strategy in search.candidates(question.job):
+            known = question.job, strategy, verdict
+            look = search.swaps.roomiest(*known)
+            if search.known.never_fits(*known):
+                ruled_out += 1
+                assert look is None
+            elif look is not None:
+                assert look.strategy.swap_blocks or not search.known.must_swap(*known)
+                assert not search.swaps.no_smaller(*known, look.device_bytes + 1)
+                no_smaller += search.swaps.no_smaller(*known, 0.8 * look.device_bytes)
+    assert ruled_out and no_smaller
 
 
 def test_swap_takes_the_ram_that_another_phase_needs_anyway() -> None:
