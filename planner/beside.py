@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from planner import allocator
-from planner.components import FRAMEWISE, KEPT_IN_FP32, SPLIT_OVER, SPLITTING, chunks_of, frames_of
+from planner.components import FRAMEWISE, KEPT_IN_FP32, SPLIT_OVER, SPLIT_SHARE, SPLITTING, chunks_of, frames_of
 from planner.facts import TextEncoder, Vae
 from planner.groups import Turns, host_sizes
 from planner.job import Strategy
@@ -33,8 +33,8 @@ class Component(NamedTuple):
     tiles: int = 1
     """how many times it runs, one tile or sample after the other, keeping what came out"""
 
-    splits: bool = False
-    """whether some convolutions work in parts, which takes more than the tape says"""
+    split_bytes: int = 0
+    """the most that convolutions which work in parts take beyond what the tape says"""
 
     offload: str = "none"
     """none; layers: of a stack, each comes to the GPU for its turn; block or leaf: as group offload does it"""
@@ -80,15 +80,15 @@ def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, c
     chunks = chunks_of(vae, frames)
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
     counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
-    splits = vae.class_name in SPLITTING and tape is not None and _splits(tape, part, strategy.vae_dtype)
-    return Component(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, splits)
+    split = _split_bytes(tape, part, strategy.vae_dtype) if vae.class_name in SPLITTING and tape else 0
+    return Component(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
 
 
-def _splits(tape: Tape, part: Part, dtype: str) -> bool:
-    """Whether anything it holds is so large that a convolution of it is split."""
+def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
+    """The most that a convolution of the largest thing it holds takes more in parts than whole; 0 if none is split."""
     values = tape.values(part.grid)
-    largest = max(size.value(values) for size in tape.sizes if isinstance(size, Monomial))
-    return largest * part.batch > SPLIT_OVER * (4 if dtype == "fp32" else 2)
+    largest = part.batch * max(size.value(values) for size in tape.sizes if isinstance(size, Monomial))
+    return SPLIT_SHARE * largest if largest > SPLIT_OVER * (4 if dtype == "fp32" else 2) else 0
 
 
 # ---- laying out

@@ -35,6 +35,11 @@ SPLIT_OVER = 2**30
 """Numbers in the input of a convolution from which on it is split in time, copied and joined (diffusers
 autoencoder_kl_cogvideox.py, CogVideoXSafeConv3d). Tapes hold whole ones."""
 
+SPLIT_SHARE = 3
+"""The most that this takes beyond a whole one, in what is larger of its input and output: every part but the first is
+copied with the last two frames of the one before it, at most as long as itself, and what comes out of the parts is
+there beside what it is joined to."""
+
 SPLITTING = ("AutoencoderKLCogVideoX", "AutoencoderKLMochi")
 
 SHORTEST = 5

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from planner import attention, holes, host, margin
 from planner.allocator import alive, held
 from planner.basis import Correction
-from planner.beside import Component
 from planner.job import Job, Machine, Strategy
 from planner.layout import lay_out
 from planner.phases import decoder, encoders, validation_grid
@@ -166,7 +165,8 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     where = max(phases, key=lambda phase: phases[phase].device_bytes)
-    sides = _sides(played, correction, where, peak.device_bytes)
+    most = max(phase_peak(each, outside, correction).device_bytes + _split_bytes(each) for each in played)
+    sides = _sides(played, correction, where, peak.device_bytes, most)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
     usual, longest = correction.step_seconds(seconds.total, seconds.high)
     ram = host.host_ram(run, machine)
@@ -192,17 +192,34 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         basis=correction.basis(where),
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=(*correction.words, *_assumptions(run, played)),
+        assumptions=(*correction.words, *_splitting(played, most - peak.device_bytes), *_assumptions(run, played)),
     )
     return facts.learned.proved(found, trainer)
 
 
-def _sides(played: list[Played], correction: Correction, where: PhaseName, device_bytes: int) -> margin.Sides:
-    """How sure the device peak is: what measurements or recordings say, around what holes may make of it."""
+def _sides(
+    played: list[Played], correction: Correction, where: PhaseName, device_bytes: int, most_bytes: int
+) -> margin.Sides:
+    """How sure the device peak is: what measurements or recordings say, around what holes may make of it, and the most
+    that may be there."""
     lowest, highest = holes.reserved_range(played)
     found, share = _reserved(played), correction.share(where)
-    sides = correction.sides_of(where)
-    return holes.widened(sides, device_bytes, round(share * (found - lowest)), round(share * (highest - found)))
+    more = max(round(share * (highest - found)), most_bytes - device_bytes)
+    return holes.widened(correction.sides_of(where), device_bytes, round(share * (found - lowest)), more)
+
+
+def _split_bytes(entry: Played) -> int:
+    return entry.run.split_bytes.get(entry.phase, 0)
+
+
+def _splitting(played: list[Played], more_bytes: int) -> tuple[str, ...]:
+    """That a VAE's convolutions may make the peak so much higher, in words."""
+    if more_bytes <= 0:
+        return ()
+    stage = max(played, key=lambda entry: entry.replayed.reserved_peak_bytes + _split_bytes(entry))
+    vae, does = stage.run.facts.model.vae.class_name, f"{stage.phase}s"
+    over = "splits convolutions over 2 GiB and joins them, which is counted whole"
+    return (f"while it {does}, {vae} {over}: up to {format_gib(more_bytes)} more (--vae-tiling avoids it)",)
 
 
 def outside_bytes(run: Run) -> int:
@@ -231,22 +248,15 @@ def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
 
 
 def _left_out(run: Run) -> tuple[str, ...]:
-    """What the estimate does not count, in words."""
+    """What the estimate does not count of text encoders and VAEs, in words."""
     components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
     if run.samples or run.validation:
         components.append(decoder(run, run.grid if run.samples else validation_grid(run.job, run.facts.model), 1))
-    return tuple(filter(None, map(_not_counted, components)))
-
-
-def _not_counted(component: Component) -> str:
-    """What of a text encoder or VAE is not counted, in words; "" when all is."""
-    name = component.name.partition("-")[0]
-    if component.tape is None:
-        return f"what {name} takes to {component.piece} is not recorded: only its weights are counted"
-    if component.splits:
-        over = "convolutions over 2 GiB, which it splits and joins, are counted whole"
-        return f"what {name} takes to {component.piece} is more than counted: {over} (--vae-tiling avoids them)"
-    return ""
+    return tuple(
+        f"what {entry.name.partition('-')[0]} takes to {entry.piece} is not recorded: only its weights are counted"
+        for entry in components
+        if entry.tape is None
+    )
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:

@@ -91,6 +91,7 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
         encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
         encoding.encode, encoding.encode_peak_bytes = stage, peak
         encoding.waiting_bytes = waiting
+        encoding.split_bytes = {"encode": max(component.split_bytes for component in group)}
         found.append(encoding)
     return found
 
@@ -122,6 +123,8 @@ def residents(run: Run) -> None:
     and gone before the model comes (see ``caching``).
     """
     batch, first = samples(run), len(run.program.buffers)
+    together = [*encoders(run, "resident", batch), *encoders(run, "swapped", batch)]
+    run.split_bytes = {**run.split_bytes, "encode": max((entry.split_bytes for entry in together), default=0)}
     loads: list[tuple[Moment, list[int]]] = []
     stage = Stage("encode", [])
     for component in encoders(run, "resident", batch):
@@ -207,6 +210,7 @@ def decode_with(run: Run, component: Component) -> Stage:
     if run.strategy.vae == "resident":
         loading = Stage("load", [])
     done = work(run.program, component, blocks)
+    run.split_bytes = {**run.split_bytes, "decode": component.split_bytes}
     gone = [*alive(done), *alive(loading)]
     return Stage("decode", [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])])
 

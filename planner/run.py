@@ -124,6 +124,9 @@ class Run:
     encoders_together: bool = False
     """Whether a trainer holds all encoders on the GPU while it caches."""
 
+    split_bytes: dict[PhaseName, int] = field(default_factory=dict)
+    """The most that a VAE's convolutions which work in parts take beyond what is counted, by phase."""
+
     encode_peak_bytes: int = 0
     """Of a run that only encodes: allocated."""
 

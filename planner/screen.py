@@ -169,10 +169,11 @@ class Screen:
         return max(host.ram_bytes(run, machine) for run in runs)
 
     def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """Device bytes of what is cached before training, at the worst of the job's shapes."""
+        """Device bytes of what is cached before training, at the worst of the job's shapes, and at the most."""
         facts = self.facts(job, strategy, machine)
         runs = [Run(job, strategy, machine, facts, grid=grid(facts.model, job, shape)) for shape in job.shapes]
-        peaks = [replayed_alone(encoding).reserved_peak_bytes for run in runs for encoding in caching(run)]
+        each = [encoding for run in runs for encoding in caching(run)]
+        peaks = (replayed_alone(one).reserved_peak_bytes + one.split_bytes["encode"] for one in each)
         reserved = max(peaks, default=0)
         return facts.learned.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import catalog
-from planner.basis import TOLD, Learned
+from planner.basis import Learned
 from planner.commands import USAGE, answer
 from planner.commands.common import (
     DOES_NOT_FIT,
@@ -289,16 +289,15 @@ def _tightest(search: Search) -> Estimate:
 
 def _assumptions(request: Request, plan: Estimate) -> tuple[str, ...]:
     """The request's, corrected where the search chose another shape."""
-    told = tuple(note for note in plan.assumptions if note.startswith(TOLD))
     if plan.job == request.job:
-        return (*request.assumptions, *told)
+        return (*request.assumptions, *plan.assumptions)
     chosen = {"frames": " frames", "pixels": " pixels"}
     kept = [note for note in request.assumptions if not any(word in note for word in chosen.values())]
     if plan.job.frames > request.model.shape.max_frames:
         kept.append(
             f"{plan.job.frames} frames is longer than the model was trained on ({request.model.shape.max_frames})"
         )
-    return (*kept, *told)
+    return (*kept, *plan.assumptions)
 
 
 def _print_one(console: Console, found: _Found, output: str | None) -> None:

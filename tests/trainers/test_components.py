@@ -5,24 +5,30 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import profiles
 from planner import catalog
 from planner.commands.record import NOT_COMPARED, first_difference
-from planner.components import COMPONENTS, Component, components
+from planner.components import COMPONENTS, SPLIT_OVER, SPLIT_SHARE, Component, components
 from planner.facts import TextEncoder
 from planner.program import Part, Program
 from planner.tape import Tape, parse_tape, read_tape
 from tests.benchmarks.held_out_around import Held, compared, directly, from_tape
 from trainers import components as vaes
 from trainers import tapes
+from trainers.cuda_ops import cuda_semantics
 from trainers.encoders import record_text_encoder, text_tape
+from trainers.record import Recorder
 
 PROFILES = [catalog.model(name) for name in catalog.model_names()]
 ENCODERS = {e.folder: e for profile in PROFILES for e in profile.text_encoders}
@@ -129,3 +135,34 @@ def test_a_shipped_tape_is_what_the_code_records_now(model: str, text: str, vari
     for key in NOT_COMPARED:
         del there[key], now[key]
     assert first_difference(there, now) == ""
+
+
+@pytest.mark.parametrize(
+    ("channels", "out", "frames", "rows", "columns"),
+    [
+        (128, 128, 10, 480, 720),
+        (128, 128, 10, 768, 1360),
+        (256, 128, 12, 1024, 1024),
+        (64, 64, 165, 480, 848),
+        (128, 256, 1026, 480, 848),
+    ],
+)
+def test_a_convolution_that_is_split_takes_no_more_than_is_said(
+    channels: int, out: int, frames: int, rows: int, columns: int
+) -> None:
+    """diffusers' own code, recorded whole and in parts."""
+
+    def recorded(kind: type[nn.Conv3d]) -> tuple[int, int]:
+        recorder = Recorder()
+        with cuda_semantics(), FakeTensorMode(), torch.no_grad():
+            convolution = kind(channels, out, 3, padding=(0, 1, 1), dtype=torch.bfloat16)
+            with recorder:
+                given = torch.empty(1, channels, frames, rows, columns, dtype=torch.bfloat16)
+                made = convolution(given)
+        sizes = [alloc.nbytes for alloc in recorder.trace.allocs]
+        changes = (sizes[event] if event >= 0 else -sizes[~event] for event in recorder.trace.events)
+        return max(itertools.accumulate(changes)), max(given.nbytes, made.nbytes)
+
+    (whole, largest), (parts, _) = recorded(nn.Conv3d), recorded(CogVideoXSafeConv3d)
+    splits = channels * frames * rows * columns > SPLIT_OVER
+    assert largest < parts - whole <= SPLIT_SHARE * largest if splits else parts == whole

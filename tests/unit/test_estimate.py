@@ -95,6 +95,19 @@ def test_what_is_not_counted_is_said_and_never_called_fits() -> None:
     assert any("AutoencoderKLWan" in assumption for assumption in found.assumptions)
 
 
+def test_convolutions_that_a_vae_splits_are_asked_about_at_the_most() -> None:
+    mochi = catalog.model("mochi-1")
+    asked = catalog.job_for(mochi, {"frames": 163})
+    for gib, verdict in ((79, "fits"), (60, "tight")):
+        where = Machine(gpu=catalog.gpu(f"{gib}GiB").name, host_ram=64 * GIB)
+        found = estimate(asked, CHECKPOINTED, where, facts(asked, CHECKPOINTED, where))
+        assert found.peak.device_bytes < found.phases["encode"].device_bytes + 20 * GIB < found.high_bytes
+        assert found.verdict == verdict
+        assert any("AutoencoderKLMochi splits convolutions" in note for note in found.assumptions)
+    tiled = CHECKPOINTED.replace(vae_tiling=True)
+    assert not any("splits" in note for note in estimate(asked, tiled, where, facts(asked, tiled, where)).assumptions)
+
+
 def test_a_text_encoder_larger_than_the_card_encodes_layer_by_layer() -> None:
     large, small = priced(job(), gpu="24GB"), priced(job(), gpu="8GB")
     assert large.phases["encode"].allocated_bytes > 2 * PROFILE.text_encoders[0].parameters
