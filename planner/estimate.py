@@ -165,7 +165,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     where = max(phases, key=lambda phase: phases[phase].device_bytes)
-    most = max(phase_peak(each, outside, correction).device_bytes + _split_bytes(each) for each in played)
+    at_most, most = _most(played, correction, outside)
     sides = _sides(played, correction, where, peak.device_bytes, most)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
     usual, longest = correction.step_seconds(seconds.total, seconds.high)
@@ -192,7 +192,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         basis=correction.basis(where),
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=(*correction.words, *_splitting(played, most - peak.device_bytes), *_assumptions(run, played)),
+        assumptions=(*correction.words, *_splitting(at_most, most - peak.device_bytes), *_assumptions(run, played)),
     )
     return facts.learned.proved(found, trainer)
 
@@ -208,15 +208,20 @@ def _sides(
     return holes.widened(correction.sides_of(where), device_bytes, round(share * (found - lowest)), more)
 
 
-def _split_bytes(entry: Played) -> int:
-    return entry.run.split_bytes.get(entry.phase, 0)
+def _most(played: list[Played], correction: Correction, outside: int) -> tuple[Played, int]:
+    """The stage with the most device bytes where a VAE's split convolutions take the most that they can; and these."""
+
+    def most(entry: Played) -> int:
+        return phase_peak(entry, outside, correction).device_bytes + entry.run.split_bytes.get(entry.phase, 0)
+
+    highest = max(played, key=most)
+    return highest, most(highest)
 
 
-def _splitting(played: list[Played], more_bytes: int) -> tuple[str, ...]:
+def _splitting(stage: Played, more_bytes: int) -> tuple[str, ...]:
     """That a VAE's convolutions may make the peak so much higher, in words."""
     if more_bytes <= 0:
         return ()
-    stage = max(played, key=lambda entry: entry.replayed.reserved_peak_bytes + _split_bytes(entry))
     vae, does = stage.run.facts.model.vae.class_name, f"{stage.phase}s"
     over = "splits convolutions over 2 GiB and joins them, which is counted whole"
     return (f"while it {does}, {vae} {over}: up to {format_gib(more_bytes)} more (--vae-tiling avoids it)",)
