@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from planner.errors import VplanError
+from planner.errors import NotEstimatedError
 from planner.facts import GpuProfile
 from planner.job import Job, Machine, Strategy
 
@@ -50,11 +50,11 @@ def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Col
     torch 2.13 puts cuDNN first on sm90 and sm100; Windows wheels are built without flash; older cards than Ampere
     have the memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). Masked attention is never
     flash: asking for it would end in an error (diffusers attention_dispatch.py ``_native_flash_attention``), so it is a
-    VplanError.
+    NotEstimatedError.
     """
     if strategy.attention == "flash" and "_scaled_dot_product_efficient_attention" in operators:
         fault = "attention flash takes neither masks nor fp32, and some attention of this model and precision has one"
-        raise VplanError(fault, "use --attention sdpa, with which torch chooses for each")
+        raise NotEstimatedError(fault, "use --attention sdpa, with which torch chooses for each")
     if strategy.attention != "sdpa":
         return str(strategy.attention)
     if "_scaled_dot_product_flash_attention" not in operators:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner import margin
-from planner.errors import NotRecordedError
+from planner.errors import NotEstimatedError
 from planner.estimate import outside_bytes
 from planner.extent import lengths, sizes
 from planner.job import Job, Strategy
@@ -283,7 +283,7 @@ class Mapper(Room):
             return _Found(best, guess, tiled=tiled)
         try:
             found = self.search.judged(self.forms.at(shape), way)
-        except NotRecordedError:
+        except NotEstimatedError:
             return _Found("no", guess)
         seen = reserved_bytes(found) / allocated
         self._lost[strategy] = max(1.0, seen - KNOWN_LOSS), seen + KNOWN_LOSS

@@ -7,9 +7,12 @@ What each keeps of a token is divided by N, weights are not. What of a model is 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from planner.errors import VplanError
+from planner.errors import NotEstimatedError
+from planner.facts import ModelProfile
 from planner.program import Stage
 from planner.run import Run
 from planner.tape import Growing, Monomial, Tape
@@ -43,18 +46,18 @@ BACKWARD = tuple(f"{name}_backward" for name in FORWARD)
 def context_parallel(run: Run) -> None:
     """Divides what belongs to tokens, and puts the exchange around each attention.
 
-    Raises a VplanError where diffusers refuses: heads or tokens that do not divide, a model without a plan.
+    Raises a NotEstimatedError where diffusers refuses: heads or tokens that do not divide, a model without a plan.
     """
     parts = run.strategy.context_parallel
     if parts == 1:
         return
-    plan = _plan(run, parts)
+    plan = split(run.facts.model, run.grid, parts)
     _divide(run, plan, parts)
     run.exchanged_bytes = _exchange(run, run.step, plan)
 
 
-def _plan(run: Run, parts: int) -> Plan:
-    model, grid = run.facts.model, run.grid
+def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> Plan:
+    """What of a model is split; a NotEstimatedError where a clip of this ``grid`` cannot be, into so many parts."""
     plan = PLANS.get(model.family)
     if plan is None:
         why = (
@@ -63,19 +66,28 @@ def _plan(run: Run, parts: int) -> Plan:
             else "diffusers has no plan for it"
         )
         fault = f"context_parallel cannot split the tokens of {model.title}: {why}"
-        raise VplanError(fault, "use --context-parallel 1, with --gradient-checkpointing offload")
-    heads = model.config["num_attention_heads"]
-    tokens = grid["F"] * grid["H"] * grid["W"] + grid.get("E", 0)
-    counts = {"attention heads": heads, "tokens of the clip": tokens}
-    if plan.text:
-        counts["tokens of the text"] = grid["T"]
-    for what, count in counts.items():
+        raise NotEstimatedError(fault, "use --context-parallel 1, with --gradient-checkpointing offload")
+    for what, count in _counts(model, plan, grid).items():
         if count % parts:
             fix = "another --frames, --height or --width" if "clip" in what else "--text-tokens in its multiples"
-            known = [divisor for divisor in range(1, parts) if not count % divisor]
+            known = [fewer for fewer in range(1, parts) if not count % fewer and not parts % fewer]
             fix = f"use --context-parallel {known[-1]}" + (f", or {fix}" if what != "attention heads" else "")
-            raise VplanError(f"context_parallel {parts} does not divide the {count} {what} of {model.title}", fix)
+            fault = f"context_parallel {parts} does not divide the {count} {what} of {model.title}"
+            raise NotEstimatedError(fault, fix)
     return plan
+
+
+def divides(model: ModelProfile, grid: Mapping[str, int], parts: int) -> bool:
+    """Whether a clip of this ``grid`` can be split into so many parts."""
+    plan = PLANS.get(model.family)
+    return plan is not None and not any(count % parts for count in _counts(model, plan, grid).values())
+
+
+def _counts(model: ModelProfile, plan: Plan, grid: Mapping[str, int]) -> dict[str, int]:
+    """What must divide by the number of parts."""
+    tokens = grid["F"] * grid["H"] * grid["W"] + grid.get("E", 0)
+    text = {"tokens of the text": grid["T"]} if plan.text else {}
+    return {"attention heads": model.config["num_attention_heads"], "tokens of the clip": tokens, **text}
 
 
 # ---- what belongs to tokens
@@ -85,13 +97,15 @@ def _divide(run: Run, plan: Plan, parts: int) -> None:
     stretches = run.step.stretches
     blocks = [position for position, (moment, _) in enumerate(stretches) if moment.block >= 0]
     wide = 2 * run.facts.model.config["num_attention_heads"] * run.facts.model.config["attention_head_dim"]
+    size_of, category = list(run.program.buffers), list(run.program.category)
+    tokens_in = functools.cache(lambda size: _tokens(run, size, plan))
     done: set[int] = set()
     for position, (moment, events) in enumerate(stretches):
         for buffer in events:
-            if buffer < 0 or buffer in done or run.program.category[buffer] == "batch":
+            if buffer < 0 or buffer in done or category[buffer] == "batch":
                 continue
             done.add(buffer)
-            tokens = _tokens(run, buffer, plan)
+            tokens = tokens_in(size_of[buffer])
             if not tokens:
                 continue
             if moment.block < 0 and run.sizes[buffer] // tokens < _split_from(plan, position, blocks) * wide:
@@ -110,9 +124,9 @@ def _split_from(plan: Plan, position: int, blocks: list[int]) -> int:
     return 0 if plan.from_the_start else 6
 
 
-def _tokens(run: Run, buffer: int, plan: Plan) -> int:
-    """How many tokens of the whole batch a buffer has something of; 0 for none."""
-    size = run.program.sizes[run.program.buffers[buffer]]
+def _tokens(run: Run, index: int, plan: Plan) -> int:
+    """How many tokens of the whole batch a buffer of this size (by its index) has something of; 0 for none."""
+    size = run.program.sizes[index]
     if isinstance(size, int):
         return 0
     tape, monomial = size
@@ -145,11 +159,11 @@ def _exchange(run: Run, stage: Stage, plan: Plan) -> int:
     comes out. Backward: both of its gradient, of which one stays while attention runs again, then of three gradients;
     beside these still what attention was given, unless a checkpoint recomputed it and handed it out for good.
     """
-    sent = 0
+    sent, op = 0, list(run.program.op)
     for position, (moment, events) in enumerate(stage.stretches):
         if moment.block < 0:
             continue
-        forward, backward = _calls(run, events, FORWARD), _calls(run, events, BACKWARD)
+        forward, backward = _calls(op, events, FORWARD), _calls(op, events, BACKWARD)
         if not plan.every_attention:
             forward, backward = forward[:1], backward[-1:]
         before: dict[int, list[int]] = {}
@@ -174,11 +188,11 @@ def _exchange(run: Run, stage: Stage, plan: Plan) -> int:
     return sent
 
 
-def _calls(run: Run, events: list[int], names: tuple[str, ...]) -> list[tuple[int, int]]:
+def _calls(op: Sequence[str], events: list[int], names: tuple[str, ...]) -> list[tuple[int, int]]:
     """(first, last) position of the events that make what one call of an operator gives back, and its workspaces."""
     found: list[tuple[int, int]] = []
     for index, event in enumerate(events):
-        if event < 0 or run.program.op[event] not in names:
+        if event < 0 or op[event] not in names:
             continue
         if found and index == found[-1][1] + 1:
             found[-1] = (found[-1][0], index)

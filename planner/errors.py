@@ -26,7 +26,15 @@ class VplanError(ValueError):
         return type(self), (self.message, self.fix, self.exit_code)
 
 
-class NotRecordedError(VplanError):
+class ContradictionError(VplanError):
+    """What is asked for contradicts itself."""
+
+
+class NotEstimatedError(VplanError):
+    """A strategy that is not estimated, or that a model does not take: another of a search may be."""
+
+
+class NotRecordedError(NotEstimatedError):
     """There is no recording that answers a question: another strategy, model or shape may have one."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.errors import VplanError
+from planner.errors import ContradictionError
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 
 Contradiction = tuple[str, str]
@@ -50,9 +50,9 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
 
 
 def check(job: Job, strategy: Strategy, machine: Machine) -> None:
-    """Raises a VplanError for the first contradiction between the three records, naming the fault and the fix."""
+    """Raises a ContradictionError for the first contradiction between the records: the fault and the fix."""
     for message, fix in contradictions(job, strategy, machine):
-        raise VplanError(message, fix)
+        raise ContradictionError(message, fix)
 
 
 def contradictions(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Contradiction]:

@@ -13,13 +13,14 @@ from typing import Literal
 
 from planner import floor, host
 from planner.allocator import held
-from planner.errors import NotRecordedError
+from planner.errors import NotEstimatedError, NotRecordedError
 from planner.estimate import outside_bytes
 from planner.job import Bucket, Job, Machine, Strategy
-from planner.layout import choose_kernels, end_of_step, kernels, refuse_unpriced, transforms
+from planner.layout import choose_kernels, end_of_step, kernels, transforms
 from planner.phases import caching
 from planner.played import replayed_alone
 from planner.program import Stage
+from planner.refused import refuse_unpriced, refuse_untaken
 from planner.run import Facts, Run, recorded
 from planner.shapes import grid
 from planner.strategies import RING
@@ -60,7 +61,7 @@ class Screen:
     def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
         self._find = facts
         self.trainer = trainer
-        self._facts: dict[tuple[Job, Strategy, Machine], Facts | NotRecordedError] = {}
+        self._facts: dict[tuple[Job, Strategy, Machine], Facts | NotEstimatedError] = {}
         self._steps: dict[tuple[object, ...], Run | NotRecordedError] = {}
         self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], Sizes] = {}
@@ -69,17 +70,19 @@ class Screen:
         self._looks: dict[tuple[object, ...], Look] = {}
 
     def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        """What is known about a question, looked up once; a NotRecordedError where nothing is."""
+        """What is known about a question, looked up once; a NotEstimatedError where nothing is, or not enough."""
         key = (job, strategy, machine)
         if key not in self._facts:
             try:
-                self._facts[key] = self._find(job, strategy, machine)
-            except NotRecordedError as error:
+                refuse_unpriced(job, strategy)
+                self._facts[key] = found = self._find(job, strategy, machine)
+                refuse_untaken(job, strategy, machine, found)
+            except NotEstimatedError as error:
                 self._facts[key] = error
-        found = self._facts[key]
-        if isinstance(found, NotRecordedError):
-            raise found
-        return found
+        known = self._facts[key]
+        if isinstance(known, NotEstimatedError):
+            raise known
+        return known
 
     def floor_seconds(self, job: Job, strategy: Strategy, machine: Machine) -> float:
         """Seconds of a step's passes if nothing had to be moved: never more than a look says, and known sooner."""
@@ -218,7 +221,6 @@ class Screen:
         self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str
     ) -> Run:
         """As `planner.layout.lay_out`, from a copy of the tapes laid out before."""
-        refuse_unpriced(job, strategy)
         base = self._bare(job, strategy, machine, facts, where)
         run = replace(
             base,

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from planner.errors import VplanError
+from planner.errors import ContradictionError
 from planner.facts import ModelProfile
 from planner.job import QUANTISED, SPLIT, Job, Machine, Method, Strategy
 from planner.rules import contradictions, resolve
@@ -65,8 +65,8 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
 
-    ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a VplanError where what the user fixed
-    leaves nothing.
+    ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a ContradictionError where what the user
+    fixed leaves nothing.
     """
     base = asked_for(job.method, strategy, fixed)
     choices = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
@@ -80,7 +80,7 @@ def strategies(
     if refused and not found:  # what speaks against all of it is the user's own, the rest comes of the search
         against = [fault for candidate in refused for fault in contradictions(job, candidate, machine)]
         often = Counter(fix for _, fix in against).most_common(1)[0][0]
-        raise VplanError(*next(fault for fault in against if fault[1] == often))
+        raise ContradictionError(*next(fault for fault in against if fault[1] == often))
     return tuple(found)
 
 
@@ -159,7 +159,7 @@ def _sampling_choices(base: Strategy, fixed: Collection[str]) -> Iterator[dict[s
 
 def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
     """What may be split. The states of an adapter are too small to be worth it; its frozen base is not (zero-3). Of
-    two experts nothing is, see `planner.layout.refuse_unpriced`."""
+    two experts nothing is, see `planner.refused.refuse_unpriced`."""
     if machine.world == 1:
         return ("none", "zero-3") if job.method == "full" and job.experts != "both" else ("none",)
     if job.experts == "both":

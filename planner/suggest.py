@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from planner import margin
-from planner.errors import NotRecordedError
+from planner.errors import NotEstimatedError
 from planner.estimate import Judged, judged
 from planner.hopeless import Hopeless, Known
 from planner.job import SPLIT, Job, Strategy
@@ -42,7 +42,7 @@ class Search:
         self.screen = screen
         self.known = Known(self)
         self.swaps = Swaps(self)
-        self.missing: NotRecordedError | None = None
+        self.missing: NotEstimatedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
         self.chosen: Judged | None = None
@@ -92,7 +92,7 @@ class Search:
                 try:
                     self.screen.facts(job, strategy, self.question.machine)
                     found.append(strategy)
-                except NotRecordedError as error:
+                except NotEstimatedError as error:
                     self.missing = self.missing or error
         self._considered.update((job, strategy) for strategy in found)
         return found
@@ -112,7 +112,7 @@ class Search:
         if job not in self._tiled:
             needed = 0  # asked of any that is allowed, and not where what is typed contradicts itself
             any_plain = next(iter(self._possible(job, False)))
-            with contextlib.suppress(NotRecordedError):  # of another precision, say: candidates tell
+            with contextlib.suppress(NotEstimatedError):  # of another precision, say: candidates tell
                 needed = self.screen.encoding_bytes(job, any_plain, question.machine)
             self._tiled[job] = margin.interval(needed, sides=self.sides)[1] > question.budget_bytes
         return self._tiled[job]
@@ -334,7 +334,7 @@ class Search:
         """A look at a strategy that nobody checked for recordings; None where there are none, or it is refused."""
         try:
             return self.look(job, strategy)
-        except NotRecordedError as error:
+        except NotEstimatedError as error:
             self.missing = self.missing or error
             return None
 
@@ -342,7 +342,7 @@ class Search:
         """The full estimate, or None where there is no recording for it."""
         try:
             return self.settled(job, strategy)
-        except NotRecordedError as error:
+        except NotEstimatedError as error:
             self.missing = self.missing or error
             self._lost[strategy.replace(swap_blocks=0)] = NEVER
             return None

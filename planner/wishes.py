@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.errors import VplanError
+from planner import context
+from planner.errors import ContradictionError, VplanError
 from planner.facts import ModelProfile
 from planner.job import MAX_FRAMES, Job, Strategy
 from planner.plan import Estimate
 from planner.question import Suggestion
 from planner.ranking import TIGHTEST
+from planner.shapes import grid
 from planner.space import searched
 from planner.suggest import Search
 from planner.units import GIB
@@ -112,7 +114,7 @@ def largest(search: Search, wish: Wish, explain: bool = True) -> Suggestion | No
 
 def largest_by(search: Search, job: Job, wish: Wish, lossy: bool | None) -> Estimate | None:
     """The fastest plan at the largest value of a wish, of lossless plans (False), lossy ones (True) or all (None)."""
-    return _largest(search, job, wish, wish.values, lossy)
+    return _largest(search, job, wish, _splittable(search, job, wish, wish.values), lossy)
 
 
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
@@ -121,7 +123,8 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     wishes = [frames(model), smaller_sizes(model, job), batch(model)]
     wishes += [rank(model)] if job.method == "lora" else []
     for wish in wishes if not job.buckets else ():
-        plans = (_roomiest(search, job, wish, wish.below(job), lossy) for lossy in (False, True))
+        values = _splittable(search, job, wish, wish.below(job))
+        plans = (_roomiest(search, job, wish, values, lossy) for lossy in (False, True))
         if plan := next((plan for plan in plans if plan), None):
             found.append(Relaxed(wish.name, _said(wish.read(job)), _said(wish.read(plan.job)), plan))
     if job.method == "full" and not job.trainable:
@@ -157,7 +160,7 @@ def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
         freer = Search(replace(question, fixed=question.fixed - freed), search.screen)
         try:
             plan = next(freer.by_speed(job, _kind(freer, job)), None)
-        except VplanError:  # the rest of what was typed allows nothing else
+        except ContradictionError:  # the rest of what was typed allows nothing else
             continue
         if plan is not None:
             yield Relaxed(field, getattr(question.strategy, field), getattr(plan.strategy, field), plan)
@@ -168,9 +171,17 @@ def _kind(search: Search, job: Job) -> bool | None:
     return None if search.needs_tiles(job) else False
 
 
+def _splittable(search: Search, job: Job, wish: Wish, values: Sequence[Value]) -> Sequence[Value]:
+    """Those at which the GPUs that share a clip can divide it."""
+    model, parts = search.question.model, search.question.strategy.context_parallel
+    if parts == 1:
+        return values
+    return [value for value in values if context.divides(model, grid(model, wish.put(job, value)), parts)]
+
+
 def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
-    anchors = _anchors(search, [wish.put(job, values[0]), job], lossy)
+    anchors = _anchors(search, [wish.put(job, value) for value in values[:1]] + [job], lossy)
     count = len(values)
     while (index := _last_roomy(search, job, wish, values[:count], anchors)) >= 0:
         found = next(search.by_speed(wish.put(job, values[index]), lossy), None)

@@ -18,8 +18,8 @@ from planner import catalog
 from planner.errors import VplanError
 from planner.estimate import estimate
 from planner.job import Job, Machine, Strategy
-from planner.layout import refuse_unpriced
 from planner.library import facts
+from planner.refused import refuse_unpriced
 from planner.rules import check, resolve
 from planner.run import Run, recorded
 from planner.screen import Screen, allocated_peak

@@ -24,6 +24,7 @@ from planner.screen import Screen
 from planner.space import naive, strategies
 from planner.suggest import Search
 from planner.units import GIB
+from planner.variants import OPTIMIZERS
 from planner.wishes import PREFERRED, frames, largest, relaxed
 
 MODEL = catalog.model("cogvideox-2b")
@@ -221,6 +222,66 @@ def test_a_strategy_without_a_recording_is_left_out_and_a_damaged_one_is_refused
     assert search.missing is not None and search.missing.message == "no tape"
     with pytest.raises(VplanError, match="damaged"):
         Search(question, getter(VplanError("tape x is damaged", "record it"))).best(question.job)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("optimizer", sorted({optimizer for optimizer, _ in OPTIMIZERS}))
+def test_every_optimizer_that_is_typed_is_searched_with_what_is_estimated_of_it(optimizer: str, gpus: int) -> None:
+    # Some are not estimated over shares, or in host RAM: that says nothing of the rest.
+    for card in ("8GB", "48GB"):
+        search = ask(card, {"optimizer": optimizer}, method="full")
+        machine = search.question.machine.replace(gpus=gpus, host_ram=256 * GIB)
+        search = Search(replace(search.question, machine=machine), SCREEN)
+        job = search.question.job
+        found = search.best(job)
+        plan = found.plan if found else search.tightest(job)
+        assert plan is not None
+        assert plan.strategy.optimizer == optimizer
+        if card == "8GB":
+            relaxed(search, job)
+
+
+@pytest.mark.parametrize(
+    ("typed", "fault"),
+    [
+        ({"optimizer": "muon", "sharding": "fsdp"}, "muon under fsdp is not estimated"),
+        ({"optimizer": "muon", "offload_optimizer": "cpu"}, "muon is two optimizers"),
+        ({"attention": "flash"}, "attention flash takes neither masks"),
+        ({"context_parallel": 2, "sharding": "fsdp"}, "context_parallel cannot split the tokens"),
+    ],
+)
+def test_what_is_typed_and_not_estimated_is_named(typed: dict[str, Any], fault: str) -> None:
+    search = ask_of(catalog.model("hunyuan-video"), "80GB", typed, method="full")
+    search = Search(replace(search.question, machine=search.question.machine.replace(gpus=2)), SCREEN)
+    assert search.best(search.question.job) is None
+    assert fault in str(search.missing)
+
+
+def test_8_bit_states_over_more_numbers_than_bitsandbytes_counts_are_left_out() -> None:
+    search = ask_of(catalog.model("wan2.1-t2v-14b"), "141GB", {"optimizer": "adamw-8bit"}, method="full")
+    machine = search.question.machine.replace(gpus=4, host_ram=2**40)
+    search = Search(replace(search.question, machine=machine), SCREEN)
+    job, asked = search.question.job, {"optimizer": "adamw-8bit", "master_weights": "fp32", "optimizer_step": "foreach"}
+    shared = [strategy.sharding for strategy in search.candidates(job)]
+    assert "zero-3" in shared
+    assert not {"zero-1", "zero-2"} & set(shared)
+    split = resolve(job, Strategy.read({**asked, "sharding": "zero-2"}), machine)
+    with pytest.raises(VplanError, match="bitsandbytes counts to 2,147,483,647"):
+        estimate(job, split, machine, facts(job, split, machine))
+    assert best(search).plan.strategy.optimizer == "adamw-8bit"
+
+
+def test_the_longest_clip_is_one_that_the_gpus_which_share_it_can_divide() -> None:
+    model = catalog.model("wan2.1-t2v-1.3b")
+    job = {"height": 480, "width": 848}  # 30 x 53 patches: an odd number of latent frames does not divide by four
+    search = ask_of(model, "12GB", {"context_parallel": 4}, frames=81, **job)
+    machine = search.question.machine.replace(gpus=4, host_ram=256 * GIB)
+    search = Search(replace(search.question, machine=machine), SCREEN)
+    found = largest(search, frames(model))
+    assert found is not None
+    latent = (found.plan.job.frames - 1) // 4 + 1
+    assert latent * 30 * 53 % 4 == 0
+    assert latent > 1
 
 
 def test_what_a_search_skips_would_not_have_fitted() -> None:
