@@ -21,10 +21,7 @@ def axis(model: ModelProfile) -> Wish:
 
 def usable(model: ModelProfile) -> list[int]:
     """The lengths a model takes (of an image model: the batches), rising."""
-    values = [value for value in axis(model).values if isinstance(value, int)]
-    if model.kind == "image":
-        return list(model.shape.batches) or values
-    return [value for value in values if not model.shape.window or value <= model.shape.max_frames]
+    return [value for value in axis(model).values if isinstance(value, int)]
 
 
 def lengths(model: ModelProfile, job: Job) -> tuple[int, ...]:

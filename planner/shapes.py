@@ -118,6 +118,12 @@ def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
         raise VplanError(f"checkpointed_blocks {strategy.checkpointed_blocks} of {model.blocks} blocks", fix)
 
 
+def in_words(model: ModelProfile, job: Job) -> str:
+    """The shape of a job: "81 frames of 480x832, batch 1", without frames for an image model."""
+    clip = f"{job.frames} frames of " if model.kind == "video" else ""
+    return f"{clip}{job.height}x{job.width}, batch {job.batch_size}"
+
+
 def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
     """The integers that tapes are symbolic in, for the job's own shape or one of its buckets.
 

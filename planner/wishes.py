@@ -65,13 +65,15 @@ def frames(model: ModelProfile) -> Wish:
     step = model.shape.frame_step
     first = -(-(model.shape.min_frames - 1) // step) * step + 1
     # Latent frames of a clip; a single one would be an image.
-    last = MAX_FRAMES if model.kind == "video" else 1
+    longest = model.shape.max_frames if model.shape.window else MAX_FRAMES
+    last = longest if model.kind == "video" else 1
     return Wish("frames", ("frames",), range(first, last + 1, step), lambda job: job.frames, _put("frames"))
 
 
 def batch(model: ModelProfile) -> Wish:
     """The samples per GPU."""
-    return Wish("batch", ("batch_size",), range(1, MOST_SAMPLES + 1), lambda job: job.batch_size, _put("batch_size"))
+    values = model.shape.batches or range(1, MOST_SAMPLES + 1)
+    return Wish("batch", ("batch_size",), values, lambda job: job.batch_size, _put("batch_size"))
 
 
 def resolution(model: ModelProfile) -> Wish:
@@ -81,10 +83,10 @@ def resolution(model: ModelProfile) -> Wish:
 
 
 def smaller_sizes(model: ModelProfile, job: Job) -> Wish:
-    """The listed sizes, and three quarters and half of the job's own."""
+    """The listed sizes, and three quarters and half of the job's own where the model takes others."""
     multiple = model.shape.size_multiple
     areas = {height * width: (height, width) for height, width in model.shape.resolutions}
-    for share in (0.75, 0.5):
+    for share in () if model.shape.only_listed else (0.75, 0.5):
         sides = [max(1, round(side * share / multiple)) * multiple for side in (job.height, job.width)]
         areas.setdefault(sides[0] * sides[1], (sides[0], sides[1]))
     return _resolution([areas[area] for area in sorted(areas)])

@@ -14,6 +14,7 @@ import click
 from planner import typed
 from planner.commands.common import table, typed_line
 from planner.job import Machine, Strategy
+from planner.shapes import in_words
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def headline(console: Console, request: Request, found: Estimate | None = None) 
     if assumptions:
         console.print(f"assumed: {'; '.join(assumptions)}", style="dim")
     if found and found.job != request.job:
-        job = found.job
-        console.print(f"chosen: {job.frames} frames of {job.height}x{job.width}, batch {job.batch_size}", style="bold")
+        console.print(f"chosen: {in_words(request.model, found.job)}", style="bold")
 
 
 def print_next(console: Console, found: Estimate, output: str | None) -> None:

@@ -30,6 +30,7 @@ from planner.job import Machine
 from planner.oom_message import render
 from planner.plan import Plan, write_plan
 from planner.script import Script, of_file, of_words
+from planner.shapes import in_words
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -109,15 +110,8 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 
 def _print(console: Console, found: Checked) -> None:
     case, estimate = found.case, found.outcome.estimate
-    job = case.job
-    shape = (
-        f"{job.frames} frames of {job.height}x{job.width}"
-        if case.model.kind == "video"
-        else f"{job.height}x{job.width}"
-    )
-    console.print(
-        f"{case.dialect.title}: {case.model.title}, {job.method}, {shape}, batch {job.batch_size}", markup=False
-    )
+    job = in_words(case.model, case.job)
+    console.print(f"{case.dialect.title}: {case.model.title}, {case.job.method}, {job}", markup=False)
     budget = f"{case.gpu.allocatable_gib:.2f} GiB to use"
     console.print(f"on {counted(case.machine)}{case.gpu.title}: {budget}", markup=False)
     for note in found.assumptions:

@@ -124,7 +124,7 @@ def test_shares_of_fsdp_are_of_all_gpus() -> None:
         ("cogvideox-2b", 2, 2, {}, {}, "diffusers has no plan", "--context-parallel 1"),
         ("ltx-2", 2, 2, {}, {}, "its text mask is made for all heads", "--context-parallel 1"),
         ("ltx-video-2b", 2, 2, {}, {}, "its text mask is made for all heads", "--context-parallel 1"),
-        (WAN, 5, 5, CLIP, {}, "does not divide the 12 attention heads", "--context-parallel 4"),
+        (WAN, 5, 5, CLIP, {}, "does not divide the 12 attention heads", "--context-parallel 1"),
         (WAN, 4, 4, {"frames": 5, "height": 464, "width": 848}, {}, "tokens of the clip", "--height"),
         (FLUX, 2, 2, {"text_tokens": 511}, {}, "does not divide the 511 tokens of the text", "--text-tokens"),
         (WAN, 2, 3, CLIP, {}, "does not divide 3 GPU", "--gpus 4"),

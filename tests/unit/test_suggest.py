@@ -21,11 +21,12 @@ from planner.played import again
 from planner.question import Question, Suggestion
 from planner.rules import check, resolve
 from planner.screen import Screen
+from planner.shapes import check_shape, grid
 from planner.space import naive, strategies
 from planner.suggest import Search
 from planner.units import GIB
 from planner.variants import OPTIMIZERS
-from planner.wishes import PREFERRED, frames, largest, relaxed
+from planner.wishes import PREFERRED, frames, largest, relaxed, smaller_sizes
 
 MODEL = catalog.model("cogvideox-2b")
 SHORT = {"frames": 9, "height": 240, "width": 352}
@@ -148,6 +149,18 @@ def test_the_largest_batch_fits() -> None:
     search = ask("8GB", {"gradient_checkpointing": "full", "swap_blocks": 0})
     found = largest(search, PREFERRED["batch"](MODEL))
     assert found is not None and found.plan.verdict == "fits" and found.plan.job.batch_size > 1
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_every_value_of_a_wish_is_one_that_the_model_takes(name: str) -> None:
+    model = catalog.model(name)
+    job = catalog.job_for(model, {})
+    wishes = [make(model) for make in PREFERRED.values()] + [smaller_sizes(model, job)]
+    for wish in wishes:
+        for value in (*wish.values[:3], *wish.values[-3:]):
+            asked = wish.put(job, value)
+            check_shape(model, asked.frames, asked.height, asked.width)
+            facts(asked, Strategy(gradient_checkpointing="full"), Machine(gpu="24GB")).step.values(grid(model, asked))
 
 
 def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
