@@ -139,10 +139,11 @@ def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) 
     """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
     in bf16."""
     wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
+    single = job.replace(batch_size=1, buckets=())  # a batch that is not recorded is told with one that is, later on
     for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
         asked = strategy.replace(**changes)
         try:
-            facts(job, asked, machine)
+            facts(single, asked, machine)
         except NotRecordedError:
             if strategy.weights_dtype not in QUANTISED:
                 raise

@@ -172,14 +172,23 @@ def test_a_trainer_that_does_not_accumulate_is_offered_another_training() -> Non
 
 
 def test_a_batch_that_is_not_recorded_names_one_that_is(tmp_path: Path) -> None:
-    text = """accelerate launch train_dreambooth_lora_z_image.py --pretrained_model_name_or_path=Tongyi-MAI/Z-Image \\
+    general = "[general]\nresolution = [960, 544]\nbatch_size = 4\n"
+    (tmp_path / "d.toml").write_text(f'{general}[[datasets]]\nvideo_directory = "a"\ntarget_frames = [25]\n')
+    image = """accelerate launch train_dreambooth_lora_z_image.py --pretrained_model_name_or_path=Tongyi-MAI/Z-Image \\
       --mixed_precision="bf16" --gradient_checkpointing --cache_latents --resolution=512 --train_batch_size=16
     """
-    (tmp_path / "a.sh").write_text(text)
-    case = settle(*dialects.recognise(of_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
-    with pytest.raises(NotRecordedError, match="sample by sample") as caught:
-        check_case(case, search=False)
-    assert "--train_batch_size 8 --gradient_accumulation_steps 2" in caught.value.fix
+    clip = """accelerate launch src/musubi_tuner/hv_1_5_train_network.py --task t2v --dataset_config d.toml \\
+      --network_module networks.lora_hv_1_5 --mixed_precision bf16 --gradient_checkpointing --sdpa --fp8_scaled
+    """
+    for text, fix in (
+        (image, "--train_batch_size 8 --gradient_accumulation_steps 2"),
+        (clip, "general.batch_size = 2 --gradient_accumulation_steps 2"),
+    ):
+        (tmp_path / "a.sh").write_text(text)
+        case = settle(*dialects.recognise(of_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
+        with pytest.raises(NotRecordedError, match="sample by sample") as caught:
+            check_case(case, search=False)
+        assert fix in caught.value.fix
 
 
 def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
