@@ -11,7 +11,7 @@ from typing import Any
 from planner import catalog, dialects
 from planner.dialects import compose, interface
 from planner.dialects.interface import Dialect, Fields, NotSaidError, Settings
-from planner.errors import NotRecordedError, VplanError, quoted
+from planner.errors import NotEstimatedError, VplanError, quoted
 from planner.estimate import judged
 from planner.job import Job, Machine, Strategy
 from planner.library import facts
@@ -115,12 +115,12 @@ def plan_with(plan: Plan, wanted: Fields) -> Plan:
 
 
 def priced(plan: Plan, trainer: str) -> Estimate | None:
-    """The plan's estimate as that trainer holds memory; None where nothing is recorded that answers."""
+    """The plan's estimate as that trainer holds memory; None where nothing answers."""
     profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
     try:
         known = facts(plan.job, plan.strategy, plan.machine, profile, card)
         return judged(plan.job, plan.strategy, plan.machine, known, trainer).estimate
-    except NotRecordedError:
+    except NotEstimatedError:
         return None
 
 
@@ -190,14 +190,24 @@ def _headed(path: str, text: str, carried: dict[str, tuple[str, ...]]) -> str:
 
 
 def nearest(dialect: Dialect, plan: Plan) -> Plan:
-    """The plan with the fewest fields changed that the trainer can do, and that fits as far as it can be made to."""
-    wanted = interface.nearest(dialect, fields_of(plan))
+    """The plan with the fewest fields changed that the trainer can do, and that fits as far as it can be made to.
+
+    Where a trainer's adapters are fp32 and the base is not, only mixed precision brings them together; nothing else is
+    recorded of such a plan.
+    """
+    near = _nearest(dialect, plan, {})
+    if priced(near, dialect.name) is None and near.strategy.autocast == "none":
+        mixed = _nearest(dialect, plan, {"autocast": plan.strategy.compute_dtype})
+        near = mixed if priced(mixed, dialect.name) else near
+    return fitting(dialect, near) or near
+
+
+def _nearest(dialect: Dialect, plan: Plan, changes: Fields) -> Plan:
     try:
-        near = plan_with(plan, wanted)
+        return plan_with(plan, interface.nearest(dialect, fields_of(plan) | changes))
     except VplanError as error:
         fix = f"change the plan by hand: {error.message}"
         raise VplanError(f"{dialect.title} cannot do this plan, nor one near it", fix) from None
-    return fitting(dialect, near) or near
 
 
 def fitting(dialect: Dialect, plan: Plan) -> Plan | None:

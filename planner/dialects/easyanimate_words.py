@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner import catalog
@@ -96,6 +96,13 @@ def _say_model(fields: Fields) -> Settings:
     profile = catalog.model(fields["model"])
     known = [name for name in profile.aliases if "/" in name and not name.lower().endswith("-diffusers")]
     return {"--pretrained_model_name_or_path": known[0] if known else profile.name}
+
+
+def _say_own_model(fields: Fields) -> Settings:
+    if catalog.model(fields["model"]).family != "easyanimate":
+        why = "its scripts build EasyAnimate's own transformer"
+        raise NotSaidError(Inexpressible("model", fields["model"], "easyanimate-v5.1-7b", why))
+    return _say_model(fields)
 
 
 def _is_image(model: object) -> bool:
@@ -206,13 +213,13 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     return {"train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher)}
 
 
-def _table(*own: Binding | When) -> tuple[Binding | When, ...]:
+def _table(say_model: Callable[[Fields], Settings], *own: Binding | When) -> tuple[Binding | When, ...]:
     return (
         Several(
             ("model",),
             ("--pretrained_model_name_or_path",),
             _model,
-            _say_model,
+            say_model,
             {"model": "--pretrained_model_name_or_path"},
         ),
         *own,
@@ -292,6 +299,7 @@ DIALECT = Dialect(
     source="https://github.com/aigc-apps/EasyAnimate at c2a70d1",
     scripts=(FULL, LORA),
     table=_table(
+        _say_own_model,
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),
@@ -337,6 +345,7 @@ VIDEOX_FUN = replace(
     source="https://github.com/aigc-apps/VideoX-Fun at 804a425",
     scripts=tuple(f"scripts/{folder}/train.py" for folder in FAMILIES),
     table=_table(
+        _say_model,
         Several(("method",), ("script",), _method, _say_method, {"method": "full, lora, by the script"}),
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner import catalog
 from planner.commands import cli
 from planner.dialects import accelerate, compose, flags, interface
 from planner.errors import VplanError
@@ -228,3 +229,30 @@ def test_a_batch_script_runs_the_plan_itself(tmp_path: Path) -> None:
     write_files(done, tmp_path, False)
     assert done.start == "sbatch job.sh" and "--gpus-per-node=4" in done.files["job.sh"]
     assert read_plan(tmp_path / "plan.toml").strategy.sharding == "zero-2"
+
+
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [
+        ("diffusers", "sdxl"),
+        ("diffusers", "cogvideox-5b-i2v"),
+        ("musubi-tuner", "wan2.1-t2v-1.3b"),
+        ("videox-fun", "z-image"),
+        ("easyanimate", "easyanimate-v5.1-7b"),
+        ("sd-scripts", "flux.1-dev"),
+    ],
+)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_plan_in_16_bits_throughout_goes_to_mixed_precision_where_adapters_are_fp32(
+    target: str, model: str, gpus: int
+) -> None:
+    # Without it nothing brings fp32 adapters and a bf16 base together, and nobody could say what such a run needs.
+    half = {"adapter_dtype": "bf16", "autocast": "none"}
+    found = export(plan(gpus, job=catalog.job_for(catalog.model(model), {}), gpu="h200", **half), target, True)
+    assert found.plan.strategy.autocast == "bf16" and found.plan.estimate is not None
+    assert any("mixed_precision" in text for text in found.files.values())
+
+
+def test_a_trainer_of_one_family_refuses_the_others() -> None:
+    with pytest.raises(VplanError, match="its scripts build EasyAnimate's own transformer"):
+        export(plan(), "easyanimate", True)
