@@ -126,10 +126,13 @@ class Forms:
         alike = strategy, kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine))
         known = self._allocated.setdefault(alike, {})
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
-        for one in (True, False):
-            new = [shape for shape in shapes if shape not in known and (self.at(shape).batch_size == 1) is one]
+        by_recording: dict[int, list[Shape]] = {}
+        for shape in shapes:
+            by_recording.setdefault(self._recording(search, shape), []).append(shape)
+        for recording, there in by_recording.items():
+            new = [shape for shape in there if shape not in known]
             if new:
-                forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, one))
+                forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, recording))
                 if forms is None:
                     self.straight.add(strategy)
                     known |= {shape: peak - workspace for shape, peak in self._between(search, strategy, new).items()}
@@ -137,6 +140,11 @@ class Forms:
                     peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
                     known.update(zip(new, map(int, peaks), strict=True))
         return [known[shape] + workspace for shape in shapes]
+
+    def _recording(self, search: Search, shape: Shape) -> int:
+        """What tells which recording holds for a shape: its batch, or only whether it is more than one sample."""
+        batch = self.at(shape).batch_size
+        return batch if search.question.model.shape.batches else min(batch, 2)
 
     def _between(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> dict[Shape, int]:
         """Laid out at a few lengths of each size, and on straight lines between them: a peak is the largest of what
@@ -154,7 +162,7 @@ class Forms:
     def _of(
         self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]
     ) -> tuple[PeakForms | None, int]:
-        """Of one sample, or of several: those are recordings of their own. None where a stage beside the model is laid
+        """Of one recording. None where a stage beside the model is laid
         out at the shape itself, and so knows no other."""
         if key not in self._forms:
             machine = search.question.machine

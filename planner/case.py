@@ -128,7 +128,7 @@ def _with_mixed_precision(
     if not known or strategy.autocast != "none":
         return error
     try:
-        facts(job, strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
+        facts(_at_a_recorded_batch(job), strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
     except NotRecordedError:
         return error
     fault = f"{job.method} of {job.model} without mixed precision is not recorded"
@@ -139,11 +139,11 @@ def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) 
     """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
     in bf16."""
     wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
-    single = job.replace(batch_size=1, buckets=())  # a batch that is not recorded is told with one that is, later on
+    asked_for = _at_a_recorded_batch(job)
     for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
         asked = strategy.replace(**changes)
         try:
-            facts(single, asked, machine)
+            facts(asked_for, asked, machine)
         except NotRecordedError:
             if strategy.weights_dtype not in QUANTISED:
                 raise
@@ -152,6 +152,14 @@ def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) 
             notes.append(f"{strategy.weights_dtype} as this trainer has it is not recorded: priced with {what}")
         return asked
     raise AssertionError("bf16 is recorded of every model")
+
+
+def _at_a_recorded_batch(job: Job) -> Job:
+    """The job, or where its batch is not recorded, which is told with one that is when it is priced, one sample of
+    it."""
+    known = catalog.model(job.model).shape.batches
+    recorded = not known or max(shape.batch_size or job.batch_size for shape in job.shapes) in known
+    return job if recorded else job.replace(batch_size=1, buckets=())
 
 
 def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[str]) -> int:

@@ -69,7 +69,8 @@ def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> Plan:
         raise NotEstimatedError(fault, "use --context-parallel 1, with --gradient-checkpointing offload")
     for what, count in _counts(model, plan, grid).items():
         if count % parts:
-            fix = "another --frames, --height or --width" if "clip" in what else "--text-tokens in its multiples"
+            fix = "another size" if model.kind == "image" else "another --frames, --height or --width"
+            fix = fix if "clip" in what else "--text-tokens in its multiples"
             known = [fewer for fewer in range(1, parts) if not count % fewer and not parts % fewer]
             fix = f"use --context-parallel {known[-1]}" + (f", or {fix}" if what != "attention heads" else "")
             fault = f"context_parallel {parts} does not divide the {count} {what} of {model.title}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -196,9 +197,11 @@ def nearest(dialect: Dialect, plan: Plan) -> Plan:
     recorded of such a plan.
     """
     near = _nearest(dialect, plan, {})
-    if priced(near, dialect.name) is None and near.strategy.autocast == "none":
-        mixed = _nearest(dialect, plan, {"autocast": plan.strategy.compute_dtype})
-        near = mixed if priced(mixed, dialect.name) else near
+    half = near.strategy.compute_dtype
+    if priced(near, dialect.name) is None and near.strategy.autocast == "none" and half != "fp32":
+        with contextlib.suppress(VplanError):  # an engine that casts by itself has none
+            mixed = _nearest(dialect, plan, {"autocast": half})
+            near = mixed if priced(mixed, dialect.name) else near
     return fitting(dialect, near) or near
 
 

@@ -97,6 +97,8 @@ class Known:
         """Whether the host's RAM rules out a strategy whose blocks cannot be swapped."""
         if self.question.machine.host_ram is None or self._most_swapped(job, strategy) or self._tried(job, strategy):
             return False
+        if job.trainable:  # which part of the states there are is known once it is laid out
+            return False
         if strategy.optimizer_step == "fused":  # which kernels step is nothing to the host
             strategy = strategy.replace(optimizer_step="foreach")
         if (job, strategy) not in self._lacks_ram:

@@ -96,7 +96,7 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
     return found
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=32)
 def _encoding(components: tuple[Component, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
     """(program, stage, sizes, allocated peak) of loading, encoding with and freeing some components."""
     program = Program()

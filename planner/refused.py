@@ -5,7 +5,7 @@ A search leaves them out; who types one is told.
 
 from __future__ import annotations
 
-from planner import attention, context, zero
+from planner import attention, context
 from planner.errors import NotEstimatedError
 from planner.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.run import Facts
@@ -90,5 +90,3 @@ def refuse_untaken(job: Job, strategy: Strategy, machine: Machine, facts: Facts)
     attention.kernel(strategy, machine, facts.gpu, facts.step.ops)
     for shape in job.shapes if strategy.context_parallel > 1 else ():
         context.split(facts.model, grid(facts.model, job, shape), strategy.context_parallel)
-    if strategy.sharding in ("zero-1", "zero-2") and job.method == "full" and not job.trainable:
-        zero.check_share(strategy, facts.model.parameters // machine.world)

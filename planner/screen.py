@@ -167,6 +167,8 @@ class Screen:
 
     def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """Host RAM alone, for less than a look."""
+        if strategy.context_parallel > 1:  # what waits there is divided once it is laid out
+            return self.look(job, strategy, machine).host_ram_bytes
         facts = self.facts(job, strategy, machine)
         runs = (self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes)
         return max(host.ram_bytes(run, machine) for run in runs)

@@ -184,8 +184,10 @@ def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Coll
     sharding, offloaded = str(choice["sharding"]), choice["offload_optimizer"] != "none"
     deepspeed = sharding.startswith("zero")
     half = choice["weights_dtype"] in HALF and (whole or choice["adapter_dtype"] in HALF)
-    # DeepSpeed trains a module in 16 bits with an fp32 master of its own; a search keeps fp32 weights elsewhere.
-    if free("master_weights") and (choice["master_weights"] == "fp32") != deepspeed:
+    # DeepSpeed trains a module in 16 bits with an fp32 master of its own; a search keeps fp32 weights elsewhere, but
+    # where a part of them is trained: that is not recorded under autocast.
+    masters = choice["master_weights"] == "fp32"
+    if free("master_weights") and masters != deepspeed and not (masters and job.trainable):
         return False
     if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
         return False

@@ -23,6 +23,7 @@ from planner.plan import Estimate
 from planner.question import Question, Suggestion, Switch
 from planner.ranking import TIGHTEST, WORTH_LOSS, loss, slowness
 from planner.screen import Look, Screen
+from planner.shapes import grid
 from planner.space import effort, naive, strategies, switched
 from planner.swap import Swaps
 
@@ -97,6 +98,12 @@ class Search:
         self._considered.update((job, strategy) for strategy in found)
         return found
 
+    def is_recorded(self, job: Job) -> bool:
+        """Whether the recordings of what is searched hold for the job's shape."""
+        tapes = [self.screen.facts(job, each, self.question.machine).step for each in self.candidates(job)[:1]]
+        where = grid(self.question.model, job)
+        return bool(tapes) and all(where[name] == fixed for name, fixed in tapes[0].regime.items())
+
     def _possible(self, job: Job, tiled: bool) -> dict[Strategy, bool]:
         """Strategy -> whether it is lossy, of all that nothing forbids."""
         if (job, tiled) not in self._strategies:
@@ -168,7 +175,11 @@ class Search:
                 or self.swaps.no_smaller(job, bare, verdict, below())
             ):
                 continue
-            look = self.swaps.roomiest(job, bare, verdict)
+            try:
+                look = self.swaps.roomiest(job, bare, verdict)
+            except NotEstimatedError as error:  # told by what it needs once it is laid out
+                self.missing = self.missing or error
+                continue
             if look is None:
                 hopeless.add(bare)
             elif look.strategy not in tried:
@@ -265,7 +276,9 @@ class Search:
                 continue
             alike = strategy.replace(optimizer_step="foreach")
             if in_optimizer.get(alike, True):
-                look = self.look(job, self.most_in_ram(job, strategy))
+                look = self._seen(job, self.most_in_ram(job, strategy))
+                if look is None:
+                    continue
                 found[look], in_optimizer[alike] = place[strategy], look.in_optimizer
                 if self.has_ram(look):
                     bisect.insort(least, self.device_bytes(look))

@@ -5,6 +5,7 @@ The same bisection says, when nothing fits, which single wish to relax and to wh
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -116,7 +117,7 @@ def largest(search: Search, wish: Wish, explain: bool = True) -> Suggestion | No
 
 def largest_by(search: Search, job: Job, wish: Wish, lossy: bool | None) -> Estimate | None:
     """The fastest plan at the largest value of a wish, of lossless plans (False), lossy ones (True) or all (None)."""
-    return _largest(search, job, wish, _splittable(search, job, wish, wish.values), lossy)
+    return _largest(search, job, wish, _takeable(search, job, wish, wish.values), lossy)
 
 
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
@@ -125,13 +126,14 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     wishes = [frames(model), smaller_sizes(model, job), batch(model)]
     wishes += [rank(model)] if job.method == "lora" else []
     for wish in wishes if not job.buckets else ():
-        values = _splittable(search, job, wish, wish.below(job))
+        values = _takeable(search, job, wish, wish.below(job))
         plans = (_roomiest(search, job, wish, values, lossy) for lossy in (False, True))
         if plan := next((plan for plan in plans if plan), None):
             found.append(Relaxed(wish.name, _said(wish.read(job)), _said(wish.read(plan.job)), plan))
     if job.method == "full" and not job.trainable:
-        adapters = job.replace(method="lora")
-        plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
+        adapters, plan = job.replace(method="lora"), None
+        with contextlib.suppress(ContradictionError):  # what was typed is for full training
+            plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
             found.append(Relaxed("method", "full", "lora", plan))
     return (*found, *_more_ram(search, job), *_untyped(search, job))
@@ -173,42 +175,39 @@ def _kind(search: Search, job: Job) -> bool | None:
     return None if search.needs_tiles(job) else False
 
 
-def _splittable(search: Search, job: Job, wish: Wish, values: Sequence[Value]) -> Sequence[Value]:
-    """Those at which the GPUs that share a clip can divide it."""
+def _takeable(search: Search, job: Job, wish: Wish, values: Sequence[Value]) -> Sequence[Value]:
+    """Those that are recorded, and at which the GPUs that share a clip can divide it."""
     model, parts = search.question.model, search.question.strategy.context_parallel
-    if parts == 1:
-        return values
-    return [value for value in values if context.divides(model, grid(model, wish.put(job, value)), parts)]
+    if parts > 1:
+        values = [value for value in values if context.divides(model, grid(model, wish.put(job, value)), parts)]
+    if wish.name == "batch" and model.shape.batches:
+        values = [value for value in values if search.is_recorded(wish.put(job, value))]
+    return values
 
 
 def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
     anchors = _anchors(search, [wish.put(job, value) for value in values[:1]] + [job], lossy)
-    count = len(values)
-    while (index := _last_roomy(search, job, wish, values[:count], anchors)) >= 0:
-        found = next(search.by_speed(wish.put(job, values[index]), lossy), None)
-        if found is not None:
+    for there in _roomy(search, job, wish, values, anchors):
+        if found := next(search.by_speed(there, lossy), None):
             return found
-        count = index
     return None
 
 
 def _roomiest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
     """As `_largest`, but any plan there will do: the tightest, which is the first that is asked."""
     anchors = _anchors(search, [job], lossy)
-    count = len(values)
-    while (index := _last_roomy(search, job, wish, values[:count], anchors)) >= 0:
-        there = wish.put(job, values[index])
+    for there in _roomy(search, job, wish, values, anchors):
         for strategy in anchors:
             found = search.priced(there, search.most_in_ram(there, strategy))
             if found is not None and found.verdict == "fits":
                 return found
-        count = index
     return None
 
 
-def _last_roomy(search: Search, job: Job, wish: Wish, values: Sequence[Value], anchors: Sequence[Strategy]) -> int:
-    """Index of the largest value at which one of the strategies seems to fit; -1 when none does."""
+def _roomy(search: Search, job: Job, wish: Wish, values: Sequence[Value], anchors: Sequence[Strategy]) -> Iterator[Job]:
+    """The job at the largest value at which one of the strategies seems to fit; then, with what was learned there, at
+    the largest below it, and so on."""
 
     def seems(index: int) -> bool:
         at = wish.put(job, values[index])
@@ -220,6 +219,15 @@ def _last_roomy(search: Search, job: Job, wish: Wish, values: Sequence[Value], a
             high = low + step
             break
         low, step = low + step, step * 2
+    while (last := _last(seems, low, high)) >= 0:
+        yield wish.put(job, values[last])
+        low, high, step = last - 1, last, 1
+        while low >= 0 and not seems(low):  # what is learned is some percent: the next is near
+            low, high, step = max(-1, low - step), low, step * 2
+
+
+def _last(seems: Callable[[int], bool], low: int, high: int) -> int:
+    """The last index that seems to fit, where ``low`` does, or is -1, and ``high`` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if seems(middle) else (low, middle)

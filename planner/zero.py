@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
 from planner.gather import first_backward
-from planner.job import Strategy
 from planner.program import Stage
 from planner.run import Run
 
@@ -254,16 +253,11 @@ def _states(run: Run, share: int) -> list[int]:
     ``init_state``): over the flat share of norms and biases too, which it keeps in fp32 where they are on their own."""
     nbytes = FULL * share
     if run.strategy.optimizer == "adamw-8bit" and share >= SMALLEST_8_BIT:
-        check_share(run.strategy, share)
+        if share > MOST_8_BIT:
+            fault = f"adamw-8bit over a share of {share:,} numbers: bitsandbytes counts to {MOST_8_BIT:,}"
+            raise NotEstimatedError(fault, "use more GPUs, or --optimizer adamw")
         nbytes = share + FULL * -(-share // 256)
     return [run.new(nbytes, "optimizer", name) for name in ("exp_avg", "exp_avg_sq")]
-
-
-def check_share(strategy: Strategy, share: int) -> None:
-    """Raises a NotEstimatedError for a flat share of more numbers than bitsandbytes counts."""
-    if strategy.optimizer == "adamw-8bit" and share > MOST_8_BIT:
-        fault = f"adamw-8bit over a share of {share:,} numbers: bitsandbytes counts to {MOST_8_BIT:,}"
-        raise NotEstimatedError(fault, "use more GPUs, or --optimizer adamw")
 
 
 def _step(run: Run, share: int, states: Sequence[int], *freed: int) -> list[int]:

@@ -236,7 +236,7 @@ class _Wanted:
         suggestion = self._best(search, explain=False)
         if suggestion is None:
             least = search.tightest(search.question.job)
-            reason = _shortage(least) if least else str(search.missing or "")
+            reason = _shortage(least) if least else search.missing.message if search.missing else ""
             return answer.Row(name, None, reason, search.considered)
         plan = suggestion.plan.replace(assumptions=_assumptions(request, suggestion.plan))
         return answer.Row(name, plan, "", search.considered)

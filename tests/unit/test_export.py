@@ -253,6 +253,12 @@ def test_a_plan_in_16_bits_throughout_goes_to_mixed_precision_where_adapters_are
     assert any("mixed_precision" in text for text in found.files.values())
 
 
+def test_a_plan_that_no_mixed_precision_helps_is_exported_as_it_was() -> None:
+    fields = {"adapter_dtype": "bf16", "autocast": "none", "compute_dtype": "fp32"}
+    found = export(plan(**fields), "musubi-tuner", True)
+    assert found.plan.strategy.compute_dtype == "bf16" and found.plan.estimate is not None
+
+
 def test_a_trainer_of_one_family_refuses_the_others() -> None:
     with pytest.raises(VplanError, match="its scripts build EasyAnimate's own transformer"):
         export(plan(), "easyanimate", True)

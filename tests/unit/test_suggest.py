@@ -275,13 +275,52 @@ def test_8_bit_states_over_more_numbers_than_bitsandbytes_counts_are_left_out() 
     machine = search.question.machine.replace(gpus=4, host_ram=2**40)
     search = Search(replace(search.question, machine=machine), SCREEN)
     job, asked = search.question.job, {"optimizer": "adamw-8bit", "master_weights": "fp32", "optimizer_step": "foreach"}
-    shared = [strategy.sharding for strategy in search.candidates(job)]
-    assert "zero-3" in shared
-    assert not {"zero-1", "zero-2"} & set(shared)
     split = resolve(job, Strategy.read({**asked, "sharding": "zero-2"}), machine)
     with pytest.raises(VplanError, match="bitsandbytes counts to 2,147,483,647"):
         estimate(job, split, machine, facts(job, split, machine))
-    assert best(search).plan.strategy.optimizer == "adamw-8bit"
+    assert best(search).plan.strategy.sharding in ("ddp", "zero-3")
+
+
+def test_a_part_trained_in_16_bits_gets_masters_that_nobody_typed() -> None:
+    search = ask_of(catalog.model("wan2.1-t2v-1.3b"), "24GB", method="full", trainable=("attn1",))
+    plan = best(search).plan
+    assert (plan.strategy.master_weights, plan.lossy) == ("fp32", ())
+    split = [each for each in search.candidates(plan.job, False) if each.sharding == "zero-3"]
+    fitting = [each for each in split if search.has_ram(search.look(plan.job, each))]
+    assert fitting  # states of what is not trained wait nowhere
+    assert not any(search.known.lacks_ram(plan.job, each) for each in fitting)
+
+
+def test_what_is_refused_once_it_is_laid_out_is_passed_over() -> None:
+    asked = {"method": "full", "trainable": ("blocks",)}
+    search = ask_of(catalog.model("wan2.1-t2v-14b"), "h200", {"optimizer": "adamw-8bit"}, **asked)
+    machine = search.question.machine.replace(gpus=4, host_ram=2**40)
+    search = Search(replace(search.question, machine=machine), SCREEN)
+    assert best(search).plan.strategy.sharding in ("ddp", "zero-3")
+    assert search.tightest(search.question.job) is not None
+
+
+def test_what_was_typed_for_full_training_is_no_fault_of_a_hint() -> None:
+    typed = {"weights_dtype": "bf16", "master_weights": "fp32", "adapter_dtype": "fp32"}
+    search = ask("8GB", typed, method="full", frames=49, height=480, width=720)
+    assert "method" not in {wish.field for wish in relaxed(search, search.question.job)}
+
+
+def test_batches_that_are_sampled_are_recorded_ones() -> None:
+    model = catalog.model("z-image")
+    search = ask_of(model, "80GB", method="sample")
+    found = largest(search, PREFERRED["batch"](model))
+    assert found is not None and found.plan.job.batch_size == 2
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "offload"])
+def test_host_ram_is_divided_among_the_gpus_that_share_a_clip(checkpointing: str) -> None:
+    model = catalog.model("wan2.1-t2v-1.3b")
+    machine = Machine(gpu="h200", gpus=2, host_ram=2**40)
+    job = catalog.job_for(model, {"frames": 81})
+    typed = {"context_parallel": 2, "sharding": "fsdp", "gradient_checkpointing": checkpointing}
+    strategy = resolve(job, Strategy.read(typed), machine)
+    assert SCREEN.host_ram_bytes(job, strategy, machine) == SCREEN.look(job, strategy, machine).host_ram_bytes
 
 
 def test_the_longest_clip_is_one_that_the_gpus_which_share_it_can_divide() -> None:
