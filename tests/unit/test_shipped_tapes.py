@@ -66,3 +66,20 @@ def test_scales_of_8_bit_states_are_those_of_the_rank(name: str) -> None:
     for scale, nbytes in scales.items():
         numbers = states[scale.replace("absmax1", "state1")]
         assert nbytes == 4 * -(-numbers // 256) or max(nbytes, numbers) <= BLOCK_ROUND_BYTES, scale
+
+
+LARGEST_BYTES = 100_000
+
+
+def test_no_tape_is_larger_than_allowed() -> None:
+    too_large = [path for path in TAPES.glob("**/*.json.gz") if path.stat().st_size > LARGEST_BYTES]
+    assert not too_large
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_every_optimizer_is_recorded_of_every_model(name: str) -> None:
+    profile = catalog.model(name)
+    for variant in OptimizerVariant.all(profile):
+        # No two blocks of a UNet are alike, so what steps parameter by parameter makes a long tape of it.
+        if profile.family != "unet" or variant.optimizer in ("adamw", "adamw-8bit", "lion"):
+            assert (TAPES / name / f"{variant.name}.json.gz").is_file(), variant.name
