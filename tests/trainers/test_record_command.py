@@ -92,14 +92,14 @@ def test_where_nobody_may_write_tapes_go_to_the_user_s_folder(monkeypatch: pytes
 
 
 def test_one_command_records_all_that_a_question_lacks() -> None:
-    strategy = Strategy(weights_dtype="int8", optimizer="came")
+    strategy = Strategy(weights_dtype="int8", optimizer="adafactor")
     with pytest.raises(NotRecordedError) as caught:
-        facts(job_for(catalog.model("mochi-1"), {}), strategy, Machine(gpu="h100-80gb"))
+        facts(job_for(catalog.model("sdxl"), {}), strategy, Machine(gpu="h100-80gb"))
     words = caught.value.fix.partition("vplan record ")[2].split()
     names = words[2::2]
-    assert words[0] == "mochi-1" and len(names) == 2 and set(words[1::2]) == {"--variant"}
+    assert words[0] == "sdxl" and len(names) == 2 and set(words[1::2]) == {"--variant"}
     wanted = record._Wanted(tuple(names), everything=False, check=False)
-    assert [task.variant for task in record._tasks({"mochi-1": None}, wanted, profiles.TAPES)] == names
+    assert [task.variant for task in record._tasks({"sdxl": None}, wanted, profiles.TAPES)] == names
 
 
 @pytest.mark.parametrize(
