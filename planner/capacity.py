@@ -162,8 +162,8 @@ class Forms:
     def _of(
         self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]
     ) -> tuple[PeakForms | None, int]:
-        """Of one recording. None where a stage beside the model is laid
-        out at the shape itself, and so knows no other."""
+        """Of one recording. None where a stage beside the model is laid out at the shape itself, and so knows no
+        other."""
         if key not in self._forms:
             machine = search.question.machine
             facts = self.screen.facts(job, strategy, machine)

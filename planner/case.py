@@ -139,11 +139,11 @@ def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) 
     """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
     in bf16."""
     wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
-    asked_for = _at_a_recorded_batch(job)
+    recorded = _at_a_recorded_batch(job)
     for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
         asked = strategy.replace(**changes)
         try:
-            facts(asked_for, asked, machine)
+            facts(recorded, asked, machine)
         except NotRecordedError:
             if strategy.weights_dtype not in QUANTISED:
                 raise
@@ -155,8 +155,7 @@ def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) 
 
 
 def _at_a_recorded_batch(job: Job) -> Job:
-    """The job, or where its batch is not recorded, which is told with one that is when it is priced, one sample of
-    it."""
+    """The job; one sample of it where its batch is not recorded, which pricing tells, with one that is."""
     known = catalog.model(job.model).shape.batches
     recorded = not known or max(shape.batch_size or job.batch_size for shape in job.shapes) in known
     return job if recorded else job.replace(batch_size=1, buckets=())
