@@ -92,7 +92,7 @@ def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict
     for stack in profile.stacks:
         if stack.alike and isinstance(config[stack.depth_key], int):
             config[stack.depth_key] = min(blocks, config[stack.depth_key])
-    if profile.family == "mochi":  # its last block is without text output
+    if profile.family in ("mochi", "sd3"):  # the last block is without text output, so unlike the others
         config["num_layers"] += 1
     return config
 
