@@ -20,6 +20,8 @@ class CardHere(NamedTuple):
     reserve_bytes: int
     """what others hold of it now, and what is kept for them beside that"""
     host_ram: int
+    torch: str | None
+    """the release that is installed"""
     notes: tuple[str, ...]
     """how it was understood"""
 
@@ -31,7 +33,7 @@ RESERVE_BYTES = HELD_BYTES
 def card_here(said: Machine) -> CardHere:
     """The first card that CUDA shows a process started here; a VplanError when NVML answers for none.
 
-    `said` has the reserve that was typed, if one was.
+    `said` has the reserve and the torch that were typed, if they were.
     """
     driver, cards = doctor.visible()
     if driver["error"] or not cards or cards[0]["name"] is None:
@@ -47,11 +49,13 @@ def card_here(said: Machine) -> CardHere:
     else:
         raise VplanError(f"NVML does not say how much memory {name} has", "say it: --gpu 24GiB")
     notes = [f"{name}, {format_gib(used)} of it in use by others now"]
-    torch = doctor.package_version("torch")
+    torch, release = doctor.package_version("torch"), doctor.torch_release()
+    if release and "torch" not in said.model_fields_set:
+        notes.append(f"torch {release}, which is installed")
     with contextlib.suppress(VplanError):  # a damaged file: `vplan calibrate` writes it anew
         found = calibration.read(name, driver["version"], torch) if torch and driver["version"] else None
         if found:
             card = calibration.calibrated(card, found)
             notes.append(f"context and rates as calibrated {found.time[:10]}")
     kept = said.reserve if "reserve" in said.model_fields_set else RESERVE_BYTES
-    return CardHere(card, used + kept, host_ram, tuple(notes))
+    return CardHere(card, used + kept, host_ram, release, tuple(notes))

@@ -206,6 +206,12 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def torch_release() -> str | None:
+    """The installed torch as 2.11: what a step takes is another release's only when this is."""
+    version = package_version("torch")
+    return ".".join(version.split("+")[0].split(".")[:2]) if version else None
+
+
 def torch_build() -> Facts | None:
     """What the installed torch was built for, read from its version file: importing it takes seconds."""
     try:

@@ -15,7 +15,7 @@ ERROR, WARNING, NOTE = "error", "warning", "note"
 """No training here as it stands; it may fail or take more than it need; good to know."""
 
 LEAST = {
-    "torch": "2.8",
+    "torch": "2.9",
     "diffusers": "0.35",
     "transformers": "4.55",
     "accelerate": "1.10",

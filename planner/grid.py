@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from planner import catalog
+from planner import catalog, doctor
 from planner.errors import VplanError
 from planner.estimate import estimate
 from planner.facts import GpuProfile, ModelProfile
@@ -42,7 +42,8 @@ def plans(name: str, card: GpuProfile | None) -> Iterator[Plan]:
         job = Job(model=name, frames=5, height=32, width=32, lora_rank=4)
         yield Plan(job=job, strategy=Strategy(gradient_checkpointing="full"), machine=Machine(gpu="24GB"))
         return
-    machine = Machine(gpu=card.name, host_ram=psutil.virtual_memory().total, unified=card.unified)
+    ram, torch = psutil.virtual_memory().total, doctor.torch_release()
+    machine = Machine(gpu=card.name, host_ram=ram, unified=card.unified, torch=torch)
     height, width = model.shape.resolutions[0]
     for frames in dict.fromkeys(_allowed(model, count) for count in LENGTHS):
         for checkpointing in ("full", "none"):

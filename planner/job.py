@@ -4,12 +4,13 @@ The string under a field is also the help text of its flag. What contradicts wha
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from planner.errors import VplanError
+from planner.errors import VplanError, quoted
 from planner.record import Bytes, Count, CountOrZero, Flag, Positive, Record
 
 # Far above what anybody trains. They catch slips of the keyboard (10**12) and keep every product inside 64 bits.
@@ -259,6 +260,8 @@ class Machine(Record):
     """operating system that will train"""
     unified: Flag = False
     """GPU and CPU share one memory"""
+    torch: Annotated[str, Field(max_length=100)] | None = None
+    """version of torch that will train, as 2.11; the newest when not given"""
     links: Links | None = None
     """link speeds, where they are known better than from the card's profile"""
 
@@ -272,3 +275,10 @@ class Machine(Record):
         if self.host_ram == 0:
             raise VplanError("host_ram 0 is too small", "write the RAM of the computer, as 64GiB")
         return self
+
+    @field_validator("torch")
+    @classmethod
+    def _torch_is_a_version(cls, version: str | None) -> str | None:
+        if version is not None and not re.match(r"\d{1,3}\.\d{1,3}(?!\d)", version, re.ASCII):
+            raise VplanError(f"{quoted(version)} is no version", "write it as 2.11")
+        return version

@@ -180,7 +180,8 @@ class _Said:
         card = catalog.gpu(row.machine.gpu)
         card = self._gpu if self._gpu.name == card.name else card
         rates = card.context_mib, card.bf16_tflops, card.bandwidth_gbs, card.link_gbs
-        key = f"{row.id} {row.machine.gpu} {row.capped_bytes} {' '.join(sorted(phases_of(row.details)))} {rates}"
+        machine = f"{row.machine.gpu} {row.machine.torch} {row.capped_bytes}"
+        key = f"{row.id} {machine} {' '.join(sorted(phases_of(row.details)))} {rates}"
         if key not in self._found:
             self._found[key] = _predict(row, card)
         found: dict[str, Any] | None = self._found[key]

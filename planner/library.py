@@ -72,14 +72,14 @@ def facts(
     card = gpu or catalog.parse_gpus(machine.gpu)[1]
     side_by_side = together(model, job.guided)
     if job.method == "sample":
-        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side)
+        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)
         return Facts(model, card, tape(job.model, sampled.name), NOTHING, around=around(model, job, strategy))
     validates = strategy.validation_mode != "off"
-    variant = StepVariant.of(model, job, strategy, batch)
+    variant = StepVariant.of(model, job, strategy, batch, machine.torch)
     partial = strategy.gradient_checkpointing == "partial"
     wanted = {"step": variant.name, "optimizer": OptimizerVariant.of(model, job, strategy).name}
     if validates:
-        wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side).name
+        wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side, machine.torch).name
     if partial:
         wanted["checkpointed"] = variant._replace(checkpointing="full").name
     found = dict(zip(wanted, tapes(job.model, *wanted.values()), strict=True))

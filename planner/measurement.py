@@ -101,12 +101,15 @@ class Setup(NamedTuple):
 
 
 def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
-    """The name of a plan's row: the same for the same job, strategy and machine, whatever else the plan's file says."""
+    """The name of a plan's row: the same for the same job, strategy and machine, whatever else the plan's file says.
+
+    Under which torch it was taken says the row's environment, so the one that a plan was made for is no part of it.
+    """
     model = catalog.model(plan.job.model).name
     records = {
         "job": plan.job.replace(model=model),
         "strategy": resolve(plan.job, plan.strategy, plan.machine),
-        "machine": plan.machine,
+        "machine": plan.machine.replace(torch=None),
     }
     said: dict[str, Any] = {
         part: record.model_dump(mode="json", exclude_defaults=True) for part, record in records.items()

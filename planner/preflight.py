@@ -127,8 +127,9 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     """The plan's estimate made anew, and whether its own budget holds it. `must`: without a recording, a VplanError."""
     profile, (_, card) = catalog.model(plan.job.model), catalog.parse_gpus(plan.machine.gpu)
     try:
-        known = with_learned(facts(plan.job, plan.strategy, plan.machine, profile, card), plan.trainer)
-        found = judged(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
+        machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
+        known = with_learned(facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
+        found = judged(plan.job, plan.strategy, machine, known, plan.trainer).estimate
     except NotRecordedError as error:
         if must:
             raise

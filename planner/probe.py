@@ -372,10 +372,11 @@ def _last_words(log: Path, ended: Ended) -> str:
 
 
 def _machine(asked: Machine, gpu: str | None, capped: int | None) -> Machine:
-    """The machine that a row speaks of: the one it was taken on, whatever card the plan is for.
+    """The machine that a row speaks of: the one it was taken on, whatever card and torch the plan is for.
 
     What a capped process could not have of the card is `reserve`.
     """
+    asked = asked.replace(torch=doctor.torch_release())
     with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
         card = catalog.gpu(gpu or "")
         if card.name != catalog.parse_gpus(asked.gpu)[1].name:

@@ -113,7 +113,7 @@ def _explain(record: type[BaseModel], error: ValidationError, where: str) -> Vpl
     opening = f"{where}: " if where else ""
     cause = context.get("error")
     if isinstance(cause, VplanError):
-        return VplanError(f"{opening}{name} {cause.message}".replace("  ", " "), cause.fix)
+        return VplanError(f"{opening}{name} {cause.message}".replace("  ", " ").lstrip(), cause.fix)
     if kind == "extra_forbidden" and owner:
         known = [field.alias or key for key, field in owner.model_fields.items()]
         fix = did_you_mean(str(location[-1]), known, "the fields are " + ", ".join(known))

@@ -12,6 +12,34 @@ from planner.job import QUANTISED, SPLIT, Job, Strategy
 
 HALF = ("bf16", "fp16")
 
+TORCH_RMS_NORM = ("wan", "wan-vace", "wan-animate", "flux", "flux2", "ltx", "ltx-2", "krea2")
+"""Families whose blocks call torch's own RMSNorm; diffusers' class of that name is made of other operators."""
+
+IN_FP32_THEMSELVES = ("krea2",)
+"""Of those, whose code casts to fp32 itself, whatever autocast does."""
+
+RMS_NORM_IN_FP32 = (2, 12)
+"""The torch since which CUDA's autocast computes RMSNorm in fp32 (AT_FORALL_FP32 in ATen/autocast_mode.h). One before
+leaves it in the format of its input: 4 to 7 % less of a checkpointed step of Wan 1.3B, 10 to 18 % of any other."""
+
+FUSED_RMS_NORM = (2, 9)
+"""The torch from which on CUDA has a kernel for it. One before took several operators, which are not recorded."""
+
+OLDER = "torch2.11"
+"""What names a tape of the torch in between."""
+
+
+def is_older(profile: ModelProfile, precision: Precision, torch: str | None) -> bool:
+    """Whether a step under this torch differs from what the newest does; a NotRecordedError before `FUSED_RMS_NORM`."""
+    if torch is None or profile.family not in TORCH_RMS_NORM:
+        return False
+    version = tuple(int(part) for part in torch.split(".")[:2])
+    if version < FUSED_RMS_NORM:
+        least = ".".join(map(str, FUSED_RMS_NORM))
+        fault = f"{profile.title} under torch {torch}, which has no kernel for RMSNorm, is not recorded"
+        raise NotRecordedError(fault, f"train with torch {least} or newer, and say so: --torch {least}")
+    return version < RMS_NORM_IN_FP32 and ages(profile, precision) == BOTH
+
 
 class Precision(NamedTuple):
     """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16.
@@ -133,6 +161,15 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     return PRECISIONS[method] + tuple(bases)
 
 
+BOTH = (False, True)
+
+
+def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
+    """Whether a recording is of an older torch: both, where that makes a difference."""
+    differs = profile.family in TORCH_RMS_NORM and profile.family not in IN_FP32_THEMSELVES
+    return BOTH if differs and precision.autocast else (False,)
+
+
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
     height, width = profile.shape.resolutions[0]
     job = Job.read(
@@ -168,8 +205,13 @@ class StepVariant(NamedTuple):
     dropout: bool = False
     """Each adapted layer drops some of its input, and keeps what is left and a mask. How much does not matter."""
 
+    older: bool = False
+    """Under a torch before `RMS_NORM_IN_FP32`, of a model and a precision where that makes a difference."""
+
     @classmethod
-    def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> StepVariant:
+    def of(
+        cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
+    ) -> StepVariant:
         """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``; partial ones are
         put together from ``none``, which this gives, and ``full``."""
         precision = Precision.of(job, strategy)
@@ -192,15 +234,17 @@ class StepVariant(NamedTuple):
             batches = " or ".join(map(str, counts))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if counts and batch > 1 else None
-        return cls(method, precision, mode, batch == 1, samples, dropout=job.method == "lora" and job.lora_dropout > 0)
+        dropout = job.method == "lora" and job.lora_dropout > 0
+        return cls(method, precision, mode, batch == 1, samples, dropout, is_older(profile, precision, torch))
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
             for precision, mode in itertools.product(precisions(profile, method), CHECKPOINTING):
-                yield cls(method, precision, mode, one_sample=True)
-                yield from (cls(method, precision, mode, False, samples) for samples in batches)
+                for older in ages(profile, precision):
+                    yield cls(method, precision, mode, one_sample=True, older=older)
+                    yield from (cls(method, precision, mode, False, samples, older=older) for samples in batches)
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
@@ -211,7 +255,8 @@ class StepVariant(NamedTuple):
     def name(self) -> str:
         batch = "one" if self.one_sample else str(self.samples or "many")
         method = f"{self.method}-dropout" if self.dropout else self.method
-        return f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}"
+        name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}"
+        return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The Job and Strategy to record it with."""
@@ -225,9 +270,13 @@ class SampleVariant(NamedTuple):
     method: str
     precision: Precision
     one_sample: bool
+    older: bool = False
+    """As a step's."""
 
     @classmethod
-    def of(cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int) -> SampleVariant:
+    def of(
+        cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
+    ) -> SampleVariant:
         """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
         method = "full" if job.method == "sample" else recorded_method(profile, job)
         precision = Precision.of(job, strategy)
@@ -238,17 +287,18 @@ class SampleVariant(NamedTuple):
             what = "sampling" if job.method == "sample" else "validation"
             fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
             raise NotRecordedError(f"{what} is not recorded with {' '.join(precision.flags)}", fix)
-        return cls(method, precision, batch == 1)
+        return cls(method, precision, batch == 1, is_older(profile, precision, torch))
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
         for method in methods(profile):
             for precision, one in itertools.product(PRECISIONS[method.removesuffix("-wide")], (True, False)):
-                yield cls(method, precision, one)
+                yield from (cls(method, precision, one, older) for older in ages(profile, precision))
 
     @property
     def name(self) -> str:
-        return f"sample-{self.method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
+        name = f"sample-{self.method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
+        return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The Job and Strategy to record it with."""

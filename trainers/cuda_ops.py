@@ -91,12 +91,13 @@ def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
     return kernel
 
 
-def install_autocast(library: torch.library.Library) -> None:
-    """CUDA's autocast on the CPU key.
+def install_autocast(library: torch.library.Library, rms_norm_in_fp32: bool = True) -> None:
+    """CUDA's autocast on the CPU key, as the installed torch has it, but for RMSNorm, which it casts since torch 2.12.
 
     The lower-precision list keeps torch's own kernel: it owns the weight-cast cache.
     """
     lists = autocast_lists()
+    lists["fp32"] = lists["fp32"] - {"rms_norm"} | ({"rms_norm"} if rms_norm_in_fp32 else set())
     cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")}
     listed = set.union(*lists.values())
     for name in sorted(cpu - listed):
@@ -179,15 +180,16 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
 
 
 @contextlib.contextmanager
-def cuda_semantics(fused_rms_norm: bool = True) -> Iterator[None]:
+def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -> Iterator[None]:
     """While open, CPU tensors take CUDA's path through autocast, attention, dropout and RMSNorm.
 
-    ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel.
+    ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
+    what it did before 2.12, where autocast left RMSNorm in the format of its input.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
-        install_autocast(library)
+        install_autocast(library, rms_norm_in_fp32)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", fakes.dropout, "AutogradCPU")
         if fused_rms_norm:

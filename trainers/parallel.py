@@ -103,7 +103,7 @@ class Ddp(Alone):
         device = next(iter(trainee.trainable.values())).device
         frozen = [name for name, weight in trainee.model.named_parameters() if not weight.requires_grad]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainee.model, frozen)  # some are swapped
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.8
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.9
         trainee.model = self.wrapped = DistributedDataParallel(
             trainee.model,
             device_ids=[device] if device.type == "cuda" else None,

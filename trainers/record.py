@@ -218,13 +218,19 @@ def _plain(leaves: list[Any]) -> list[Tensor]:
 
 
 def record_step(
-    profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    grid: Mapping[str, int],
+    config: dict[str, Any] | None = None,
+    older_torch: bool = False,
 ) -> Trace:
     """Records loading (piece ``load``) and one forward and backward (``step``) at the shape of ``grid``.
 
-    ``config`` replaces the published architecture, e.g. by one of fewer blocks.
+    ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``older_torch``: autocast as it was
+    before `planner.variants.RMS_NORM_IN_FP32`.
     """
-    with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
+    with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         watch_gradients(trainee.trainable, recorder, places)
         watch_casts(trainee.model, recorder, places)
@@ -245,10 +251,15 @@ def record_step(
 
 
 def record_sample(
-    profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    grid: Mapping[str, int],
+    config: dict[str, Any] | None = None,
+    older_torch: bool = False,
 ) -> Trace:
     """Records loading and one forward without gradients (``denoise``), as sampling calls it at every noise level."""
-    with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
+    with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         kind = family(profile)
         trainee.model.eval()
@@ -298,7 +309,12 @@ def record_optimizer(
 
 @contextlib.contextmanager
 def _recording(
-    profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    grid: Mapping[str, int],
+    config: dict[str, Any] | None,
+    older_torch: bool = False,
 ) -> Iterator[tuple[Recorder, step.Trainee, dict[str, Place]]]:
     """A loaded model of fake tensors, with the recorder on."""
     recorder = Recorder()
@@ -308,7 +324,7 @@ def _recording(
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
     gc.collect()
     # Frees must come from reference counts, not from a collection that runs at a random moment.
-    with without_garbage_collection(), cuda_ops.cuda_semantics(), fake:
+    with without_garbage_collection(), cuda_ops.cuda_semantics(rms_norm_in_fp32=not older_torch), fake:
         lists = [stack.list for stack in profile.stacks]
         partial = strategy.checkpointed_blocks if strategy.gradient_checkpointing == "partial" else None
         recorder.trace.runs, places = find_runs(model, lists, partial)

@@ -167,6 +167,8 @@ def set_checkpointing(model: nn.Module, strategy: Strategy, inputs: InputsOnHost
     calls = 0
     limit = strategy.checkpointed_blocks if mode == "partial" else None
     on_host = (inputs or InputsOnHost()) if mode == "offload" else None
+    # VACE's blocks end in a linear layer: stopped in there, recomputation would leave its weights as they were cast.
+    early_stop = not (strategy.weights_dtype == "fp8" and type(model).__name__ == "WanVACETransformer3DModel")
 
     def start_forward(*_: Any) -> None:
         nonlocal calls
@@ -180,7 +182,7 @@ def set_checkpointing(model: nn.Module, strategy: Strategy, inputs: InputsOnHost
         if limit is not None and calls > limit:
             return block(*args)
         with on_host.around(*args) if on_host is not None else contextlib.nullcontext():
-            return checkpoint(block.__call__, *args, use_reentrant=False)
+            return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop)
 
     model.register_forward_pre_hook(start_forward)
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]

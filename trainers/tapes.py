@@ -110,7 +110,7 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
     """Records one step variant; returns the tape file's JSON."""
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
-    trace = record_step(profile, job, strategy, grid, shallow_config(profile))
+    trace = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older)
     return _tape(profile, variant.name, trace, grid, sums, regime)
 
 
@@ -119,7 +119,7 @@ def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]
     job, strategy = variant.records(profile)
     known = profile.shape.batches
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if known else None)
-    trace = record_sample(profile, job, strategy, grid, shallow_config(profile))
+    trace = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
     return _tape(profile, variant.name, trace, grid, sums, regime)
 
 

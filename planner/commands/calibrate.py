@@ -177,7 +177,8 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
                          "add --runner simulate, or leave it out", USAGE)  # fmt: skip
     card = None if device == "cpu" else _card()
     memory = doctor.host_ram()
-    machine = Machine(gpu=card.name, unified=card.unified) if card else Machine(gpu="24GB")
+    torch = doctor.torch_release()
+    machine = Machine(gpu=card.name, unified=card.unified, torch=torch) if card else Machine(gpu="24GB", torch=torch)
     runner = RealRunner(device=device, command=f"vplan calibrate --grid {Path(asked.grid).name}")
     return measure(asked, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
 

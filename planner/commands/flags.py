@@ -162,6 +162,7 @@ _METAVARS = {
     "lora_targets": "NAME,...",
     "model": "MODEL",
     "reserve": "SIZE",
+    "torch": "VERSION",
     "trainable": "PATTERN,...",
     "validation": "FxHxW[,no-cfg]",
 }

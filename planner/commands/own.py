@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import profiles
-from planner import catalog, folder, home
+from planner import catalog, doctor, folder, home
 from planner.errors import VplanError, quoted
 from planner.facts import ModelProfile
 from planner.job import Strategy
@@ -88,13 +89,17 @@ def _check_untaken(name: str, source: folder.Source) -> None:
 
 
 def first_variants(profile: ModelProfile) -> Iterator[str]:
-    """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many."""
+    """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many; under the
+    newest torch, and the one that is installed where that makes a difference."""
     for method in ("lora", "full"):
         job = job_for(profile, {"method": method})
         for mode in ("none", "full"):
             strategy = resolve(job, Strategy.read({"gradient_checkpointing": mode}))
-            for batch in (1, 2):
-                yield StepVariant.of(profile, job, strategy, batch).name
+            names = (
+                StepVariant.of(profile, job, strategy, batch, torch).name
+                for batch, torch in itertools.product((1, 2), (None, doctor.torch_release()))
+            )
+            yield from dict.fromkeys(names)
         for optimizer in FIRST_OPTIMIZERS:
             yield OptimizerVariant.of(profile, job, resolve(job, Strategy.read({"optimizer": optimizer}))).name
 

@@ -108,7 +108,7 @@ def command(
 
     FOLDER is a model of your own in diffusers' layout, or its config.json. It is kept in your data folder (VPLAN_HOME
     says which) and then known everywhere by its name and its folder. What is recorded already is not recorded again.
-    MODEL is one we know; without any, all that come with vplan are recorded: 80 to 130 tapes each, of 2 to 40 seconds.
+    MODEL is one we know; without any, all that come with vplan are recorded: 80 to 180 tapes each, of 2 to 40 seconds.
     """
     folders = [model for model in models if own.is_folder(model)]
     _check_use(models, folders, name, check, output)

@@ -206,9 +206,9 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
     if str(typed.get("gpu", "")).lower() == AUTO:
         from planner.auto import card_here  # NVML is nobody else's business
 
-        here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve"}}))
+        here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve", "torch"}}))
         records["machine"] |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
-        records["machine"].setdefault("host_ram", here.host_ram)
+        records["machine"] = {"host_ram": here.host_ram, "torch": here.torch, **records["machine"]}
     fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
     return Asked(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
 

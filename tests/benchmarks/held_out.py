@@ -36,7 +36,6 @@ LIMIT_PCT = 0.1
 GIB = 2**30
 METHODS = ("lora", "full")
 SEED = 3
-RECORD = {StepVariant: record_step, SampleVariant: record_sample, OptimizerVariant: record_optimizer}
 Variant = StepVariant | SampleVariant | OptimizerVariant
 
 
@@ -147,7 +146,12 @@ def from_tape(case: Case, counts: Sequence[int] | None = None) -> Played:
 
 def directly(case: Case, config: dict[str, Any] | None = None) -> tuple[Played, list[int]]:
     """The same, recorded at the shape itself, and the blocks of each run. ``config``: of another depth than full."""
-    trace = RECORD[type(case.variant)](case.profile, case.job, case.strategy, case.shape, config)
+    known = (case.profile, case.job, case.strategy, case.shape, config)
+    if isinstance(case.variant, OptimizerVariant):
+        trace = record_optimizer(*known)
+    else:
+        record = record_step if isinstance(case.variant, StepVariant) else record_sample
+        trace = record(*known, case.variant.older)
     return Played(pieces(trace), [alloc.nbytes for alloc in trace.allocs]), [run.count for run in trace.runs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import profiles
-from trainers import classified, cuda_ops
+from planner import catalog
+from planner.variants import TORCH_RMS_NORM, StepVariant
+from trainers import classified, cuda_ops, step
 from trainers.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
+from trainers.tapes import shallow_config
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 TABLES = {
@@ -274,3 +278,27 @@ def test_a_rounded_dimension_remembers_what_it_was() -> None:
     rounded = Rounded(130, 128)
     assert (rounded, rounded.exact, rounded.multiple) == (256, 130, 128)
     assert Rounded(256, 128) == 256
+
+
+def test_autocast_computes_rms_norm_in_fp32_since_torch_2_12() -> None:
+    def normed(in_fp32: bool) -> torch.dtype:
+        value, weight = vector(HALF, 2, 8), vector(HALF)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, cuda_semantics(rms_norm_in_fp32=in_fp32):
+            value, weight = mode.from_tensor(value), mode.from_tensor(weight)
+            with torch.autocast("cpu", dtype=HALF):
+                return torch.nn.functional.rms_norm(value, (8,), weight).dtype
+
+    assert normed(in_fp32=True) == FLOAT
+    assert normed(in_fp32=False) == HALF
+
+
+ONE_OF_EACH_FAMILY = {catalog.model(name).family: name for name in catalog.model_names()}
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH_FAMILY)
+def test_families_that_call_torch_s_rms_norm_are_known(family: str) -> None:
+    profile = catalog.model(ONE_OF_EACH_FAMILY[family])
+    job, strategy = next(StepVariant.all(profile)).records(profile)
+    model = step.build_model(profile, job.replace(method="full"), strategy, shallow_config(profile))
+    sources = (inspect.getsource(kind) for kind in {type(module) for module in model.modules()})
+    assert any("F.rms_norm(" in source for source in sources) == (family in TORCH_RMS_NORM)

@@ -11,10 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profiles
-from planner import catalog, folder, home
+from planner import catalog, doctor, folder, home
 from planner.commands import cli, own
 from planner.errors import VplanError
 from planner.facts import ModelProfile
+from planner.variants import OLDER
 from trainers import classified
 from trainers.own import Derived, complete, derive
 
@@ -158,6 +159,14 @@ def test_every_bundled_model_finds_itself_as_its_nearest(tmp_path: Path, name: s
     again = ModelProfile.read(json.loads(json.dumps(found.to_json())))
     assert again == found
     assert len(list(own.first_variants(found))) == len(set(own.first_variants(found))) == 12
+
+
+def test_under_an_older_torch_its_steps_are_recorded_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "torch_release", lambda: "2.11")
+    names = list(own.first_variants(catalog.model("wan2.1-t2v-1.3b")))
+    assert len(names) == len(set(names)) == 20
+    assert sum(name.endswith(OLDER) for name in names) == 8
+    assert not any(name.endswith(OLDER) for name in own.first_variants(catalog.model("cogvideox-2b")))
 
 
 PARTS = {

@@ -75,6 +75,20 @@ def test_the_card_that_is_here_is_planned_for_as_it_is_now(monkeypatch: pytest.M
     assert any("in use by others" in words for words in found["assumptions"])
 
 
+def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ("--gpu", "auto", "--gradient-checkpointing", "none", "--frames", "17")
+    peaks = {}
+    for torch in ("2.13.0", "2.11.0+cu130"):
+        on_a_4090(monkeypatch)
+        monkeypatch.setattr(doctor, "package_version", {"torch": torch}.get)
+        found = asked(*plain)
+        assert found["machine"]["torch"] == torch[:4]
+        assert f"torch {torch[:4]}, which is installed" in found["assumptions"]
+        peaks[torch] = found["phases"]["train"]["allocated_bytes"]
+        assert asked(*plain, "--torch", "2.12")["phases"]["train"]["allocated_bytes"] == peaks["2.13.0"]
+    assert peaks["2.11.0+cu130"] < 0.95 * peaks["2.13.0"]
+
+
 def test_a_card_nobody_knows_is_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_4090(monkeypatch, known_as=None, name="NVIDIA Something")
     assert asked("--gpu", "auto")["machine"]["gpu"] == "23.5GiB"

@@ -247,6 +247,16 @@ def test_what_was_measured_here_counts_for_more_than_the_estimate(monkeypatch: p
         assert answer["need"]["basis"] == "recorded" and levels(answer)["versions"] == "warning"
 
 
+def test_the_estimate_is_of_the_torch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = []
+    for installed in ("2.13", "2.11"):
+        Driver(monkeypatch, [H100])
+        monkeypatch.setattr(doctor, "torch_release", lambda release=installed: release)
+        write_plan(plan({"gradient_checkpointing": "none"}), "plan.toml")
+        needs.append(json.loads(run("plan.toml", "--json").stdout)["estimate"]["peak"]["device_bytes"])
+    assert needs[1] < 0.95 * needs[0]
+
+
 def test_what_ran_out_of_memory_here_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ready(plan())
     row = ProbeRow(

@@ -16,7 +16,7 @@ from planner.replay import BLOCK_ROUND_BYTES
 from planner.rows import rows_by_id
 from planner.rules import resolve
 from planner.shapes import grid, job_for
-from planner.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, StepVariant, methods
+from planner.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, SampleVariant, StepVariant, methods
 from profiles import TAPES
 
 LEDGER = Path(__file__).parents[1] / "benchmarks" / "held_out.jsonl"
@@ -82,6 +82,16 @@ def test_every_optimizer_is_recorded_of_every_model(name: str) -> None:
     for variant in OptimizerVariant.all(profile):
         # No two blocks of a UNet are alike, so what steps parameter by parameter makes a long tape of it.
         if profile.family == "unet" and variant.optimizer not in ("adamw", "adamw-8bit", "lion"):
+            continue
+        assert (TAPES / name / f"{variant.name}.json.gz").is_file(), variant.name
+
+
+@pytest.mark.parametrize("name", catalog.model_names())
+def test_every_step_and_sample_is_recorded_of_every_model(name: str) -> None:
+    profile = catalog.model(name)
+    for variant in (*StepVariant.all(profile), *SampleVariant.all(profile)):
+        # No two of its blocks are alike, and each layer makes a copy of its own: over 100 kB a tape.
+        if name == "sdxl" and variant.precision.weights in ("int8", "nf4"):
             continue
         assert (TAPES / name / f"{variant.name}.json.gz").is_file(), variant.name
 
