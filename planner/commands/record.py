@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -85,7 +85,9 @@ class Done(NamedTuple):
 )
 @click.argument("models", nargs=-1, metavar="[FOLDER|CONFIG.json|MODEL]...")
 @click.option("--name", metavar="NAME", help="What to call the model in FOLDER.  [default: as its folder]")
-@click.option("--variant", "texts", metavar="TEXT", multiple=True, help="Only variants with TEXT in their name.")
+@click.option(
+    "--variant", "texts", metavar="TEXT", multiple=True, help="Only the variant TEXT, or those with TEXT in their name."
+)
 @click.option("--all", "everything", is_flag=True, help="All variants of an own model, not just the first needed.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 at the first tape that is recorded otherwise now.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes at once.")
@@ -194,9 +196,9 @@ class _Wanted(NamedTuple):
     everything: bool
     check: bool
 
-    def names(self, variant: str) -> bool:
-        """Whether a name has one of the texts in it."""
-        return not self.texts or any(text in variant for text in self.texts)
+    def names(self, variant: str, known: Collection[str]) -> bool:
+        """Whether a name has one of the texts in it; a text that is a variant's whole name means that one alone."""
+        return not self.texts or any(text == variant if text in known else text in variant for text in self.texts)
 
 
 def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]:
@@ -218,7 +220,12 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
                 around[part] = None
                 path = folder / COMPONENTS / part.name / f"{part.variant}.json.gz"
                 tasks.append(Task(model, part.variant, part.name, path, wanted.check))
-    chosen = [task for task in tasks if wanted.names(task.variant) or (task.component and wanted.names(task.component))]
+    known = {task.variant for task in tasks}
+    chosen = [
+        task
+        for task in tasks
+        if wanted.names(task.variant, known) or (task.component and wanted.names(task.component, known))
+    ]
     if tasks and not chosen:
         fault = f"no variant has {' or '.join(map(quoted, wanted.texts))} in its name"
         raise VplanError(fault, f"they are named like {tasks[0].variant}")
