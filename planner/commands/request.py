@@ -199,8 +199,8 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
         said = {field: getattr(planned, field) for field in planned.model_fields_set} if planned else {}
         records[name] = {**said, **{field: value for field, value in typed.items() if field in record.model_fields}}
     if "gpu" in typed:
-        # Another card is another computer: what the plan says of these two was true beside its own card.
-        for field in {"host_ram", "unified"} - typed.keys():
+        # Another card is another computer: what the plan says of these was true beside its own card.
+        for field in {"host_ram", "unified", "torch"} - typed.keys():
             records["machine"].pop(field, None)
     here = None
     if str(typed.get("gpu", "")).lower() == AUTO:

@@ -22,7 +22,7 @@ from planner.job import Job, Machine, Strategy
 from planner.learned import Here
 from planner.ledger import Ledger, default_path
 from planner.measurement import ProbeRow, row_id
-from planner.plan import Environment, Measured, Plan
+from planner.plan import Environment, Measured, Plan, write_plan
 from planner.probe import measure_device
 from planner.timing import COPY, efficiency
 from planner.units import GIB, MIB
@@ -87,6 +87,24 @@ def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) 
         peaks[torch] = found["phases"]["train"]["allocated_bytes"]
         assert asked(*plain, "--torch", "2.12")["phases"]["train"]["allocated_bytes"] == peaks["2.13.0"]
     assert peaks["2.11.0+cu130"] < 0.95 * peaks["2.13.0"]
+
+
+def test_the_torch_of_a_plan_is_that_of_its_own_computer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_a_4090(monkeypatch)
+    monkeypatch.setattr(doctor, "package_version", {"torch": "2.11.0"}.get)
+    plan = tmp_path / "plan.toml"
+    machine = Machine(gpu="24GB", torch="2.13")
+    write_plan(Plan(job=JOB, strategy=Strategy(), machine=machine), plan)
+
+    def torch(*words: str) -> str | None:
+        answer = json.loads(CliRunner().invoke(cli, ["estimate", str(plan), *words, "--json"]).stdout)
+        found: str | None = answer["machine"]["torch"]
+        return found
+
+    assert torch() == "2.13"
+    assert torch("--gpu", "auto") == "2.11"
+    assert torch("--gpu", "48GB") is None
+    assert torch("--gpu", "48GB", "--torch", "2.12") == "2.12"
 
 
 def test_a_card_nobody_knows_is_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

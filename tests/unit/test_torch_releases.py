@@ -11,8 +11,7 @@ from planner.job import Machine, Strategy
 from planner.library import facts
 from planner.rules import resolve
 from planner.shapes import job_for
-from planner.variants import IN_FP32_THEMSELVES, TORCH_RMS_NORM, SampleVariant, StepVariant, is_older
-from profiles import TAPES
+from planner.variants import IN_FP32_THEMSELVES, TORCH_RMS_NORM
 
 MODELS = [name for name in catalog.model_names() if catalog.model(name).family in TORCH_RMS_NORM]
 
@@ -54,15 +53,3 @@ def test_before_there_was_a_kernel_nothing_is_said() -> None:
 def test_what_is_no_version_is_refused(version: str) -> None:
     with pytest.raises(VplanError, match="is no version"):
         Machine.read({"gpu": "24GB", "torch": version})
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_differs_ships_for_both(name: str) -> None:
-    profile = catalog.model(name)
-    for kind in (StepVariant, SampleVariant):
-        for variant in kind.all(profile):
-            if variant.older:
-                newer = variant._replace(older=False)
-                both = [(TAPES / name / f"{one.name}.json.gz").is_file() for one in (variant, newer)]
-                assert all(both) or not any(both), variant.name
-                assert is_older(profile, variant.precision, "2.11")
