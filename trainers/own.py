@@ -265,10 +265,12 @@ def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
 
     def build() -> nn.Module:
         if of_diffusers:
-            return model_class.from_config(config)  # type: ignore[no-any-return]
+            model: nn.Module = model_class.from_config(config)
+            return model
         settings = model_class.config_class(**config)
         settings._attn_implementation = "eager"  # anything else may be fetched, and counts the same
-        return model_class(settings)  # type: ignore[no-any-return]
+        built: nn.Module = model_class(settings)
+        return built
 
     parameters = count(build, where, name)
     near = min(same, key=lambda known: distance({key: config.get(key) for key in known.config}, known.config))
@@ -290,7 +292,11 @@ def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:
     rules = lender.shape
     patch = rules.patch
     if _patch(_completed(lender)) == patch:
-        patch = _patch(config)
+        own = _patch(config)
+        if own is None or 0 in own:
+            fault = f"{CONFIG}: patch_size {quoted(config.get('patch_size'))} is no cell of frames, rows and columns"
+            raise VplanError(fault, "correct the file")
+        patch = own
     elif config.get("patch_size") != _completed(lender).get("patch_size"):
         fault = f"patch_size {quoted(config.get('patch_size'))} is not that of {lender.name}"
         raise VplanError(fault, f"known is {quoted(_completed(lender).get('patch_size'))}")

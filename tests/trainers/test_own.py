@@ -288,6 +288,8 @@ def test_a_pipelines_other_configs_are_checked_too(
         ("wan2.1-t2v-1.3b", {"out_channels": 48}, "latents (48 channels) are not those"),
         ("sd3.5-medium", {"pos_embed_max_size": 10**5}, "makes tables of"),
         ("cogvideox-2b", {"sample_width": 10**6, "sample_frames": 10**5}, "config.json"),
+        ("wan2.1-t2v-1.3b", {"patch_size": [1, 2]}, "patch_size [1, 2] is no cell"),
+        ("wan2.1-t2v-1.3b", {"patch_size": [1, 0, 2]}, "patch_size [1, 0, 2] is no cell"),
         ("flux.1-dev", {"patch_size": 2}, "patch_size 2 is not that of flux.1-dev"),
         ("sd1.5", {"down_block_types": ["EvilBlock2D"] * 4}, "cannot be built from"),
     ],
