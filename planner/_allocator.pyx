@@ -176,10 +176,6 @@ cdef class CachingAllocator:
         cdef size_t number
         return [number for number in range(self.live_blocks.size()) if self.live_blocks[number] != NULL]
 
-    def reset_peaks(self):
-        self.allocated_peak_bytes = self.allocated_bytes
-        self.reserved_peak_bytes = self.reserved_bytes
-
     def run(self, ops, sizes, streams=None):
         return self._play(list(ops), list(sizes), None if streams is None else list(streams), None)
 

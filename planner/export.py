@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -305,13 +305,3 @@ def write_files(exported: Exported, folder: Path, force: bool) -> list[Path]:
 
 def _differs(path: Path, text: str) -> bool:
     return path.exists() and (not path.is_file() or path.read_bytes() != text.encode())
-
-
-def expressed_table(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Strategy and Job field -> trainer -> what of it can be said, in words."""
-    rows: dict[str, dict[str, str]] = {}
-    for name in names:
-        for field_name, words in interface.expressed(dialects.dialect(name)).items():
-            rows.setdefault(field_name, {})[name] = words
-    order = [*Job.model_fields, *Strategy.model_fields]
-    return {name: rows[name] for name in order if name in rows}

@@ -281,20 +281,6 @@ class DeviceMemory(Monitor):
         return self.take()["device_bytes"]
 
 
-class HostMemory:
-    """`host_bytes`: the highest resident memory of this process so far; it cannot be reset."""
-
-    def __init__(self) -> None:
-        self.missing: list[str] = []
-
-    def sample(self) -> None:
-        """The kernel keeps the peak itself."""
-
-    def take(self) -> dict[str, int | None]:
-        """The peak since the process began."""
-        return {"host_bytes": host_peak_bytes()}
-
-
 def host_peak_bytes() -> int:
     """The highest resident memory of this process so far, bytes, as the kernel counted it.
 

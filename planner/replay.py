@@ -128,7 +128,7 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.allocated_peak_bytes = 0
-        """Highest since the start or the last `reset_peaks`; likewise `reserved_peak_bytes`."""
+        """Highest since the start; likewise `reserved_peak_bytes`."""
         self.reserved_peak_bytes = 0
         self.retries = 0
         """torch's `num_alloc_retries`: allocations since the start that had to empty the cache and try again."""
@@ -137,11 +137,6 @@ class CachingAllocator:
     def live(self) -> list[int]:
         """The buffers that are allocated, by number."""
         return sorted(self._live)
-
-    def reset_peaks(self) -> None:
-        """Peaks become the present values, as `torch.cuda.reset_peak_memory_stats` does. Retries go on counting."""
-        self.allocated_peak_bytes = self.allocated_bytes
-        self.reserved_peak_bytes = self.reserved_bytes
 
     def run(self, ops: Sequence[int], sizes: Sequence[int], streams: Sequence[int] | None = None) -> Replayed:
         """Play `ops`: `n >= 0` allocates buffer n, `sizes[n]` bytes on stream `streams[n]` (0 if None); `~n` frees it.

@@ -12,7 +12,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 from planner import margin
 from planner.errors import NotEstimatedError
@@ -26,8 +25,6 @@ from planner.screen import Look, Screen
 from planner.shapes import grid
 from planner.space import effort, naive, strategies, switched
 from planner.swap import Swaps
-
-Prefer = Literal["speed", "frames", "batch", "resolution"]
 
 RUNNERS_UP = 3
 

@@ -15,7 +15,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,15 +98,6 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False, show: 
         raise refused(faults, len(faults))
     setting.tell(broken=broken)
     return entries
-
-
-def empty_caption(setting: Setting) -> Path:
-    """Where `cached` has put the embeddings of the empty caption, for dropped captions and for guidance.
-
-    Any rank may ask, by itself.
-    """
-    work = Work(replace(setting, rank=0, ranks=1, wait=_alone), show=False)
-    return work.store.path(work.text_key(""))
 
 
 def _free(encoder: Encoder) -> None:

@@ -315,11 +315,6 @@ def optimizer_step(trainee: Trainee) -> None:
     trainee.engine.step(trainee)
 
 
-def train_step(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> torch.Tensor:
-    """One optimisation step on one batch; returns the detached loss."""
-    return accumulated_step(trainee, family, [batch], strategy)
-
-
 def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
     """One optimisation step on the micro-batches of this process; returns the mean of their losses, detached.
 

@@ -155,11 +155,6 @@ def _tape(
     }
 
 
-def write_tape(tape: dict[str, Any], folder: Path) -> Path:
-    """Writes ``folder/<variant>.json.gz``."""
-    return write(tape, folder / f"{tape['variant']}.json.gz")
-
-
 def write(recorded: dict[str, Any], path: Path) -> Path:
     """Writes packed JSON, byte for byte the same for the same recording."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def losses(name: str, trainee: step.Trainee, strategy: Strategy, count: int = 1)
     kind = family(profile_of(name))
     torch.manual_seed(1)
     batch = kind.batch({**GRID, **kind.fixed}, "cpu", step.compute_dtype(strategy))
-    return [step.train_step(trainee, kind, batch, strategy) for _ in range(count)]
+    return [step.accumulated_step(trainee, kind, [batch], strategy) for _ in range(count)]
 
 
 def frozen(trainee: step.Trainee) -> dict[str, torch.Tensor]:

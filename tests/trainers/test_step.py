@@ -368,7 +368,7 @@ def test_a_real_step_has_a_finite_loss_and_moves_every_trained_weight(name: str,
     trainee, strategy = built(profile, method, autocast=autocast)
     trainee.optimizer = make_optimizer(trainee.trainable, strategy)
     before = {key: parameter.detach().clone() for key, parameter in trainee.model.named_parameters()}
-    losses = [step.train_step(trainee, family(profile), batch(profile, strategy), strategy) for _ in range(2)]
+    losses = [step.accumulated_step(trainee, family(profile), [batch(profile, strategy)], strategy) for _ in range(2)]
     assert all(loss.isfinite() and loss > 0 and not loss.requires_grad for loss in losses)
     after = dict(trainee.model.named_parameters())
     moved = {key for key in before if not torch.equal(before[key], after[key])}
@@ -454,7 +454,7 @@ def test_the_ways_of_an_optimizer_step_agree(how: str) -> None:
         trainee.optimizer = make_optimizer(trainee.trainable, strategy)
         data = batch(profile, strategy)
         torch.manual_seed(3)
-        step.train_step(trainee, family(profile), data, strategy)
+        step.accumulated_step(trainee, family(profile), [data], strategy)
         results.append(torch.cat([parameter.detach().flatten() for parameter in trainee.trainable.values()]))
     assert torch.allclose(*results, atol=1e-6)
 

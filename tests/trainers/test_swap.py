@@ -52,7 +52,7 @@ def losses(trainee: step.Trainee, name: str, strategy: Strategy) -> list[float]:
     found = []
     for seed in range(3):
         inputs = batch(tiny(name), strategy, seed)
-        found.append(float(step.train_step(trainee, family(tiny(name)), inputs, strategy)))
+        found.append(float(step.accumulated_step(trainee, family(tiny(name)), [inputs], strategy)))
     return found
 
 

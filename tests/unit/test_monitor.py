@@ -80,14 +80,13 @@ def test_use_is_counted_from_where_it_began_and_shares_by_process(library: Libra
     library.used = steady(GIB, 4 * GIB, 3 * GIB)
     mine, alien = (os.getpid(), 2 * GIB), (2**22 + 5, GIB)
     library.lists["Compute"], library.lists["Graphics"] = [mine, alien], [(2**22 + 6, 7 * MIB)]
-    with monitor.DeviceMemory("1234", monitor.HostMemory()) as watch:
+    with monitor.DeviceMemory("1234") as watch:
         wait_for(lambda: watch.samples > 5)
         first, second = watch.take(), watch.take()
         assert watch.hertz is not None
     assert (first["device_bytes"], first["used_bytes"]) == (3 * GIB, 4 * GIB)
     assert (second["device_bytes"], second["used_bytes"]) == (2 * GIB, 3 * GIB)
     assert (first["tree_bytes"], first["others_bytes"]) == (2 * GIB, GIB + 7 * MIB)
-    assert first["host_bytes"] and first["host_bytes"] > MIB
     assert (watch.base_bytes, watch.driver, watch.missing) == (GIB, "580", [])
 
 
@@ -170,14 +169,14 @@ def test_a_slice_of_a_card_is_found_by_its_own_name(library: Library) -> None:
     assert (lost.handle, lost.fault) == (None, "NVML says Not Found")
 
 
-def test_without_nvml_the_host_is_watched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvml_nothing_is_known_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver() -> None:
         raise pynvml.NVMLError_LibraryNotFound
 
     monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
-    with monitor.DeviceMemory("1234", monitor.HostMemory()) as watch:
+    with monitor.DeviceMemory("1234") as watch:
         found = watch.take()
-    assert found["host_bytes"] and found["device_bytes"] is found["tree_bytes"] is watch.driver is None
+    assert found["device_bytes"] is found["tree_bytes"] is watch.driver is None
     assert watch.missing == [
         "device_bytes: NVML says NVML Shared Library Not Found",
         "tree_bytes, others_bytes: NVML says NVML Shared Library Not Found",
