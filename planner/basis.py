@@ -174,7 +174,8 @@ def fit(seen: Sequence[Seen], where: str, what: str = "the model") -> Correction
     short = max(needed, default=0.0) - 1
     if not ran and short <= above:
         return Correction()
-    paces = [each.measured.step_seconds / each.predicted_seconds for each in ran if _is_timed(each)]  # type: ignore[operator]
+    timed = ((each.measured.step_seconds or 0, each.predicted_seconds) for each in ran if _is_timed(each))
+    paces = [seconds / predicted for seconds, predicted in timed]
     spread = f"they spread from {100 * lowest:+.1f} to {100 * highest:+.1f} %"
     words = f"{TOLD[0]}{len(ran)} measurements of {what} on {where}: allocator {100 * (reserved - 1):+.1f} %, "
     words += f"beside it {gib(outside):+.2f} GiB; {spread}"
@@ -272,7 +273,7 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
         return found
     seen = [each.measured for each in ran]
     device = [each.device_bytes or 0 for each in seen]
-    expected = max(found.phases[phase].device_bytes for phase in through)  # type: ignore[index]
+    expected = max(peak.device_bytes for phase, peak in found.phases.items() if phase in through)
     untold = max((peak.device_bytes for phase, peak in found.phases.items() if phase not in through), default=0)
     if untold > max(expected, *device):
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -214,7 +215,7 @@ class Room:
         for tiled in (strategy.vae_tiling, True):
             way = strategy.replace(vae_tiling=tiled) if tiled != strategy.vae_tiling else strategy
             known = self.forms.encoded.setdefault(tiled, {})
-            if _at_most(room, shape, known, lambda way=way: self._encode_bytes(shape, way)):  # type: ignore[misc]
+            if _at_most(room, shape, known, partial(self._encode_bytes, shape, way)):
                 return way
         return None
 

@@ -263,7 +263,8 @@ def _flags(fix: Fix) -> list[str]:
 
 def _saved(base: Outcome, fix: Fix) -> int:
     """Bytes less allocated where it ends."""
-    before, after = (each.estimate.phases.get(base.phase) for each in (base, fix.outcome))  # type: ignore[call-overload]
+    phases = (each.estimate.phases for each in (base, fix.outcome))
+    before, after = (found.get(base.phase) for found in phases)  # type: ignore[call-overload]  # any text may be asked
     return before.allocated_bytes - after.allocated_bytes if before and after else 0
 
 

@@ -74,7 +74,7 @@ def peak_forms(run: Run) -> PeakForms:
 
     What transformations add (swap ring, buckets) are plain bytes that do not depend on the shape.
     """
-    columns: dict[object, int] = {}
+    columns: dict[tuple[Tape, Monomial] | int, int] = {}
     of_size = np.array([columns.setdefault(size, len(columns)) for size in run.program.sizes])
     column = of_size[np.array(list(run.program.buffers))]
     moments: dict[int, tuple[Counts, Counts]] = {}
@@ -89,7 +89,7 @@ def peak_forms(run: Run) -> PeakForms:
     found = [moments[stage][0] + base for stage, every in bases.items() for base in _undominated(np.array(every))]
     alive = np.vstack(found)
     assert alive.min() >= 0, "frees follow allocations"
-    return PeakForms(_undominated(alive), tuple(columns))  # type: ignore[arg-type]
+    return PeakForms(_undominated(alive), tuple(columns))
 
 
 class _Rows(dict[bytes, tuple[Counts, Counts]]):

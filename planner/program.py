@@ -107,7 +107,7 @@ class Program:
         sizes = self.sizes
         found = [sizes[index] for index in self.buffers[first:]]
         assert all(type(size) is int for size in found)
-        return found  # type: ignore[return-value]
+        return found  # type: ignore[return-value]  # as just asserted
 
     def buffer(self, nbytes: int, category: str, op: str) -> int:
         """A new buffer of plain bytes; returns its number."""

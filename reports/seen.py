@@ -9,7 +9,7 @@ from typing import Any
 
 from planner import through
 from planner.capacity import Capacity, Shape
-from planner.evidence import Interval, Row
+from planner.evidence import Counter, Interval, Row
 from planner.job import Job
 from planner.measurement import row_id
 from planner.plan import Evidence, Plan
@@ -110,8 +110,12 @@ def _probe(name: str, seen: Mapping[str, Any], env: Mapping[str, Any], reason: s
 def evidence_row(plan: Plan, entry: Evidence) -> Row:
     """A plan's evidence as a row to compare."""
     seen = entry.measured
-    counters = (("device", seen.device_bytes), ("reserved", seen.reserved_bytes), ("allocated", seen.allocated_bytes))
-    intervals = [Interval(name, gib(size), gib(size)) for name, size in counters if size]  # type: ignore[arg-type]
+    counters: tuple[tuple[Counter, int | None], ...] = (
+        ("device", seen.device_bytes),
+        ("reserved", seen.reserved_bytes),
+        ("allocated", seen.allocated_bytes),
+    )
+    intervals = [Interval(name, gib(size), gib(size)) for name, size in counters if size]
     return Row(
         id=entry.id,
         implementation="vplan",

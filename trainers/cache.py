@@ -225,9 +225,9 @@ class Work:
         is_vae = turn.part == "vae"
         model = parts.load(self.root, turn.part, turn.class_name, DTYPES.get(dtype, torch.bfloat16))
         if is_vae and strategy.vae_tiling:
-            model.enable_tiling()
+            model.enable_tiling()  # type: ignore[operator]  # diffusers' own method
         if is_vae and strategy.vae_slicing:
-            model.enable_slicing()
+            model.enable_slicing()  # type: ignore[operator]  # likewise
         helper = parts.load_helper(self.root, turn.helper) if turn.helper else None
         place = self.setting.device
         if dtype in QUANTISED:
@@ -249,7 +249,7 @@ class Work:
             encoder.size = (clip.height, clip.width)
             encoder.source, encoder.times = clip.path, tuple(index / clip.fps for index in sample.indices if clip.fps)
             if turn.frames == 0:
-                frames = numpy.empty((0, sample.bucket.height, sample.bucket.width, 3), numpy.uint8)
+                frames: clips.Pixels = numpy.empty((0, sample.bucket.height, sample.bucket.width, 3), numpy.uint8)
             else:
                 frames = clips.frames(clip.path, indices, sample.bucket.height, sample.bucket.width)
             for name, path in self.beside(sample).items():

@@ -111,8 +111,7 @@ class Calibrating:
             before = self.outside(), torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
             run()
             after = self.outside(), torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
-            known = self.on_gpu and before[0] is not None and after[0] is not None
-            outside[kind] = max(0, after[0] - before[0]) if known else None  # type: ignore[operator]
+            outside[kind] = None if before[0] is None or after[0] is None else max(0, after[0] - before[0])
             workspace[kind] = max(0, after[1] - before[1]) if self.on_gpu else None
         return {"kernels": outside, "workspaces": workspace}
 
@@ -121,17 +120,19 @@ class Calibrating:
         import torch
         from torch.nn import functional
 
-        half = {"dtype": torch.bfloat16, "device": self.device}
-
         def back(output: torch.Tensor) -> None:
             output.float().sum().backward()
 
         def leaf(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, requires_grad=True, **half)
+            return torch.randn(*shape, requires_grad=True, dtype=torch.bfloat16, device=self.device)
+
+        def attention() -> torch.Tensor:
+            query, key, value = (leaf(1, 2, 64, HEAD) for _ in "qkv")
+            return functional.scaled_dot_product_attention(query, key, value)
 
         return {
             "matmul": lambda: back(leaf(64, 64) @ leaf(64, 64)),
-            "attention": lambda: back(functional.scaled_dot_product_attention(*(leaf(1, 2, 64, HEAD) for _ in "qkv"))),
+            "attention": lambda: back(attention()),
             "convolution": lambda: back(functional.conv3d(leaf(1, 8, 4, 16, 16), leaf(8, 8, 3, 3, 3), padding=1)),
             "norm": lambda: back(functional.layer_norm(leaf(4, 64), [64])),
         }
@@ -155,12 +156,14 @@ class Calibrating:
         from torch.nn import functional
 
         heads, tokens = self.sizes.heads, self.sizes.tokens
-        shape, half = (1, heads, tokens, HEAD), {"dtype": torch.bfloat16, "device": self.device}
-        inputs = [torch.randn(*shape, requires_grad=True, **half) for _ in "qkv"]
+        query, key, value = inputs = [
+            torch.randn(1, heads, tokens, HEAD, requires_grad=True, dtype=torch.bfloat16, device=self.device)
+            for _ in "qkv"
+        ]
         product = 2 * heads * tokens**2 * HEAD
         with torch.no_grad():
-            forward = self.seconds(lambda: functional.scaled_dot_product_attention(*inputs))
-        output = functional.scaled_dot_product_attention(*inputs)
+            forward = self.seconds(lambda: functional.scaled_dot_product_attention(query, key, value))
+        output = functional.scaled_dot_product_attention(query, key, value)
         gradient = torch.randn_like(output)
         backward = self.seconds(lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True))
         return {

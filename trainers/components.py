@@ -145,7 +145,7 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
 
     model_class = getattr(diffusers, vae.class_name)
     with init_empty_weights():
-        model: nn.Module = model_class.from_config(vae.config)
+        model = model_class.from_config(vae.config)
     pixels = (vae.temporal * (grid["F"] - 1) + 1, vae.spatial * grid["H"], vae.spatial * grid["W"])
     latents = (grid["F"], grid["H"], grid["W"])
     channels, shape = (3, pixels) if part == "encode" else (vae.latent_channels, latents)
@@ -154,10 +154,12 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
     def run() -> Tensor:
         batch = torch.randn(size, dtype=DTYPES[dtype])
         if part == "encode":
-            return model.encode(batch, return_dict=False)[0].sample()  # type: ignore[operator,no-any-return]
+            drawn: Tensor = model.encode(batch, return_dict=False)[0].sample()
+            return drawn
         # a VAE that takes noise out at the last step is told how much (ltx/pipeline_ltx.py: decode_timestep)
         noise = [torch.zeros(1, dtype=DTYPES[dtype])] if vae.config.get("timestep_conditioning") else []
-        return model.decode(batch, *noise, return_dict=False)[0]  # type: ignore[operator,no-any-return]
+        decoded: Tensor = model.decode(batch, *noise, return_dict=False)[0]
+        return decoded
 
     worker = model.get_submodule("encoder" if part == "encode" else "decoder")
     with _in_one_go(model):

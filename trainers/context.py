@@ -30,7 +30,9 @@ def split_tokens(model: nn.Module, strategy: Strategy, device: torch.device) -> 
     groups = dist.get_world_size() // parts
     mesh = init_device_mesh(device.type, (groups, 1, parts), mesh_dim_names=("data", "ring", "ulysses"))
     with _counted(device):
-        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=parts, mesh=mesh))  # type: ignore[operator]
+        model.enable_parallelism(  # type: ignore[operator]  # diffusers' own method
+            config=ContextParallelConfig(ulysses_degree=parts, mesh=mesh)
+        )
 
 
 def _counted(device: torch.device) -> Any:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ def attention(
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= 256:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             blocked = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
@@ -147,9 +147,9 @@ def attention(
             attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
         attn_mask = attn_mask.expand(*query.shape[:3], length)
     saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    efficient: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_efficient_attention
     found = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -163,7 +163,7 @@ class FusedRmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         value, weight, _ = ctx.saved_tensors
         grad_value = torch.empty_like(value) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
@@ -173,7 +173,8 @@ class FusedRmsNorm(torch.autograd.Function):
 def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """``aten::rms_norm`` as CUDA dispatches it: fused when input and weight share a dtype, else the composite."""
     if weight is None or weight.dtype == value.dtype:
-        return FusedRmsNorm.apply(value, weight)  # type: ignore[no-any-return]
+        fused: Tensor = FusedRmsNorm.apply(value, weight)  # type: ignore[no-untyped-call]  # torch has no types here
+        return fused
     upcast = value.float()
     normed = upcast * torch.rsqrt(upcast.pow(2).mean(-1, keepdim=True) + (eps or torch.finfo(value.dtype).eps))
     return (normed * weight).to(value.dtype)

@@ -136,8 +136,9 @@ def scan(folder: Path, *, captioned: bool = True) -> Scan:
         known = ", ".join((*clips.VIDEOS, *clips.IMAGES))
         raise VplanError(f"there are no videos or images in {folder}", f"put some there ({known}), with captions")
     beside: dict[str, dict[str, str]] = {}
+    faults: list[Fault] = []
     if not captioned:
-        captions, faults, tables = dict.fromkeys(names, ""), [], []
+        captions, tables = dict.fromkeys(names, ""), []
     else:
         captions, faults = _from_table(root, tables[0], beside) if tables else _from_texts(root, names)
     if tables:
@@ -149,7 +150,7 @@ def scan(folder: Path, *, captioned: bool = True) -> Scan:
         without = [name for name in names if name not in told and _shown(name) not in told]
         faults += [Fault(_shown(name), f"caption missing: no row in {tables[0]}") for name in without]
     with ThreadPoolExecutor() as pool:
-        looks = list(pool.map(lambda item: _look(root, *item, beside.get(item[0], {})), sorted(captions.items())))
+        looks = list(pool.map(lambda name: _look(root, name, captions[name], beside.get(name, {})), sorted(captions)))
     faults += [look for look in looks if isinstance(look, Fault)]
     return Scan(tuple(look for look in looks if isinstance(look, Clip)), tuple(sorted(faults)))
 
@@ -188,7 +189,8 @@ def _look(root: Path, name: str, caption: str, beside: dict[str, str]) -> Clip |
                 raise UnusableError(f"has {frames} frames, and the clip {clip.frames}")
         except UnusableError as error:
             return Fault(_shown(name), f"its {what} {_shown(other)}: {error}")
-        clip = clip._replace(**{what: root / other})
+        path = root / other
+        clip = clip._replace(reference=path) if column == REFERENCE else clip._replace(control=path)
     return clip
 
 
@@ -249,10 +251,13 @@ def _from_table(root: Path, table: str, beside: dict[str, dict[str, str]]) -> tu
     faults: list[Fault] = []
     twice: set[str] = set()
     for line, row in _rows(_inside_or_refuse(root, table)):
-        name, text = (row.get("file_name"), row.get("text")) if isinstance(row, dict) else (None, None)
         where = f"{table} line {line}"
+        if not isinstance(row, dict):
+            faults.append(Fault(where, "not a JSON object"))
+            continue
+        name, text = row.get("file_name"), row.get("text")
         if not isinstance(name, str) or not name:
-            faults.append(Fault(where, "no file_name in the row" if isinstance(row, dict) else "not a JSON object"))
+            faults.append(Fault(where, "no file_name in the row"))
             continue
         name = PurePosixPath(name).as_posix()  # without ./ and //
         if name in captions or name in twice:

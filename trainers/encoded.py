@@ -40,7 +40,7 @@ def _read(encoder: TextEncoder, dtype: str, device: torch.device) -> None:
     half = step.DTYPES.get(dtype, torch.bfloat16)
     model = encoders.text_encoder(encoder)
     if half is torch.float16:  # in which its class keeps some matrices in fp32
-        model._keep_in_fp32_modules = type(model)._keep_in_fp32_modules
+        model._keep_in_fp32_modules = type(model)._keep_in_fp32_modules  # type: ignore[attr-defined]  # transformers'
     step.cast_weights(model, half)
     by_layers = by_layer.is_too_large(model, by_layer.room_bytes(device))
     step.materialise(model, "cpu" if dtype in QUANTISED or by_layers else device, randomise)

@@ -77,14 +77,16 @@ def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
     config = copy.deepcopy(encoder.config)
     with init_empty_weights():
         if encoder.class_name in OF_PIPELINES:
-            return model_class.from_config(config)  # type: ignore[no-any-return]
+            model: nn.Module = model_class.from_config(config)
+            return model
         language = config.get("text_config", config)
         depth_key = next(key for _, key in LAYERS if key in language)
         if layers:
             language[depth_key] = min(layers, language[depth_key])
-        model: nn.Module = model_class(model_class.config_class(**config))
-    model.tie_weights()  # type: ignore[operator]
-    model._keep_in_fp32_modules = None  # transformers keeps them for fp16 only (modeling_utils: _keep_in_fp32_modules)
+        model = model_class(model_class.config_class(**config))
+    model.tie_weights()  # type: ignore[operator]  # transformers' own method
+    # transformers keeps them for fp16 only (modeling_utils: _keep_in_fp32_modules)
+    model._keep_in_fp32_modules = None  # type: ignore[assignment]  # neither tensor nor module
     return model
 
 
@@ -103,12 +105,14 @@ def forward(
 
     def see() -> Tensor:
         pixels = torch.zeros((batch, 3, config["image_size"], config["image_size"]), dtype=dtype, device=device)
-        return model(pixel_values=pixels).last_hidden_state  # type: ignore[no-any-return]
+        seen: Tensor = model(pixel_values=pixels).last_hidden_state
+        return seen
 
     def hear() -> Tensor:  # 30 seconds at a time, whatever is asked; the decoder waits in vain
         shape = batch, config["num_mel_bins"], 2 * config["max_source_positions"]
         features = torch.zeros(shape, dtype=dtype, device=device)
-        return model.get_submodule("encoder")(features).last_hidden_state  # type: ignore[no-any-return]
+        heard: Tensor = model.get_submodule("encoder")(features).last_hidden_state
+        return heard
 
     def connect() -> list[Tensor]:
         shape = batch, tokens, config["caption_channels"] * config["text_proj_in_factor"]
@@ -119,11 +123,13 @@ def forward(
     def read() -> Tensor:
         ids = torch.zeros((batch, tokens), dtype=torch.long, device=device)
         if states is None:
-            return model(input_ids=ids).last_hidden_state  # type: ignore[no-any-return]
+            last: Tensor = model(input_ids=ids).last_hidden_state
+            return last
         mask = torch.ones_like(ids) if states.masked else None
         outputs = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=states.cache)
         if not states.stacked:
-            return outputs.hidden_states[-1]  # type: ignore[no-any-return]
+            deepest: Tensor = outputs.hidden_states[-1]
+            return deepest
         chosen = outputs.hidden_states[-states.stacked :] if states.stacked > 0 else outputs.hidden_states
         joined = torch.stack(list(chosen), dim=states.dim)
         # beside each other behind every token: a copy, when they were joined in front of the tokens

@@ -54,7 +54,7 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average
                 if job.method == "lora":
                     save_file(lora_tensors(own, part(profile)), place / LORA_FILE, metadata={"format": "pt"})
                 else:
-                    whole_model(own, profile, model).save_pretrained(place)
+                    whole_model(own, profile, model).save_pretrained(place)  # type: ignore[operator]  # diffusers'
             for path in partial.rglob("*"):
                 checkpoints.sync(path)
             shutil.rmtree(folder, ignore_errors=True)

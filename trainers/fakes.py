@@ -51,7 +51,7 @@ def autocast_asked_of_cpu() -> contextlib.AbstractContextManager[None]:
 def dropout(value: Tensor, p: float, train: bool) -> Tensor:
     """``aten::dropout`` as CUDA trains with it: one fused operator that keeps a mask of a byte per number, where the
     CPU keeps noise in the input's format (native/Dropout.cpp, is_fused_kernel_acceptable)."""
-    return torch.ops.aten.native_dropout(value, p, train)[0] if train and 0 < p < 1 else value  # type: ignore[no-any-return]
+    return torch.ops.aten.native_dropout(value, p, train)[0] if train and 0 < p < 1 else value
 
 
 @contextlib.contextmanager

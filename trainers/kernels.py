@@ -37,14 +37,14 @@ def ask_for(model: nn.Module, attention: str, device: torch.device) -> None:
     if not processors or not all(hasattr(processor, "_attention_backend") for processor in processors):
         fault = f"attention {attention} cannot be asked of {type(model).__name__}: diffusers has no switch for it there"
         raise VplanError(fault, fix)
-    model.set_attention_backend(BACKENDS[attention])  # type: ignore[operator]
+    model.set_attention_backend(BACKENDS[attention])  # type: ignore[operator]  # diffusers' own method
 
 
 class Kernels(TorchDispatchMode):
     """Notes which attention operators run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.seen: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

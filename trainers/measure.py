@@ -149,7 +149,8 @@ def requested_bytes(message: str) -> int | None:
     found = REQUESTED.search(message)
     if found is None:
         return None
-    return round(float(found[1]) * 1024 ** "bKMGT".index(found[2][0]))
+    unit: int = 1024 ** "bKMGT".index(found[2][0])
+    return round(float(found[1]) * unit)
 
 
 def find_device(name: str) -> torch.device:
@@ -216,7 +217,8 @@ def attention_kernels(probed: Probed) -> str:
     """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
     wanted = probed.wanted
     batch = probed.kind.batch(wanted.grids[0], probed.meter.device, probed.dtype)
-    with Kernels() as kernels:
+    kernels = Kernels()
+    with kernels:
         step.forward(probed.trainee, probed.kind, batch, wanted.strategy)
     return kernels.names
 

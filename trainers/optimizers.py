@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -12,8 +12,17 @@ from planner.job import SPLIT, Strategy
 from trainers.memory.pinned import host_bytes
 
 WEIGHT_DECAY = 1e-2
-LOOP = {"foreach": False}
-FOREACH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
+
+
+class Way(TypedDict, total=False):
+    """How torch's AdamW steps."""
+
+    foreach: bool
+    fused: bool
+
+
+LOOP: Way = {"foreach": False}
+FOREACH: dict[str, Way] = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
 """torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
 
 ALIGNMENT = 16
@@ -33,12 +42,14 @@ class MuonAndAdamW:
     def __init__(self, parameters: list[nn.Parameter], learning_rate: float) -> None:
         matrices = [parameter for parameter in parameters if parameter.ndim == 2]
         others = [parameter for parameter in parameters if parameter.ndim != 2]
-        rates = {"lr": learning_rate, "weight_decay": WEIGHT_DECAY}
         self.optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            self.optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **rates))
+            muon = torch.optim.Muon(
+                matrices, lr=learning_rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+            )
+            self.optimizers.append(muon)
         if others:
-            self.optimizers.append(torch.optim.AdamW(others, **rates))
+            self.optimizers.append(torch.optim.AdamW(others, lr=learning_rate, weight_decay=WEIGHT_DECAY))
 
     def step(self) -> None:
         """Steps the matrices, then the rest."""
@@ -78,14 +89,16 @@ class SteppedInBackward:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
-        self.optimizers = {parameter: make_one([parameter], strategy, learning_rate) for parameter in parameters}
+        self.optimizers: dict[torch.Tensor, torch.optim.Optimizer | MuonAndAdamW] = {
+            parameter: make_one([parameter], strategy, learning_rate) for parameter in parameters
+        }
         self._taken_up: set[torch.Tensor] = set()
         for parameter in self.optimizers:
             parameter.register_post_accumulate_grad_hook(self.step_parameter)
 
     def step_parameter(self, parameter: torch.Tensor) -> None:
         """Steps one parameter and frees its gradient."""
-        optimizer = self.optimizers[parameter]  # type: ignore[index]
+        optimizer = self.optimizers[parameter]
         if parameter in self._taken_up:  # a swapped parameter was in host RAM then, and torch puts states beside it
             self._taken_up.remove(parameter)
             state = optimizer.state[parameter]
@@ -309,26 +322,28 @@ def make_one(
     fixed learning rate, as sd-scripts recommends it; CAME is its authors' (came-pytorch, arXiv 2307.02047); Prodigy is
     prodigyopt's, which finds its own rate and wants 1.
     """
+    if strategy.optimizer == "muon":
+        return MuonAndAdamW(parameters, learning_rate)
+    made: torch.optim.Optimizer
     if strategy.optimizer == "adamw":
         how = FOREACH[strategy.optimizer_step]
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **how)
-    if strategy.optimizer == "adafactor":
+        made = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **how)
+    elif strategy.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
         fixed = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
-        return Adafactor(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **fixed)
-    if strategy.optimizer == "prodigy":
+        made = Adafactor(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **fixed)
+    elif strategy.optimizer == "prodigy":
         from prodigyopt import Prodigy
 
-        return Prodigy(parameters, lr=1.0)
-    if strategy.optimizer == "muon":
-        return MuonAndAdamW(parameters, learning_rate)
-    if strategy.optimizer == "came":
+        made = Prodigy(parameters, lr=1.0)
+    elif strategy.optimizer == "came":
         from came_pytorch import CAME
 
-        return CAME(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
-    from bitsandbytes import optim
+        made = CAME(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+    else:
+        from bitsandbytes import optim
 
-    classes = {"adamw-8bit": optim.AdamW8bit, "adamw-8bit-paged": optim.PagedAdamW8bit, "lion": optim.Lion}
-    found: torch.optim.Optimizer = classes[strategy.optimizer](parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
-    return found
+        classes = {"adamw-8bit": optim.AdamW8bit, "adamw-8bit-paged": optim.PagedAdamW8bit, "lion": optim.Lion}
+        made = classes[strategy.optimizer](parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+    return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class Ddp(Alone):
         )
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[no-any-return]
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()
 
 
 class Fsdp(Alone):
@@ -135,7 +135,8 @@ class Fsdp(Alone):
                 module.reshard()
 
     def state(self) -> dict[str, Any]:
-        return _map(super().state(), _as_share)  # type: ignore[no-any-return]
+        shares: dict[str, Any] = _map(super().state(), _as_share)
+        return shares
 
     def load_state(self, state: dict[str, Any]) -> None:
         first = next(iter(self.trainee.trainable.values()))
@@ -163,7 +164,7 @@ class Zero(Alone):
             _keep_misplaced_gradients(self.inner.optimizer_swapper)
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:  # type: ignore[override]
+    def micro_batch(self, last: bool) -> Iterator[None]:
         yield
         if not last:
             self.deepspeed.step()  # only counts
@@ -189,7 +190,8 @@ class Zero(Alone):
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         self.inner.parameter_offload.get_param_coordinator().reset_step()  # waits for what was fetched ahead
-        for parameter in self.plain.parameters():
+        parameters: Iterable[Any] = self.plain.parameters()  # with what DeepSpeed adds to them
+        for parameter in parameters:
             if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
                 parameter.ds_active_sub_modules.clear()
                 parameter.partition()
@@ -253,7 +255,7 @@ def _keep_misplaced_gradients(swapper: Any) -> None:
     def kept(tensors: list[Tensor], offsets: list[int]) -> Any:
         for tensor, offset in zip(tensors, offsets, strict=True):
             if offset % swapper.numel_alignment:
-                tensor.swappable = False  # type: ignore[attr-defined]
+                tensor.swappable = False  # type: ignore[attr-defined]  # DeepSpeed's own mark
         return split(tensors, offsets)
 
     swapper._adjust_for_misaligned_lengths = kept

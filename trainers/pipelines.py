@@ -68,8 +68,9 @@ def scheduler(profile: ModelProfile, sampler: Sampler, shape: ValidationShape, c
     import diffusers
 
     name = config["_class_name"] if config else sampler.scheduler
-    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not (inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)):
+    kind: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
+    known = inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)
+    if not known:
         raise VplanError(f"scheduler/ is {name!r}, which diffusers does not have", "fetch the model again")
     own = {key: value for key, value in config.items() if not key.startswith("_")} if config else sampler.settings
     shift = flow_shift(profile, shape.height, shape.width)

@@ -151,7 +151,7 @@ class Probed:
         def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
             step.materialise(model, device, randomise, waiting)
 
-        fill = at_random
+        fill: experts.Fill = at_random
         if wanted.weights is not None:
             fill = experts.from_folder(Path(wanted.weights), wanted.profile, wanted.job, device, SEED)
         self.experts = experts.pair(wanted.profile, wanted.job, self.strategy, device, fill)

@@ -33,7 +33,9 @@ def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype) ->
         if type(model).__name__ == "UNet2DConditionModel":
             fault = "fp8 cannot train a UNet: backward of its convolutions would read weights that were cast back"
             raise VplanError(fault, "use --weights-dtype int8 or nf4")
-        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=compute_dtype)  # type: ignore[operator]
+        model.enable_layerwise_casting(  # type: ignore[operator]  # diffusers' own method
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=compute_dtype
+        )
     elif weights_dtype == "int8":
         _prepare_int8(model)
     elif weights_dtype == "nf4":
@@ -95,9 +97,8 @@ def store(module: nn.Module, name: str, weight: Tensor) -> None:
     elif hasattr(place, "compress_statistics"):
         from bitsandbytes.functional import quantize_4bit
 
-        packed, state = quantize_4bit(
-            weight, compress_statistics=place.compress_statistics, quant_type=place.quant_type
-        )
+        how = {setting: getattr(place, setting) for setting in ("compress_statistics", "quant_type")}
+        packed, state = quantize_4bit(weight, **how)
         stored = nn.Parameter(packed, requires_grad=False)
         stored.quant_state = module.quant_state = state  # type: ignore[attr-defined]  # all that Linear4bit reads
         module._parameters[name] = stored
@@ -125,7 +126,7 @@ class Place(NamedTuple):
 def places(name: str, parameter: Tensor) -> Iterator[tuple[str, Place]]:
     """Where a parameter's plain tensors are, by name: itself, or its integers and their scales."""
     if hasattr(parameter, "qdata"):
-        for part in parameter.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for part in parameter.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # torchao's wraps tensors
             yield f"{name}.{part}", Place(parameter, part)
         return
     yield name, Place(parameter, "data")

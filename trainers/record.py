@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
     """Turns operators and storage deaths into a Trace."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.trace = Trace()
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
@@ -210,10 +210,10 @@ def _plain(leaves: list[Any]) -> list[Tensor]:
     """The tensors among the leaves; one that wraps others (as torchao's) as those."""
     found: list[Tensor] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
-            found += [tensor for _, tensor in quantise.stored_tensors("", leaf)]
-        elif isinstance(leaf, Tensor):
-            found.append(leaf)
+        if not isinstance(leaf, Tensor):
+            continue
+        wraps: bool = is_traceable_wrapper_subclass(leaf)
+        found += [tensor for _, tensor in quantise.stored_tensors("", leaf)] if wraps else [leaf]
     return found
 
 

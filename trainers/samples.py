@@ -294,6 +294,7 @@ def write_video(pixels: clips.Pixels, path: Path, fps: float) -> None:
     codec = next(name for name in CODECS if name in av.codecs_available)
     with av.open(str(aside), "w") as container:
         stream = container.add_stream(codec, rate=round(fps))
+        assert isinstance(stream, av.VideoStream)
         stream.height, stream.width, stream.pix_fmt = pixels.shape[1], pixels.shape[2], "yuv420p"
         for picture in pixels:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(numpy.ascontiguousarray(picture), format="rgb24")))

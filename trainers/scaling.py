@@ -24,19 +24,24 @@ class LossScaler(torch.amp.GradScaler):
     def step_unless_infinite(self, optimizer: Optimizer) -> None:
         """Steps over unscaled gradients, or leaves the weights as they are and halves the scale."""
         before = self.get_scale()
-        self.step(optimizer)  # type: ignore[arg-type]
+        self.step(optimizer)  # type: ignore[arg-type]  # ours have all that it asks of torch's
         self.update()
         self.skipped += self.get_scale() < before
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:  # type: ignore[override]
+    ) -> dict[torch.device, Tensor]:
         """torch copies the scale to wherever gradients are without waiting for it, and the CPU does not wait by itself:
         for gradients in host RAM (`OnHost`) it is there before."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if any(weight.grad is not None and weight.grad.is_cpu for weight in weights):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
+        return super()._unscale_grads_(
+            optimizer,  # type: ignore[arg-type]  # only its groups are read
+            inv_scale,
+            found_inf,
+            allow_fp16,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

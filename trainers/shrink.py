@@ -24,6 +24,9 @@ SMALLEST = 4096
 """Weights with fewer numbers stay as they are (bitsandbytes' rule): T5's table of distances is one."""
 BLOCK = 64
 
+Layer = nn.Linear | nn.Embedding
+"""What is packed."""
+
 
 def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     """Packs a half-precision model, matrix by matrix, on the device, and moves the rest there.
@@ -33,7 +36,7 @@ def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     if how not in FORMATS:
         fault = f"text_encoder_dtype {how} cannot be built: no 4-bit integer format runs everywhere"
         raise VplanError(fault, "use --text-encoder-dtype nf4, which takes the same 4 bits")
-    packed: dict[nn.Parameter, Packed] = {}  # tables of words may stand in two places
+    packed: dict[Tensor, Packed] = {}  # tables of words may stand in two places
     for parent, name, module in list(_large(model)):
         if module.weight not in packed:
             packed[module.weight] = Packed(module, how, device)
@@ -41,11 +44,11 @@ def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def _large(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _large(model: nn.Module) -> Iterator[tuple[nn.Module, str, Layer]]:
     """(parent, name in it, module) of every matrix and table of words worth packing."""
     for parent in model.modules():
         for name, module in parent.named_children():
-            if isinstance(module, nn.Linear | nn.Embedding) and module.weight.numel() >= SMALLEST:
+            if isinstance(module, Layer) and module.weight.numel() >= SMALLEST:
                 yield parent, name, module
 
 
@@ -58,7 +61,7 @@ class Packed(nn.Module):
     packed: Tensor
     scale: Tensor
 
-    def __init__(self, module: nn.Module, how: str, device: torch.device) -> None:
+    def __init__(self, module: Layer, how: str, device: torch.device) -> None:
         super().__init__()
         weight = module.weight.data.to(device)
         self.is_table, self.shape, self.dtype = isinstance(module, nn.Embedding), weight.shape, weight.dtype
@@ -127,7 +130,8 @@ def _unpack_nf4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     shape = torch.Size((2 * packed.numel(),))
     code = get_4bit_type("nf4", device=packed.device, blocksize=BLOCK)
     state = QuantState(scale.flatten(), shape, code, BLOCK, "nf4", dtype)
-    return dequantize_4bit(packed.reshape(-1, 1), state)
+    unpacked: Tensor = dequantize_4bit(packed.reshape(-1, 1), state)
+    return unpacked
 
 
 KINDS = {

@@ -56,11 +56,11 @@ class Engine:
         assert optimizer is not None
         if isinstance(optimizer, SteppedInBackward):
             return
-        on_host = isinstance(optimizer, OnHost)
-        stepped = optimizer.take_gradients() if on_host else list(trainee.trainable.values())
+        on_host = optimizer if isinstance(optimizer, OnHost) else None
+        stepped = list(trainee.trainable.values()) if on_host is None else on_host.take_gradients()
         if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(stepped, MAX_GRAD_NORM, foreach=not on_host)
+            self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # only its groups are read
+        torch.nn.utils.clip_grad_norm_(stepped, MAX_GRAD_NORM, foreach=on_host is None)
         if self.scaler is not None:
             self.scaler.step_unless_infinite(optimizer)
         else:
@@ -185,7 +185,7 @@ def set_checkpointing(model: nn.Module, strategy: Strategy, inputs: InputsOnHost
             return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop)
 
     model.register_forward_pre_hook(start_forward)
-    model.enable_gradient_checkpointing(run)  # type: ignore[operator]
+    model.enable_gradient_checkpointing(run)  # type: ignore[operator]  # diffusers' own method
 
 
 def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
@@ -216,7 +216,8 @@ def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
 def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
     """The blocks that are alike: of a UNet, whose stages differ, the transformer blocks in them."""
     if profile.family == "unet":
-        return [module for module in model.modules() if type(module).__name__ in model._repeated_blocks]
+        repeated: Collection[str] = model._repeated_blocks  # type: ignore[assignment]  # diffusers' own attribute
+        return [module for module in model.modules() if type(module).__name__ in repeated]
     return [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]
 
 

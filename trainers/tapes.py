@@ -42,8 +42,9 @@ PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 20
 CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
 Rows and columns stay below 384, where SD3's table of positions ends."""
 
-HEIGHTS, WIDTHS = (PRIMES["H"], 317, 313, 311, 307), (373, 379, 383)
-FRAMES = (359, 353, 349, 347, 337, 331, 691)
+HEIGHTS: tuple[int, ...] = (PRIMES["H"], 317, 313, 311, 307)
+WIDTHS: tuple[int, ...] = (373, 379, 383)
+FRAMES: tuple[int, ...] = (359, 353, 349, 347, 337, 331, 691)
 SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89, 97), (67, 61, 59)
 """For families that mask all tokens, as an expanded mask of the sizes above has more elements than torch can count; and
 for tables of positions that end before them."""

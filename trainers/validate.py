@@ -30,7 +30,7 @@ from trainers.pipelines import Asked
 if TYPE_CHECKING:
     import numpy
 
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+Phase = Callable[[str], contextlib.AbstractContextManager[object]]
 """Around ``denoise`` and around ``decode``."""
 
 
@@ -100,9 +100,9 @@ def random_vae(profile: ModelProfile, strategy: Strategy) -> nn.Module:
 def with_settings(vae: nn.Module, strategy: Strategy) -> nn.Module:
     """A VAE that works in tiles and slices as the strategy says."""
     if strategy.vae_tiling:
-        vae.enable_tiling()  # type: ignore[operator]
+        vae.enable_tiling()  # type: ignore[operator]  # diffusers' own method
     if strategy.vae_slicing:
-        vae.enable_slicing()  # type: ignore[operator]
+        vae.enable_slicing()  # type: ignore[operator]  # likewise
     return vae
 
 
@@ -154,13 +154,14 @@ class _Turns(contextlib.ExitStack):
         for name, then in (("encode", self.bring), ("decode", self.decode)):
             setattr(vae, name, functools.partial(self._called, getattr(vae, name), then))
         # Where diffusers' pipelines put what the VAE is given (utils/torch_utils.py, get_module_execution_device).
-        vae._hf_hook = _Where(self.device)  # type: ignore[assignment]
+        vae._hf_hook = _Where(self.device)  # type: ignore[assignment]  # neither tensor nor module
 
     def _called(
         self, method: Callable[..., Any], then: Callable[[], None], given: Tensor, *rest: Any, **more: Any
     ) -> Any:
         then()
-        return method(given.to(self.device, self.vae.dtype), *rest, **more)
+        dtype: torch.dtype = self.vae.dtype  # type: ignore[assignment]  # diffusers' own property
+        return method(given.to(self.device, dtype), *rest, **more)
 
     def denoise(self) -> None:
         """Before each call of the model."""

@@ -170,7 +170,8 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
 
         flags = job_options(machine_options(strategy_options(searched=searched)(command)))
         plan = click.option("--plan", "plan_path", metavar="FILE", help="Start from a plan.toml; flags change it.")
-        return click.argument("target", metavar="[MODEL|PLAN.toml]", required=False)(plan(flags))  # type: ignore[return-value]
+        target = click.argument("target", metavar="[MODEL|PLAN.toml]", required=False)
+        return target(plan(flags))  # type: ignore[return-value]  # click calls what it gets by its own names
 
     return decorate
 

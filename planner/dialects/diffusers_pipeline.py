@@ -337,7 +337,7 @@ DIALECT = Dialect(
             Move(
                 {"group_offload": kind, "text_encoder": "cached", "vae": "cached"},
                 "weights wait in host RAM and come for their turn",
-                said=lambda given, kind=kind: [  # type: ignore[misc]
+                said=lambda given, kind=kind: [  # type: ignore[misc]  # mypy infers none with a default
                     f"pipe.transformer.enable_group_offload(torch.device('cuda'), offload_type='{kind}_level')"
                 ],
                 when=lambda fields: fields["group_offload"] == "none",

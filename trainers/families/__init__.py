@@ -8,8 +8,10 @@ from planner.errors import VplanError
 from planner.facts import ModelProfile
 from trainers.families.base import Family
 
-FAMILIES = ("wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet")
-FAMILIES += ("qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2")
+FAMILIES = (
+    *("wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"),
+    *("qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2"),
+)
 
 
 def family(profile: ModelProfile) -> Family:

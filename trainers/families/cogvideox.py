@@ -97,7 +97,7 @@ class CogVideoX(Family):
         patch, patch_t = self.config["patch_size"], self.config.get("patch_size_t")
         frames, height, width = latents.shape[1], latents.shape[3] // patch, latents.shape[4] // patch
         kind = {"grid_type": "slice", "max_size": (self.rows, self.columns)} if patch_t else {}
-        return get_3d_rotary_pos_embed(  # type: ignore[no-any-return]
+        table: tuple[Tensor, Tensor] = get_3d_rotary_pos_embed(
             embed_dim=self.config["attention_head_dim"],
             crops_coords=((0, 0), (height, width)),
             grid_size=(height, width),
@@ -105,6 +105,7 @@ class CogVideoX(Family):
             device=latents.device,
             **kind,
         )
+        return table
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
         """The v-prediction turned into a clean-sample error weighted by 1 / (1 - alpha_bar)."""
@@ -113,7 +114,7 @@ class CogVideoX(Family):
         predicted = self.scheduler.get_velocity(prediction, noisy, timesteps)
         weights = 1 / (1 - self.scheduler.alphas_cumprod[timesteps])
         weights = weights.view(-1, *[1] * (predicted.ndim - 1))
-        error = weights * (predicted - target) ** 2
+        error: Tensor = weights * (predicted - target) ** 2
         return error.reshape(target.shape[0], -1).mean(dim=1).mean()
 
 

@@ -6,7 +6,7 @@ Shape letters as in `trainers.families.base`; pixels are frames (F, H, W, 3) in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -43,7 +43,8 @@ class Encoder:
     @property
     def device(self) -> torch.device:
         """Where the encoder is; layers that wait for their turn are nowhere."""
-        return next(each.device for each in self.model.parameters() if each.device.type != "meta")
+        parameters: Iterable[Tensor] = self.model.parameters()
+        return next(each.device for each in parameters if each.device.type != "meta")
 
 
 def pipeline(name: str, **given: Any) -> Any:
@@ -93,12 +94,14 @@ def pixels(encoder: Encoder, frames: Tensor) -> Tensor:
 
 def sampled(encoder: Encoder, clip: Tensor) -> Tensor:
     """Latents drawn from the VAE's posterior, in fp32, as most published trainers do it."""
-    return encoder.model.encode(clip).latent_dist.sample(encoder.generator).float()
+    drawn: Tensor = encoder.model.encode(clip).latent_dist.sample(encoder.generator)
+    return drawn.float()
 
 
 def likeliest(encoder: Encoder, clip: Tensor) -> Tensor:
     """The mode of the VAE's posterior, in fp32."""
-    return encoder.model.encode(clip).latent_dist.mode().float()
+    mode: Tensor = encoder.model.encode(clip).latent_dist.mode()
+    return mode.float()
 
 
 def packed(latents: Tensor) -> Tensor:

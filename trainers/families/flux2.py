@@ -22,14 +22,13 @@ class Flux2(Family):
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         size, tokens, channels = grid["B"], grid["H"] * grid["W"], self.config["in_channels"]
-        ids = {"device": device, "dtype": torch.int64}
         return {
             "latents": torch.randn(size, tokens, channels, device=device, dtype=dtype),
             "reference": torch.randn(size, grid["E"], channels, device=device, dtype=dtype),
             "prompt": torch.randn(size, grid["T"], self.config["joint_attention_dim"], device=device, dtype=dtype),
-            "image_ids": torch.zeros(size, tokens, 4, **ids),
-            "reference_ids": torch.zeros(size, grid["E"], 4, **ids),
-            "text_ids": torch.zeros(size, grid["T"], 4, **ids),
+            "image_ids": torch.zeros(size, tokens, 4, device=device, dtype=torch.int64),
+            "reference_ids": torch.zeros(size, grid["E"], 4, device=device, dtype=torch.int64),
+            "text_ids": torch.zeros(size, grid["T"], 4, device=device, dtype=torch.int64),
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:

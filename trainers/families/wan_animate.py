@@ -32,7 +32,7 @@ class WanAnimate(Wan):
         """None: a sample has a pose and a face, which a folder of clips does not."""
         return ()
 
-    def sampler(self) -> Sampler | None:  # type: ignore[override]
+    def sampler(self) -> Sampler | None:  # type: ignore[override]  # Wan always has one
         """None: what steers it is not in a folder of clips."""
         return None
 

@@ -73,7 +73,7 @@ class BlockSwap:
         largest = max(waiting.host.numel() for waiting in self.blocks)
         slots = 0 if beside else min(SLOTS, len(blocks))
         own = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self.ring = beside.ring if beside else own
+        self.ring: list[Tensor] = beside.ring if beside else own
         self._holds: list[int | None] = [None] * len(self.ring)
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
         if beside:
