@@ -1,4 +1,4 @@
-"""What the README shows is what the commands print. `python tests/e2e/test_readme.py` writes the README anew."""
+"""What the README and its pages show is what the commands print. `python tests/e2e/test_readme.py` writes them anew."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("suggest.md", "other-trainers.md"))]
+"""Pages with commands and their output; those of docs/stories have a test of their own."""
 BLOCK = re.compile(r"```console\n\$ (vplan [^\n]+)\n(.*?)```", re.DOTALL)
 COLUMNS = "110"
 
 
 def printed(command: str) -> str:
-    """What a command of the README prints on stdout, on a terminal of 110 columns without colour."""
+    """What a command of a page prints on stdout, on a terminal of 110 columns without colour."""
     words = [sys.executable, str(ROOT / "vplan.py"), *shlex.split(command)[1:]]
     environment = {**os.environ, "COLUMNS": COLUMNS, "NO_COLOR": "1", "VPLAN_HOME": str(ROOT / "nobody")}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
@@ -26,10 +27,11 @@ def printed(command: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize(("command", "shown"), BLOCK.findall(README.read_text()))
-def test_output_in_the_readme(command: str, shown: str) -> None:
+@pytest.mark.parametrize(("command", "shown"), [block for page in PAGES for block in BLOCK.findall(page.read_text())])
+def test_output_in_the_pages(command: str, shown: str) -> None:
     assert printed(command) == shown
 
 
 if __name__ == "__main__":
-    README.write_text(BLOCK.sub(lambda m: f"```console\n$ {m[1]}\n{printed(m[1])}```", README.read_text()))
+    for page in PAGES:
+        page.write_text(BLOCK.sub(lambda m: f"```console\n$ {m[1]}\n{printed(m[1])}```", page.read_text()))
