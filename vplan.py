@@ -20,8 +20,6 @@ import os
 import sys
 from typing import Any
 
-__version__ = "0.1.0"
-
 HOME = os.path.dirname(os.path.realpath(__file__))
 """The folder this file and our packages lie in: a checkout, or the environment's site-packages."""
 
@@ -65,6 +63,15 @@ def preflight(plan: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
 def command(*arguments: str) -> list[str]:
     """The command that starts vplan as a process of this Python, by path, so that no folder can stand in its way."""
     return [sys.executable, os.path.join(HOME, "vplan.py"), *arguments]
+
+
+def __getattr__(name: str) -> str:
+    """`vplan.__version__`, looked up when it is asked for: our packages may not be the first of their names here."""
+    if name != "__version__":
+        raise AttributeError(f"module 'vplan' has no attribute {name!r}")
+    import importlib.metadata
+
+    return importlib.metadata.version("vplan")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,5 @@
-"""What is known, as data: models, cards, tapes and measurements. This is where it lies; `planner.catalog` reads it."""
+"""What is known, as data: models, cards, tapes and measurements. This is where it lies; `planner.catalog.lookup` reads
+it."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.accuracy import Compared
-    from planner.evidence import Row
-    from planner.plan import Plan
+    from planner.evidence.accuracy import Compared
+    from planner.evidence.published import Row
+    from planner.spec.plan import Plan
 
 
 def write(
@@ -28,22 +28,23 @@ def write(
     """Writes one HTML page to ``path``, which must end in .html.
 
     ``plans``: (name, plan), shown one after another and, when several, side by side. ``rows``: measurements to compare
-    with, beside those that come with vplan. ``probes``: rows of our own as `planner.rows` reads them, each shown with
-    its outcome. ``compared``: as `planner.accuracy.compare` gives them, for a page of their own. ``command``: what
-    makes this page again. ``made``: ISO 8601; now, when left out.
+    with, beside those that come with vplan. ``probes``: rows of our own as `planner.evidence.jsonl` reads them, each
+    shown with its outcome. ``compared``: as `planner.evidence.accuracy.compare` gives them, for a page of their own.
+    ``command``: what makes this page again. ``made``: ISO 8601; now, when left out.
     """
     from datetime import UTC, datetime
 
-    from planner import accuracy, halves, through
-    from planner.commands.spread import counted
-    from planner.evidence import shipped_rows
-    from planner.played import without_garbage_collection
+    from planner.estimate import timeline
+    from planner.estimate.stages import without_garbage_collection
+    from planner.evidence import accuracy, held_out
+    from planner.evidence.published import shipped_rows
+    from planner.parallel import counted
     from reports import data, page, share
 
     page.check_name(path)
     known = [*(shipped_rows() if plans else ()), *rows]
     with without_garbage_collection():
-        points = through.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
+        points = timeline.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
         with counted("report", data.PARTS * len(plans)) as done:
             told = tuple(
                 data.Builder(name, plan, known, probes, points).data(share.shared, done) for name, plan in plans
@@ -53,7 +54,7 @@ def write(
         plans=told,
         compared=tuple(compared),
         summary=accuracy.summary(compared) if compared else {},
-        halves=halves.halves(compared),
+        halves=held_out.halves(compared),
         environment=data.environment(made or datetime.now(UTC).isoformat(timespec="seconds")),
         command=command,
     )

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.through import Timeline
+from planner.estimate.timeline import Timeline
 
 SIDE = 1000
 """Units of a chart's inner box, to each side."""

@@ -8,25 +8,29 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import vplan
-from planner import accuracy, catalog, extent, through, typed
-from planner import ways as ways_of
-from planner.accuracy import Compared, Prediction
-from planner.capacity import Capacity, Forms, Mapper, Shape
-from planner.commands.answer import words
-from planner.estimate import after_step_bytes, estimate, judged
-from planner.evidence import Row
-from planner.facts import GpuProfile
-from planner.job import Job, Machine, Strategy
-from planner.library import facts
-from planner.longest import Longest, longest
-from planner.plan import Estimate, Plan
-from planner.question import Question, Switch
-from planner.run import Facts
-from planner.screen import Look, Screen
-from planner.space import asked_for
-from planner.suggest import Search
-from planner.trace import Overlay
+import planner
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile
+from planner.dialects.base import cli_words
+from planner.estimate import timeline as step_timeline
+from planner.estimate.estimate import after_step_bytes, estimate, judged
+from planner.evidence import accuracy
+from planner.evidence.accuracy import Compared, Prediction
+from planner.evidence.published import Row
+from planner.hardware.memory_trace import Overlay
+from planner.layout.inputs import facts
+from planner.layout.run import Facts
+from planner.search import capacity_axes
+from planner.search import ladder as ways_of
+from planner.search.capacity_map import Capacity, Forms, Mapper, Shape
+from planner.search.longest_clip import Longest, longest
+from planner.search.question import Question, Switch
+from planner.search.screening import Look, Screen
+from planner.search.search import Search
+from planner.search.space import asked_for
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Estimate, Plan
+from planner.spec.wording import words
 from planner.units import gib
 from reports.seen import Probe, evidence_row, measured, nearest, overlay, probes
 
@@ -63,8 +67,8 @@ class PlanData:
     found: Estimate
     words: str
     note: str
-    phases: tuple[through.PhaseParts, ...]
-    timeline: through.Timeline
+    phases: tuple[step_timeline.PhaseParts, ...]
+    timeline: step_timeline.Timeline
     overlay: Overlay | None
     """a probe's trace over the timeline"""
     capacity: Capacity
@@ -100,7 +104,7 @@ class Builder:
         plan: Plan,
         rows: Sequence[Row] = (),
         probes: Sequence[Mapping[str, Any]] = (),
-        points: int = through.POINTS,
+        points: int = step_timeline.POINTS,
     ) -> None:
         self.points = points
         self.name = name
@@ -108,8 +112,8 @@ class Builder:
         self.rows = rows
         self.told = probes
         self.cards: dict[str, GpuProfile] = {}
-        self.model = catalog.model(plan.job.model)
-        self.gpu = catalog.parse_gpus(plan.machine.gpu)[1]
+        self.model = lookup.model(plan.job.model)
+        self.gpu = lookup.parse_gpus(plan.machine.gpu)[1]
         self.cards[plan.machine.gpu] = self.gpu
         self.screen = Screen(self._facts, plan.trainer)
         # What a search sets is open again: the page is about all ways, not the plan's alone.
@@ -133,15 +137,15 @@ class Builder:
         own = self.search.look(self.plan.job, self.plan.strategy)
         return tuple({look.strategy: look for look in (*ways_of.looks(self.search, self.plan.job), own)}.values())
 
-    def steps(self) -> tuple[tuple[through.PhaseParts, ...], through.Timeline]:
+    def steps(self) -> tuple[tuple[step_timeline.PhaseParts, ...], step_timeline.Timeline]:
         """Phases, and the timeline of a step."""
         plan = self.plan
         known = self._facts(plan.job, plan.strategy, plan.machine)
-        run = through.laid_out(plan.job, plan.strategy, plan.machine, known, plan.trainer)
-        return through.phases(run), through.timeline(run, self.points)
+        run = step_timeline.laid_out(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+        return step_timeline.phases(run), step_timeline.timeline(run, self.points)
 
     def _forms(self) -> Forms:
-        return Forms(self.screen, self.plan.job, extent.axis(self.model))
+        return Forms(self.screen, self.plan.job, capacity_axes.axis(self.model))
 
     def map(self, rungs: Sequence[Look]) -> Capacity:
         """The capacity map."""
@@ -153,9 +157,9 @@ class Builder:
         ``rungs``: the plan's ladder, which is that of its own class.
         """
         machines = []
-        for group in catalog.gpu_classes():
-            card = catalog.gpu(group.name)
-            ram = catalog.default_host_ram(card, self.plan.machine.gpus)
+        for group in lookup.gpu_classes():
+            card = lookup.gpu(group.name)
+            ram = lookup.default_host_ram(card, self.plan.machine.gpus)
             if (ram == self.plan.machine.host_ram) is not own:
                 continue
             self.cards[card.name] = card
@@ -184,7 +188,7 @@ class Builder:
             name=self.name,
             verdict=verdict(self.model.title, self.gpu, found),
             understood=understood(self.gpu, found),
-            command=typed.command("estimate", plan.job, plan.strategy, plan.machine, self.name),
+            command=cli_words.command("estimate", plan.job, plan.strategy, plan.machine, self.name),
             found=found,
             words=words(plan.strategy, found.lossy),
             note=f"as {plan.trainer} trains" if plan.trainer != "vplan" else "",
@@ -217,8 +221,8 @@ class Parts(NamedTuple):
     """The parts of a page that take long."""
 
     looks: tuple[Look, ...]
-    phases: tuple[through.PhaseParts, ...]
-    timeline: through.Timeline
+    phases: tuple[step_timeline.PhaseParts, ...]
+    timeline: step_timeline.Timeline
     table: Capacity
     longest: tuple[Longest, ...]
     """in any order"""
@@ -254,7 +258,7 @@ def verdict(title: str, gpu: GpuProfile, found: Estimate) -> str:
     shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
     count = f"{found.machine.world} x " if found.machine.world > 1 else ""
     card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
-    card = card if found.machine.world > 1 or catalog.gpu_class(gpu.name) is None else f"a {card}"
+    card = card if found.machine.world > 1 or lookup.gpu_class(gpu.name) is None else f"a {card}"
     what = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
     batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
     need = f"it needs {gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
@@ -318,7 +322,7 @@ def _after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) ->
 
 def environment(made: str) -> tuple[Fact, ...]:
     """The versions behind the page. ``made``: when, ISO 8601."""
-    found = [Fact("made", made), Fact("vplan", vplan.__version__)]
+    found = [Fact("made", made), Fact("vplan", planner.__version__)]
     found += [Fact("Python", platform.python_version()), Fact("system", f"{platform.system()} {platform.machine()}")]
     for package in PACKAGES:
         try:

@@ -13,12 +13,12 @@ from typing import Any
 
 import jinja2
 
-from planner import halves
-from planner.accuracy import Compared
-from planner.capacity import Cell
 from planner.errors import VplanError, quoted
-from planner.plan import Breakdown
-from planner.through import PhaseParts
+from planner.estimate.timeline import PhaseParts
+from planner.evidence import held_out as halves
+from planner.evidence.accuracy import Compared
+from planner.search.capacity_map import Cell
+from planner.spec.plan import Breakdown
 from planner.units import GIB, format_seconds, gib
 from reports import charts
 from reports.data import Fact, PlanData
@@ -37,9 +37,9 @@ class Page:
     plans: tuple[PlanData, ...] = ()
     compared: tuple[Compared, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
-    """of `compared`, as `planner.accuracy.summary` gives it"""
+    """of `compared`, as `planner.evidence.accuracy.summary` gives it"""
     halves: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """of `compared`, as `planner.halves.halves` gives it"""
+    """of `compared`, as `planner.evidence.held_out.halves` gives it"""
     environment: tuple[Fact, ...] = ()
     command: str = ""
     """that makes this page again"""

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner import through
-from planner.capacity import Capacity, Shape
-from planner.evidence import Counter, Interval, Row
-from planner.job import Job
-from planner.measurement import row_id
-from planner.plan import Evidence, Plan
-from planner.trace import Overlay, laid_over, trace_of
+from planner.catalog.plan_id import row_id
+from planner.estimate import timeline as step_timeline
+from planner.evidence.published import Counter, Interval, Row
+from planner.hardware.memory_trace import Overlay, laid_over, trace_of
+from planner.search.capacity_map import Capacity, Shape
+from planner.spec.job import Job
+from planner.spec.plan import Evidence, Plan
 from planner.units import gib
 
 NEAREST = 6
@@ -78,7 +78,7 @@ def probes(plan: Plan, told: Iterable[Mapping[str, Any]]) -> tuple[Probe, ...]:
     return (*own, *others)
 
 
-def overlay(plan: Plan, told: Iterable[Mapping[str, Any]], timeline: through.Timeline) -> Overlay | None:
+def overlay(plan: Plan, told: Iterable[Mapping[str, Any]], timeline: step_timeline.Timeline) -> Overlay | None:
     """The trace of this very plan's last probe that has one, over the step that was replayed."""
     name = row_id(plan)
     traces = [trace for row in told if row["id"] == name and (trace := trace_of(row))]

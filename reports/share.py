@@ -10,9 +10,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
-from planner import ways
-from planner.commands.spread import cores
 from planner.errors import VplanError
+from planner.parallel import cores
+from planner.search import ladder
 from reports import page
 from reports.data import Builder, Done, Parts, in_turn
 
@@ -27,7 +27,7 @@ def shared(builder: Builder, done: Done) -> Parts:
         return in_turn(builder, done)
     steps = Aside(lambda: (builder.steps(), builder.compared()))
     looks = done(builder.looks())
-    rungs = ways.ladder(builder.search, builder.plan.job, looks)
+    rungs = ladder.ladder(builder.search, builder.plan.job, looks)
     others = Aside(lambda: builder.longest((), own=False))
     table = Aside(lambda: builder.map(rungs))
     own = done(builder.longest(rungs, own=True))

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError
-from planner.probe import REQUEST, result_file
-from planner.process import read_json
-from trainers.probe import Report, end_with_parent, set_allocator
+from planner.worker_process import REQUEST, read_json, result_file
+from trainers.worker import Report, end_with_parent, set_allocator
 
 SECONDS_EACH = 1.0
 """Of repeating one kernel, at least, until its times settle (torch.utils.benchmark)."""
@@ -56,8 +55,8 @@ class Calibrating:
     def __init__(self, device: str, report: Report) -> None:
         import torch
 
-        from planner.monitor import DeviceMemory
-        from trainers.measure import _uuid, find_device
+        from planner.hardware.nvml import DeviceMemory
+        from trainers.measuring.measure import _uuid, find_device
 
         self.report = report
         self.device = find_device(device)

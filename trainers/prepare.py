@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from planner import catalog
+from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch import REQUEST, Preparation, result_file
-from planner.process import read_json
-from trainers.probe import Report, end_with_parent, set_allocator
+from planner.launch.launch import Preparation
+from planner.worker_process import REQUEST, read_json, result_file
+from trainers.worker import Report, end_with_parent, set_allocator
 
 
 def main(arguments: list[str]) -> int:
@@ -40,14 +40,14 @@ def prepare(wanted: Preparation, tell: Callable[..., None]) -> None:
     """
     import torch
 
-    from trainers import samples
-    from trainers.buckets import Reading
-    from trainers.cache import Setting, cached
-    from trainers.data import read
-    from trainers.loader import write_entries
+    from planner.dataset.buckets import Reading
+    from planner.dataset.scan import read
+    from trainers.data.cache import Setting, cached
+    from trainers.data.loader import write_entries
+    from trainers.sampling import samples
 
     plan = wanted.plan
-    profile = catalog.model(plan.job.model)
+    profile = lookup.model(plan.job.model)
     entries = Path(wanted.entries)
     setting = Setting(
         profile=profile,

@@ -1,7 +1,7 @@
 """The training worker: one rank of `vplan train`. It sets up what the plan says, checks that it came about, and loops.
 
-The step is `trainers.step`, the same that is recorded and probed. Everything random is made of the run's seed and the
-number of the step, so nothing but the weights and the optimizer's state has to be kept to go on exactly.
+The step is `trainers.step.step`, the same that is recorded and probed. Everything random is made of the run's seed and
+the number of the step, so nothing but the weights and the optimizer's state has to be kept to go on exactly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planner import catalog, checkpoints
-from planner.applied import scales_loss
+from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch import METRICS, NAN, OUT_OF_MEMORY, REQUEST, Request, result_file
-from planner.plan import plan_to_toml
-from planner.process import read_json
-from trainers.probe import Report, end_with_parent, set_allocator
+from planner.launch import checkpoints
+from planner.launch.launch import METRICS, NAN, OUT_OF_MEMORY, Request
+from planner.launch.supported import scales_loss
+from planner.spec.plan import plan_to_toml
+from planner.worker_process import REQUEST, read_json, result_file
+from trainers.worker import Report, end_with_parent, set_allocator
 
 FINAL = "final"
 DRIVE = "offload"
@@ -43,9 +44,9 @@ def main(arguments: list[str]) -> int:
 
 def run(request: Request, report: Report) -> int:
     """Trains, and tells how it ended; an error that nobody foresaw is the caller's."""
-    from trainers.checkpoint import NotFiniteError
-    from trainers.measure import out_of_memory
-    from trainers.store import NO_ROOM
+    from trainers.data.store import NO_ROOM
+    from trainers.memory.out_of_memory import out_of_memory
+    from trainers.parallel.checkpoint import NotFiniteError
 
     try:
         Training(request, report).train()
@@ -76,12 +77,12 @@ class Training:
 
     def __init__(self, request: Request, report: Report) -> None:
         from trainers.families import family
-        from trainers.start import find_device, start
-        from trainers.watching import Metrics, Watch
+        from trainers.measuring.run_metrics import Metrics, Watch
+        from trainers.parallel.start import find_device, start
 
         self.request, self.report = request, report
         self.output = Path(request.output)
-        self.profile = catalog.model(request.plan.job.model)
+        self.profile = lookup.model(request.plan.job.model)
         self.strategy = request.plan.strategy
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)
@@ -104,7 +105,7 @@ class Training:
 
     def train(self) -> None:
         """All steps that are left, with a checkpoint every so many, and the finished weights."""
-        from trainers import export
+        from trainers.parallel import export
 
         request = self.request
         try:
@@ -124,7 +125,7 @@ class Training:
 
     def _clear_drive(self) -> None:
         """What was offloaded to a drive is in the checkpoint by now."""
-        from trainers.checkpoint import barrier
+        from trainers.parallel.checkpoint import barrier
 
         barrier()
         if self.rank == 0 and self.drive.exists():
@@ -134,7 +135,8 @@ class Training:
 
     def _loader(self) -> Any:
         """The batches of this rank, over the samples that were cached."""
-        from trainers import loader, step
+        from trainers.data import loader
+        from trainers.step import step
 
         plan, request = self.request.plan, self.request
         entries = loader.read_entries(Path(request.entries))
@@ -146,7 +148,7 @@ class Training:
 
     def _samples(self) -> Any:
         """What makes samples meanwhile, where the plan has some."""
-        from trainers.samples import Samples
+        from trainers.sampling.samples import Samples
 
         if self.request.validation is None or self.strategy.validation_mode == "off":
             return None
@@ -167,8 +169,8 @@ class Training:
 
     def _set_up(self) -> dict[str, Any] | None:
         """Model, engine, optimizer and average: as published, or as a checkpoint left them; returns its manifest."""
-        from trainers import checkpoint, parallel
-        from trainers.average import Average
+        from trainers.parallel import checkpoint, parallel
+        from trainers.parallel.ema import Average
 
         request, job, strategy = self.request, self.job, self.strategy
         resume = Path(request.resume) if request.resume else None
@@ -190,8 +192,8 @@ class Training:
 
     def _model(self, trained: Any) -> Any:
         """The model of the plan with its weights, or both experts; ``trained``: a checkpoint's weights."""
-        from trainers import experts, step, weights
         from trainers.memory import swap
+        from trainers.step import experts, step, weights
 
         profile, job, strategy, seed = self.profile, self.job, self.strategy, self.request.seed
         root = Path(self.request.weights)
@@ -238,8 +240,9 @@ class Training:
 
     def _step(self, number: int) -> None:
         """One optimizer step, the number of steps before it given; its line goes into the metrics."""
-        from trainers import parallel, step
-        from trainers.checkpoint import NotFiniteError
+        from trainers.parallel import parallel
+        from trainers.parallel.checkpoint import NotFiniteError
+        from trainers.step import step
 
         began = time.perf_counter()
         rate = self.rate(number)
@@ -271,7 +274,7 @@ class Training:
 
     def _batches(self, number: int, turns: list[str]) -> Iterator[Any]:
         """The micro-batches of a step; of two experts, each one's turn, by name, comes just before its own."""
-        from trainers import experts
+        from trainers.step import experts
 
         for micro, batch in enumerate(self.loader.batches(number)):
             if self.experts is not None:
@@ -282,13 +285,13 @@ class Training:
 
     def _seen_kernels(self) -> contextlib.AbstractContextManager[Any]:
         """Looks on in the first step that this process does. A compiled block would not run as such meanwhile."""
-        from trainers.kernels import Kernels
+        from trainers.step.attention_kernels import Kernels
 
         looked, self.looked = self.looked, True
         return contextlib.nullcontext() if looked or self.strategy.compile != "none" else Kernels()
 
     def _save(self) -> None:
-        from trainers import checkpoint
+        from trainers.parallel import checkpoint
 
         request = self.request
         manifest = {

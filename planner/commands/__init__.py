@@ -16,7 +16,8 @@ from typing import Any
 
 import click
 
-from planner.commands.foreign import meant
+import planner
+from planner.commands._shared.flag_aliases import meant
 from planner.errors import VplanError, did_you_mean
 
 VERBS = {
@@ -156,9 +157,7 @@ def _unwritten(error: OSError) -> int:
 
 def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
     if asked:
-        import vplan
-
-        click.echo(f"vplan {vplan.__version__}")
+        click.echo(f"vplan {planner.__version__}")
         context.exit()
 
 

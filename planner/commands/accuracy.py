@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.accuracy import (
+from planner.commands import USAGE
+from planner.commands._shared.verb import Verb, examples, json_option, report_option, show, table, write_report
+from planner.errors import VplanError
+from planner.evidence.accuracy import (
     AFTER_STEP,
     PEAKS,
     AfterStep,
@@ -23,20 +26,18 @@ from planner.accuracy import (
     summary,
     worst_first,
 )
-from planner.commands import USAGE
-from planner.commands.common import Verb, examples, json_option, report_option, show, table, write_report
-from planner.errors import VplanError
-from planner.evidence import own_row, read_rows, shipped
-from planner.halves import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
-from planner.job import Job, Machine, Strategy
-from planner.ledger import OURS, Ledger, default_path
-from planner.measurement import RAN_OUT, ProbeRow, is_of_a_gpu
+from planner.evidence.held_out import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
+from planner.evidence.ledger import OURS, Ledger, default_path
+from planner.evidence.measurement import ProbeRow, is_of_a_gpu
+from planner.evidence.published import own_row, read_rows, shipped
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import RAN_OUT
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.facts import GpuProfile
+    from planner.catalog.profiles import GpuProfile
 
 _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 
@@ -89,7 +90,7 @@ def command(
     --history finds the cause of an error: the first event in which a recorded run and its tape differ.
     """
     if history is not None:
-        from planner.commands.difference import differences
+        from planner.commands._shared.allocator_diff import differences
 
         if files or report:
             raise VplanError("--history is about one run", "leave out FILE and --report", USAGE)
@@ -136,9 +137,9 @@ def _probes(path: str | Path) -> list[ProbeRow]:
 def _learned(compared: Sequence[Compared], own: Sequence[ProbeRow]) -> list[tuple[Compared, Compared]]:
     """Each number of our own probes beside the estimate that knows no measurement, and beside one that has learned from
     all probes of other plans."""
-    from planner.estimate import estimate
-    from planner.learned import with_learned
-    from planner.library import facts
+    from planner.estimate.estimate import estimate
+    from planner.evidence.from_ledger import with_learned
+    from planner.layout.inputs import facts
 
     ids = {row.id for row in own}
     before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
@@ -199,12 +200,13 @@ def _render_learned(console: Console, found: dict[str, Any]) -> None:
 
 def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
     """Name -> the card as it was calibrated, of those that our own rows were taken on; a VplanError without any."""
-    from planner import calibration, catalog
+    from planner.catalog import lookup
+    from planner.evidence import calibration
 
     found = {}
     for name, env in {row.machine.gpu: row.env for row in own}.items():
         if known := calibration.read(env.gpu, env.driver, env.torch):
-            card = catalog.parse_gpus(name)[1]
+            card = lookup.parse_gpus(name)[1]
             found[card.name] = calibration.calibrated(card, known)
     if not found:
         fault = "no GPU that the rows were taken on was calibrated under their driver and torch"
@@ -214,8 +216,8 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
 
 def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     """The real estimator, imported only when there is something to compare. `cards`: what is known better of some."""
-    from planner.estimate import after_step_bytes, estimate
-    from planner.library import facts
+    from planner.estimate.estimate import after_step_bytes, estimate
+    from planner.layout.inputs import facts
 
     def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
         card = cards.get(machine.gpu) if trainer == "vplan" else None

@@ -12,26 +12,27 @@ import click
 from click.core import ParameterSource
 
 import profiles
-from planner import calibration, catalog, doctor
-from planner.calibration import Calibration, calibrated
+from planner.catalog import lookup
 from planner.commands import USAGE
-from planner.commands.common import DONE, Range, Verb, examples, json_option, show, table
+from planner.commands._shared.verb import DONE, Range, Verb, examples, json_option, show, table
 from planner.commands.probe import FAILED, keep
 from planner.errors import VplanError, quoted
-from planner.grid import DEFAULT_MODEL, TINY, plans
-from planner.job import Machine
-from planner.learned import learned
-from planner.ledger import Ledger, default_path
-from planner.measurement import ProbeRow, Setup, is_of_a_gpu
-from planner.plan import Plan
-from planner.probe import measure_device
-from planner.runner import RealRunner
+from planner.evidence import calibration
+from planner.evidence.calibration import Calibration, calibrated
+from planner.evidence.from_ledger import learned
+from planner.evidence.ledger import Ledger, default_path
+from planner.evidence.measurement import ProbeRow, Setup, is_of_a_gpu
+from planner.hardware import doctor
+from planner.probe.grid import DEFAULT_MODEL, TINY, plans
+from planner.probe.probe import RealRunner, measure_device
+from planner.spec.job import Machine
+from planner.spec.plan import Plan
 from planner.units import MIB, format_gib, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.facts import GpuProfile
+    from planner.catalog.profiles import GpuProfile
 
 STEPS = 3
 SHARED = frozenset({
@@ -122,7 +123,7 @@ def command(
     _refuse_mixed(grid["grid"] is not None)
     if grid["grid"] is not None:
         return _measure_grid(device, time_limit, as_json, grid)
-    names = [catalog.model(name).name for name in models or (DEFAULT_MODEL,)]
+    names = [lookup.model(name).name for name in models or (DEFAULT_MODEL,)]
     card = None if device == "cpu" else _card()
     if share is not None and Path(share).is_dir():
         raise VplanError(f"--share {quoted(share)} is a folder", "name a file, as --share rows.jsonl")
@@ -159,7 +160,7 @@ def _refuse_mixed(grid: bool) -> None:
 
 
 def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]) -> int:
-    from planner.commands.grid import Asked, Where, measure
+    from planner.commands._shared.grid_options import Asked, Where, measure
 
     asked = Asked(
         grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
@@ -167,10 +168,10 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
     )  # fmt: skip
     asked.check()
     if said["runner_name"] == "simulate":
-        from planner.simulate import SimulatedRunner
+        from planner.probe.simulated import SimulatedRunner
 
         simulated = SimulatedRunner(said["seed"])
-        machine = Machine(gpu=catalog.parse_gpus(said["gpu"] or "h100-80gb")[1].name)
+        machine = Machine(gpu=lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name)
         return measure(asked, Where(simulated, machine, None, "none"), as_json)
     if said["gpu"] is not None:
         raise VplanError("--gpu names a card to simulate, and a grid is measured on the one that is here",
@@ -193,7 +194,7 @@ def _card() -> GpuProfile:
     if known is None:
         fault = f"{cards[0]['name'] or 'this card'} is not in the catalogue, so there is nothing to correct"
         raise VplanError(fault, f"give it as memory (--gpu 24GiB); {works}")
-    return catalog.gpu(known)
+    return lookup.gpu(known)
 
 
 def _plans(names: Sequence[str], card: GpuProfile | None) -> list[Plan]:

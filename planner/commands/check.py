@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import dialects
-from planner.case import settle
-from planner.check import Checked, Fix, check_case
+from planner.catalog.shapes import in_words
 from planner.commands import USAGE
-from planner.commands.answer import VERDICTS, bar, counted, verdict_line
-from planner.commands.common import (
+from planner.commands._shared.oom import explained
+from planner.commands._shared.options import field_options
+from planner.commands._shared.render import VERDICTS, bar, counted, verdict_line
+from planner.commands._shared.verb import (
     Verb,
     examples,
     json_option,
@@ -23,20 +24,19 @@ from planner.commands.common import (
     verdict_exit_code,
     write_report,
 )
-from planner.commands.flags import field_options
-from planner.commands.oom import explained
+from planner.dialects.base.script import Script, of_file, of_words
 from planner.errors import VplanError
-from planner.job import Machine
-from planner.oom_message import render
-from planner.plan import Plan, write_plan
-from planner.script import Script, of_file, of_words
-from planner.shapes import in_words
+from planner.foreign.case import settle
+from planner.foreign.check import Checked, Fix, check_case
+from planner.foreign.oom_message import render
+from planner.spec.job import Machine
+from planner.spec.plan import Plan, write_plan
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.plan import Estimate
+    from planner.spec.plan import Estimate
 
 FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.commands.common import Verb, examples, json_option, show
-from planner.doctor import examine
-from planner.findings import ERROR, NOTE, WARNING, Finding, findings
+from planner.commands._shared.verb import Verb, examples, json_option, show
+from planner.hardware.diagnoses import ERROR, NOTE, WARNING, Finding, findings
+from planner.hardware.doctor import examine
 from planner.units import format_gib
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from planner.commands.answer import headline, print_estimate, print_next
-from planner.commands.common import (
+from planner.commands._shared.render import headline, print_estimate, print_next
+from planner.commands._shared.request import Asked, request_options
+from planner.commands._shared.verb import (
     Verb,
     examples,
     json_option,
@@ -17,12 +18,11 @@ from planner.commands.common import (
     verdict_exit_code,
     write_report,
 )
-from planner.commands.request import Asked, request_options
 from planner.errors import VplanError
-from planner.estimate import judged
-from planner.learned import with_learned
-from planner.library import facts
-from planner.plan import Plan, write_plan
+from planner.estimate.estimate import judged
+from planner.evidence.from_ledger import with_learned
+from planner.layout.inputs import facts
+from planner.spec.plan import Plan, write_plan
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from planner.commands.common import Verb, examples, json_option, show
+from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, did_you_mean
-from planner.export import export, flags_of, targets, write_files
-from planner.plan import read_plan
+from planner.foreign.export import export, flags_of, targets, write_files
+from planner.spec.plan import read_plan
 from planner.units import format_gib
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
     if asked:
-        from planner.pages import trainers_page
+        from planner.foreign.docs_pages import trainers_page
 
         click.echo(trainers_page(), nl=False)
         context.exit()

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner import catalog
-from planner.commands.common import Verb, examples, json_option, markdown_option, show, table
-from planner.facts import GpuProfile
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile
+from planner.commands._shared.verb import Verb, examples, json_option, markdown_option, show, table
 from planner.units import MIB, gib
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ def command(as_markdown: bool, as_json: bool) -> None:
     For any other card name the memory itself, as --gpu 23.5GiB.
     """
     if as_markdown:
-        from planner.pages import gpus_page
+        from planner.foreign.docs_pages import gpus_page
 
         click.echo(gpus_page(), nl=False)
         return
-    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
+    cards = [lookup.gpu(name) for name in lookup.gpu_names()]
     cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
-    classes = [{"name": group.name, **group.to_json()} for group in catalog.gpu_classes()]
+    classes = [{"name": group.name, **group.to_json()} for group in lookup.gpu_classes()]
     answer = {"gpus": [card.to_json() for card in cards], "classes": classes}
     show(answer, as_json, lambda console: _table(console, cards))
 

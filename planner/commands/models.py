@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner import catalog
-from planner.commands.common import Verb, examples, json_option, markdown_option, show, table
-from planner.facts import ModelProfile
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.commands._shared.verb import Verb, examples, json_option, markdown_option, show, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,11 +25,11 @@ def command(as_markdown: bool, as_json: bool) -> None:
     (`vplan record FOLDER`) come last.
     """
     if as_markdown:
-        from planner.pages import models_page
+        from planner.foreign.docs_pages import models_page
 
         click.echo(models_page(), nl=False)
         return
-    models = [catalog.model(name) for name in catalog.model_names()]
+    models = [lookup.model(name) for name in lookup.model_names()]
     show({"models": [model.to_json() for model in models]}, as_json, lambda console: _table(console, models))
 
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.cards import parse_wait
 from planner.commands import USAGE
-from planner.commands.answer import memory_bar, print_plan
-from planner.commands.common import DONE, Verb, examples, json_option, show, table
+from planner.commands._shared.render import memory_bar, print_plan
+from planner.commands._shared.verb import DONE, Verb, examples, json_option, show, table
 from planner.errors import VplanError, quoted
-from planner.plan import read_plan
-from planner.preflight import Asked, Report, preflight, ready
+from planner.preflight.gpu_wait import parse_wait
+from planner.preflight.preflight import Asked, Report, preflight, ready
+from planner.spec.plan import read_plan
 from planner.units import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.plan import Plan
+    from planner.spec.plan import Plan
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim", "ok": "green"}
 

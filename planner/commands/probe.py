@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import click
 
-from planner import catalog
-from planner.applied import settled
+from planner.catalog import lookup
+from planner.catalog.plan_id import row_id
 from planner.commands import USAGE
-from planner.commands.common import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show, table
+from planner.commands._shared.verb import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show, table
 from planner.errors import VplanError, quoted
-from planner.ledger import Ledger, default_path
-from planner.measurement import ProbeRow, row_id
-from planner.plan import Plan, read_plan
-from planner.probe import STEPS, TIME_LIMIT
-from planner.rows import append_row, rows_by_id
-from planner.runner import RealRunner
+from planner.evidence.jsonl import append_row, rows_by_id
+from planner.evidence.ledger import Ledger, default_path
+from planner.evidence.measurement import ProbeRow
+from planner.launch.supported import settled
+from planner.probe.probe import STEPS, TIME_LIMIT, RealRunner
+from planner.spec.plan import Plan, read_plan
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _for_card(plan: Plan, gpu: str | None) -> Plan:
     """The plan as for another card; what it expected of its own is no word about that one."""
     if gpu is None:
         return plan
-    count, card = catalog.parse_gpus(gpu)
+    count, card = lookup.parse_gpus(gpu)
     machine = plan.machine.replace(gpu=card.name, unified=card.unified)
     if count > 1:
         machine = machine.replace(gpus=count)

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 import profiles
-from planner import catalog, home
-from planner.commands import USAGE, own
-from planner.commands.common import Verb, examples, json_option, show
-from planner.components import COMPONENTS, Component, components
+from planner.catalog import lookup, user_data
+from planner.catalog.components import COMPONENTS, Component, components
+from planner.catalog.profiles import ModelProfile
+from planner.commands import USAGE
+from planner.commands._shared import own_model
+from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
-from planner.facts import ModelProfile
-from planner.parameters import FILE as PARAMETERS_FILE
+from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,12 +113,12 @@ def command(
     says which) and then known everywhere by its name and its folder. What is recorded already is not recorded again.
     MODEL is one we know; without any, all that come with vplan are recorded: 80 to 180 tapes each, of 2 to 40 seconds.
     """
-    folders = [model for model in models if own.is_folder(model)]
+    folders = [model for model in models if own_model.is_folder(model)]
     _check_use(models, folders, name, check, output)
-    sources = [own.read(model, name) for model in folders]
+    sources = [own_model.read(model, name) for model in folders]
     _require_torch()
-    kept = [own.keep(source, chosen) for source, chosen in sources]
-    known = [catalog.model(model).name for model in models if model not in folders]
+    kept = [own_model.keep(source, chosen) for source, chosen in sources]
+    known = [lookup.model(model).name for model in models if model not in folders]
     names = [entry.profile.name for entry in kept] + known or list(profiles.model_names())
     folder = Path(output) if output else _default_folder(check)
     tasks = _tasks(dict.fromkeys(names), _Wanted(tuple(texts), everything, check), folder)
@@ -125,10 +126,10 @@ def command(
         done = _all_done(tasks, jobs)
     except VplanError:
         for entry in kept:
-            home.forget(entry.profile.name)
+            user_data.forget(entry.profile.name)
         raise
     answer = {
-        "folder": str(home.tapes() if kept or any(catalog.model(name).is_own for name in names) else folder),
+        "folder": str(user_data.tapes() if kept or any(lookup.model(name).is_own for name in names) else folder),
         "checked": check,
         "own": [entry.to_json() for entry in kept],
         "tapes": [{"model": entry.task.model, "variant": entry.task.variant, "bytes": entry.nbytes} for entry in done],
@@ -142,9 +143,9 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
         raise VplanError("--name is for one folder or config.json", "name the folder of your model", USAGE)
     if folders and check:
         raise VplanError("--check is for what is recorded", "give the model's name instead of its folder", USAGE)
-    own_names = home.model_names()
+    own_names = user_data.model_names()
     if output and (folders or any(model.lower() in own_names for model in models)):
-        raise VplanError("-o is not for your own models", f"set {home.VARIABLE} to keep them elsewhere", USAGE)
+        raise VplanError("-o is not for your own models", f"set {user_data.VARIABLE} to keep them elsewhere", USAGE)
 
 
 def _all_done(tasks: list[Task], jobs: int) -> list[Done]:
@@ -161,7 +162,7 @@ def _all_done(tasks: list[Task], jobs: int) -> list[Done]:
     return sorted(done, key=lambda entry: tasks.index(entry.task))
 
 
-def _render(console: Console, answer: dict[str, Any], kept: Sequence[own.Kept]) -> None:
+def _render(console: Console, answer: dict[str, Any], kept: Sequence[own_model.Kept]) -> None:
     for entry in kept:
         profile = entry.profile
         size = f"{profile.parameters:,} parameters"
@@ -186,7 +187,7 @@ def _require_torch() -> None:
 
 def _default_folder(check: bool) -> Path:
     """Where our own models' tapes are; where nobody may write there, new ones go to the user's beside them."""
-    return profiles.TAPES if check or os.access(profiles.TAPES, os.W_OK) else home.tapes()
+    return profiles.TAPES if check or os.access(profiles.TAPES, os.W_OK) else user_data.tapes()
 
 
 class _Wanted(NamedTuple):
@@ -205,13 +206,13 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
     tasks: list[Task] = []
     around: dict[Component, None] = {}
     for model in models:
-        profile = catalog.model(model)
+        profile = lookup.model(model)
         if profile.is_own:
             tasks += _own_tasks(profile, wanted)
             continue
         named = [(name, folder / model / f"{name}.json.gz") for name in _names(profile, wanted)]
         if wanted.check:  # not all of them are shipped
-            due = {*own.first_variants(profile), *wanted.texts}
+            due = {*own_model.first_variants(profile), *wanted.texts}
             named = [(name, path) for name, path in named if name in due or path.is_file()]
         tasks += [Task(model, name, "", path, wanted.check) for name, path in named]
         tasks.append(Task(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
@@ -229,34 +230,35 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
     if tasks and not chosen:
         fault = f"no variant has {' or '.join(map(quoted, wanted.texts))} in its name"
         raise VplanError(fault, f"they are named like {tasks[0].variant}")
-    return [task for task in chosen if not catalog.model(task.model).is_own or _is_due(task)]
+    return [task for task in chosen if not lookup.model(task.model).is_own or _is_due(task)]
 
 
 def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
     """What an own model may need: its VAE and text encoders too, unless they come with vplan."""
     names = _names(profile, wanted)
     if not wanted.texts and not wanted.everything and not wanted.check:
-        names = list(own.first_variants(profile))
+        names = list(own_model.first_variants(profile))
     tasks = [
-        Task(profile.name, name, "", home.tapes() / profile.name / f"{name}.json.gz", wanted.check) for name in names
+        Task(profile.name, name, "", user_data.tapes() / profile.name / f"{name}.json.gz", wanted.check)
+        for name in names
     ]
-    tasks.append(Task(profile.name, PARAMETERS, "", home.tapes() / profile.name / PARAMETERS_FILE, wanted.check))
+    tasks.append(Task(profile.name, PARAMETERS, "", user_data.tapes() / profile.name / PARAMETERS_FILE, wanted.check))
     for part in components(profile):
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not (profiles.TAPES / place).is_file():
-            tasks.append(Task(profile.name, part.variant, part.name, home.tapes() / place, wanted.check))
+            tasks.append(Task(profile.name, part.variant, part.name, user_data.tapes() / place, wanted.check))
     return tasks
 
 
 def _is_due(task: Task) -> bool:
     """Whether a tape of an own model is to be recorded, or checked: what is there is not recorded again."""
-    return task.path.is_file() if task.check else not own.is_current(task.path)
+    return task.path.is_file() if task.check else not own_model.is_current(task.path)
 
 
 def _names(profile: ModelProfile, wanted: _Wanted) -> list[str]:
     """The names of a model's variants; of those that nobody needs unasked, the ones that are asked for in full, and to
     be checked all of them."""
-    from planner.variants import OptimizerVariant, SampleVariant, StepVariant
+    from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
     usual = [variant.name for kind in kinds for variant in kind.all(profile)]
@@ -293,11 +295,11 @@ def _with_progress(entries: Iterator[Done], total: int) -> Iterator[Done]:
 
 def _record(task: Task) -> Done:
     """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
-    from planner.variants import StepVariant
-    from trainers import tapes
-    from trainers.classified import CLASSIFIED
+    from planner.tape.variants import StepVariant
+    from trainers.recording import tapes
+    from trainers.recording.op_table import CLASSIFIED
 
-    profile = catalog.model(task.model)
+    profile = lookup.model(task.model)
     if task.component:
         tape = tapes.component_tape(profile, Component(task.component, task.variant))
     elif task.variant == PARAMETERS:
@@ -323,7 +325,7 @@ Recording = Callable[[ModelProfile, Any], dict[str, Any]]
 
 def _of_own(record: Recording, profile: ModelProfile, variant: Any) -> dict[str, Any]:
     """Records a model whose config nobody vouches for: what its class makes of it may well fail."""
-    from trainers.own import REFUSALS, refusal
+    from trainers.recording.own import REFUSALS, refusal
 
     try:
         return record(profile, variant)

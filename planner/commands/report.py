@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from planner.commands import USAGE
-from planner.commands.common import Verb, examples, write_report
+from planner.commands._shared.verb import Verb, examples, write_report
 from planner.errors import VplanError
-from planner.evidence import own_row, read_rows
-from planner.ledger import OURS, Ledger, default_path
-from planner.plan import read_plan
-from planner.rows import rows_by_id
+from planner.evidence.jsonl import rows_by_id
+from planner.evidence.ledger import OURS, Ledger, default_path
+from planner.evidence.published import own_row, read_rows
+from planner.spec.plan import read_plan
 
 MOST = 6
 """Plans on one page."""

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner import catalog
-from planner.basis import Learned
-from planner.commands import USAGE, answer
-from planner.commands.common import (
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile
+from planner.commands import USAGE
+from planner.commands._shared import render
+from planner.commands._shared.request import Asked, Request, request_options
+from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     Verb,
     examples,
@@ -23,21 +25,20 @@ from planner.commands.common import (
     verdict_exit_code,
     write_report,
 )
-from planner.commands.request import Asked, Request, request_options
-from planner.commands.spread import spread
 from planner.errors import VplanError
-from planner.estimate import judged
-from planner.facts import GpuProfile
-from planner.job import Job, Machine, Strategy
-from planner.learned import learned
-from planner.library import facts
-from planner.plan import Estimate, write_plan
-from planner.question import Question, Suggestion
-from planner.run import Facts
-from planner.screen import Screen
-from planner.suggest import Search
+from planner.estimate.estimate import judged
+from planner.evidence.from_ledger import learned
+from planner.layout.correction import Learned
+from planner.layout.inputs import facts
+from planner.layout.run import Facts
+from planner.parallel import spread
+from planner.search.objectives import PREFERRED, Relaxed, largest, relaxed
+from planner.search.question import Question, Suggestion
+from planner.search.screening import Screen
+from planner.search.search import Search
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Estimate, write_plan
 from planner.units import format_gib, gib
-from planner.wishes import PREFERRED, Relaxed, largest, relaxed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,7 +106,7 @@ def command(
         "considered": sum(row.considered for row in rows),
         "seconds": round(time.perf_counter() - started, 3),
     }
-    show(said, as_json, lambda console: answer.print_rows(console, wanted.first_line(), kind, rows))
+    show(said, as_json, lambda console: render.print_rows(console, wanted.first_line(), kind, rows))
     verdicts = [row.plan.verdict for row in rows if row.plan]
     return min((verdict_exit_code(verdict, strict=strict) for verdict in verdicts), default=DOES_NOT_FIT)
 
@@ -174,7 +175,7 @@ class _Wanted:
     def _on_smaller_cards(self, request: Request, search: Search, plan: Estimate) -> tuple[Estimate, ...]:
         """The plan on the cards sold under the same label that give less, where the verdict changes."""
         found, there = [], search.chosen
-        for card in catalog.smaller_cards(request.gpu):
+        for card in lookup.smaller_cards(request.gpu):
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - request.machine.reserve:
                 continue
             machine = request.machine.replace(gpu=card.name)
@@ -184,24 +185,24 @@ class _Wanted:
                 found.append(there.estimate)
         return tuple(found)
 
-    def models(self) -> list[answer.Row]:
+    def models(self) -> list[render.Row]:
         """A line for every model that can train at that length."""
         frames = self.asked.job.get("frames")
-        names = [name for name in catalog.model_names() if catalog.model(name).kind == "video" or frames in (None, 1)]
+        names = [name for name in lookup.model_names() if lookup.model(name).kind == "video" or frames in (None, 1)]
         rows, refusals = [], []
         for name, found in zip(names, spread(_asker, self._typed, names, "models"), strict=True):
             if isinstance(found, VplanError):
                 refusals.append(found)
-                found = answer.Row(name, None, found.message, 0)
+                found = render.Row(name, None, found.message, 0)
             rows.append(found)
         if refusals and len(refusals) == len(rows):
             raise refusals[0]
         return rows
 
-    def classes(self) -> list[answer.Row]:
+    def classes(self) -> list[render.Row]:
         """A line for every class of card."""
         rows = []
-        for found in spread(_asker, self._typed, [group.name for group in catalog.gpu_classes()], "cards"):
+        for found in spread(_asker, self._typed, [group.name for group in lookup.gpu_classes()], "cards"):
             if isinstance(found, VplanError):
                 raise found
             rows.append(found)
@@ -211,7 +212,7 @@ class _Wanted:
     def _typed(self) -> tuple[Asked, str, bool]:
         return self.asked, self.prefer, self.allow_lossy
 
-    def row(self, name: str) -> answer.Row | VplanError:
+    def row(self, name: str) -> render.Row | VplanError:
         """The line for one model, or for one class of card of the model that was typed; or why there is none."""
         try:
             if self.asked.model is None:
@@ -224,22 +225,22 @@ class _Wanted:
         """How a question about many was understood."""
         asked = self.asked
         if asked.model is None:
-            count, card = catalog.parse_gpus(asked.gpu or "")
+            count, card = lookup.parse_gpus(asked.gpu or "")
             several = f"{count} x " if count > 1 else ""
             return f"every model we know, {asked.job.get('method', 'lora')}, on {several}{card.title}: " + (
                 f"{card.allocatable_gib:.2f} GiB to use"
             )
-        return f"{catalog.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every class of card"
+        return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every class of card"
 
-    def _row(self, name: str, request: Request) -> answer.Row:
+    def _row(self, name: str, request: Request) -> render.Row:
         search = self._search(request)
         suggestion = self._best(search, explain=False)
         if suggestion is None:
             least = search.tightest(search.question.job)
             reason = _shortage(least) if least else search.missing.message if search.missing else ""
-            return answer.Row(name, None, reason, search.considered)
+            return render.Row(name, None, reason, search.considered)
         plan = suggestion.plan.replace(assumptions=_assumptions(request, suggestion.plan))
-        return answer.Row(name, plan, "", search.considered)
+        return render.Row(name, plan, "", search.considered)
 
     def _search(self, request: Request) -> Search:
         self.cards[request.machine.gpu] = request.gpu
@@ -267,7 +268,7 @@ class _Wanted:
         return largest(search, wish, explain)
 
 
-def _asker(asked: Asked, prefer: str, allow_lossy: bool) -> Callable[[str], answer.Row | VplanError]:
+def _asker(asked: Asked, prefer: str, allow_lossy: bool) -> Callable[[str], render.Row | VplanError]:
     return _Wanted(asked, prefer, allow_lossy).row
 
 
@@ -301,5 +302,5 @@ def _assumptions(request: Request, plan: Estimate) -> tuple[str, ...]:
 
 
 def _print_one(console: Console, found: _Found, output: str | None) -> None:
-    answer.print_suggestion(console, found.request, found.suggestion, found.relax, found.smaller)
-    answer.print_next(console, found.suggestion.plan, output)
+    render.print_suggestion(console, found.request, found.suggestion, found.relax, found.smaller)
+    render.print_next(console, found.suggestion.plan, output)

@@ -12,25 +12,27 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from planner import catalog, checkpoints, launch, preflight, validation
-from planner.checks import FAILED
+from planner.catalog import lookup
 from planner.commands import USAGE
-from planner.commands.answer import memory_bar, print_plan
-from planner.commands.batch import write_script
-from planner.commands.choose import PLAN, choose, weights_of
-from planner.commands.common import DONE, Range, Verb, examples, json_option, show, stoppable, talk
-from planner.commands.request import Asked, request_options
+from planner.commands._shared.batch import write_script
+from planner.commands._shared.pick_plan import PLAN, choose, weights_of
+from planner.commands._shared.render import memory_bar, print_plan
+from planner.commands._shared.request import Asked, request_options
+from planner.commands._shared.run_progress import Follower, prepare
+from planner.commands._shared.verb import DONE, Range, Verb, examples, json_option, show, stoppable, talk
 from planner.errors import VplanError, quoted
-from planner.follow import Follower, prepare
-from planner.peers import Peers
-from planner.plan import Plan, write_plan
-from planner.stepdown import difference, next_plan
+from planner.launch import checkpoints, launch, validation
+from planner.launch.fallback import difference, next_plan
+from planner.launch.multinode import Peers
+from planner.preflight import preflight
+from planner.preflight.checks import FAILED
+from planner.spec.plan import Plan, write_plan
 from planner.units import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.plan import Estimate
+    from planner.spec.plan import Estimate
 
 ENTRIES, CACHE, FINAL, ASIDE = "entries.jsonl", "cache", "final", "checkpoints.before"
 VALIDATION = "validation.json"
@@ -111,7 +113,7 @@ def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) ->
     if not Path(data).expanduser().is_dir():
         raise VplanError(f"there is no folder {quoted(data)}", "name the folder of your clips: --data DIR")
     if asked.model is not None:  # before anything is planned or written
-        weights_of(catalog.model(asked.model), said["weights"])
+        weights_of(lookup.model(asked.model), said["weights"])
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -140,7 +142,7 @@ class _Train:
             raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
         if machine.nodes > 1 and not self.nodes.address and not said["slurm"]:
             raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
-        self.weights = weights_of(catalog.model(plan.job.model), said["weights"])
+        self.weights = weights_of(lookup.model(plan.job.model), said["weights"])
         self.prompts = validation.prompts(plan, said)
 
     def run(self, as_json: bool, *, begins: bool) -> int:
@@ -294,7 +296,7 @@ class _Train:
             "samples": follower.samples,
             "notes": self.notes,
         }
-        budget = estimate.budget_bytes if estimate else catalog.parse_gpus(self.plan.machine.gpu)[1].allocatable_bytes
+        budget = estimate.budget_bytes if estimate else lookup.parse_gpus(self.plan.machine.gpu)[1].allocatable_bytes
         show(answer, as_json, lambda console: _render(console, answer, budget))
         return DONE
 

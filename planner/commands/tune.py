@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner import catalog, home
-from planner.applied import check_computers
-from planner.commands import answer
-from planner.commands.common import (
+from planner.catalog import lookup, user_data
+from planner.catalog.plan_id import row_id
+from planner.commands._shared import render
+from planner.commands._shared.progress import Progress
+from planner.commands._shared.request import Asked, Request, request_options
+from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     DONE,
     Range,
@@ -28,27 +30,27 @@ from planner.commands.common import (
     stoppable,
     write_report,
 )
-from planner.commands.progress import Progress
-from planner.commands.request import Asked, Request, request_options
 from planner.errors import VplanError
-from planner.job import Job, Strategy
-from planner.library import facts
-from planner.measurement import Setup, row_id
-from planner.plan import Estimate, Evidence, Plan, write_plan
-from planner.question import Question, Switch
-from planner.screen import Screen
-from planner.space import naive, switched
-from planner.tune import Allowed, Goal, Tuner
+from planner.evidence.measurement import Setup
+from planner.launch.supported import check_computers
+from planner.layout.inputs import facts
+from planner.search.objectives import PREFERRED
+from planner.search.question import Question, Switch
+from planner.search.screening import Screen
+from planner.search.space import naive, switched
+from planner.spec import wording
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Estimate, Evidence, Plan, write_plan
+from planner.tune.tuner import Allowed, Goal, Tuner
 from planner.units import format_seconds, gib
-from planner.wishes import PREFERRED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.belief import Seen
-    from planner.ledger import Ledger
-    from planner.runner import Runner
-    from planner.tuning import Tuning
+    from planner.evidence.ledger import Ledger
+    from planner.probe.runner import Runner
+    from planner.tune.error_model import Seen
+    from planner.tune.worker import Tuning
 
 FAILED = 4
 """Exit code: the processes we started failed for another reason than memory."""
@@ -157,7 +159,7 @@ def _goal(asked: Asked, request: Request, prefer: str) -> Goal:
 
 def _own_gpu() -> str:
     """The name of the first GPU that CUDA shows here; a VplanError without one, or without what measures on it."""
-    from planner.doctor import visible
+    from planner.hardware.doctor import visible
 
     _, cards = visible()
     if not cards or not cards[0].get("name"):
@@ -171,11 +173,11 @@ def _own_gpu() -> str:
 def _setup(gpu: str | None, runner: Runner, question: Question) -> Setup:
     """On what this worker measures."""
     if gpu is None:
-        from planner.simulate import SimulatedRunner, environment
+        from planner.probe.simulated import SimulatedRunner, environment
 
         assert isinstance(runner, SimulatedRunner)
         return Setup.of(environment(question.gpu, runner.seed, "vplan tune"))
-    from planner.doctor import gpus
+    from planner.hardware.doctor import gpus
 
     driver, _ = gpus()
     return Setup(gpu, str(driver["version"]), metadata.version("torch"), metadata.version("diffusers"))
@@ -183,8 +185,8 @@ def _setup(gpu: str | None, runner: Runner, question: Question) -> Setup:
 
 def _applied(question: Question) -> Allowed:
     """Whether our own step applies a strategy on this machine."""
-    from planner.applied import settled
-    from planner.probe import libraries
+    from planner.launch.launch import libraries
+    from planner.launch.supported import settled
 
     def allowed(job: Job, way: Strategy) -> bool:
         if any(importlib.util.find_spec(package) is None for package in libraries(way)):
@@ -203,9 +205,9 @@ def _tuning(
     tuner: Tuner, screen: Screen, gpu: str | None, said: dict[str, Any], prefer: str
 ) -> Iterator[tuple[Tuning, Progress]]:
     """A worker of the question's study, with its progress on stderr."""
-    from planner.storage import without_password
-    from planner.study import Study
-    from planner.tuning import Limits, Tuning
+    from planner.tune.storage import without_password
+    from planner.tune.study import Study
+    from planner.tune.worker import Limits, Tuning
 
     question = tuner.question
     runner, ledger = _runner(screen, gpu, said["seed"])
@@ -219,7 +221,7 @@ def _tuning(
     }
     digest = hashlib.sha256(json.dumps(asks, sort_keys=True).encode()).hexdigest()[:12]
     name = said["study"] or f"{question.job.model}-{question.job.method}-{digest}"
-    storage = said["storage"] or str(home.folder() / "studies" / f"{name}.journal")
+    storage = said["storage"] or str(user_data.folder() / "studies" / f"{name}.journal")
     limits = Limits(said["max_probes"], said["max_minutes"] * 60, said["steps"], said["time_limit"])
     tuning = Tuning(tuner, Study(storage, name, asks), runner, ledger, limits, setup)
     with Progress(name, without_password(storage)) as progress:
@@ -228,15 +230,15 @@ def _tuning(
 
 def _runner(screen: Screen, gpu: str | None, seed: int) -> tuple[Runner, Ledger]:
     """What measures, and where its rows go: a machine that is not there has a ledger of its own."""
-    from planner.ledger import Ledger, default_path
+    from planner.evidence.ledger import Ledger, default_path
 
     if gpu is not None:
-        from planner.runner import RealRunner
+        from planner.probe.probe import RealRunner
 
         return RealRunner(command="vplan tune"), Ledger(default_path())
-    from planner.simulate import SimulatedRunner
+    from planner.probe.simulated import SimulatedRunner
 
-    return SimulatedRunner(seed, screen.facts, screen.lay_out), Ledger(home.folder() / "simulated.jsonl")
+    return SimulatedRunner(seed, screen.facts, screen.lay_out), Ledger(user_data.folder() / "simulated.jsonl")
 
 
 class _Answer:
@@ -275,7 +277,7 @@ class _Answer:
 
     def _check_failures(self) -> None:
         """Raises where probes ended for other reasons than memory, and none did for memory."""
-        from planner.tuning import failed
+        from planner.tune.worker import failed
 
         bad = [row for row in self.tuning.probes if failed(row)]
         if bad and len(bad) == len(self.tuning.probes):
@@ -312,7 +314,7 @@ class _Answer:
         """A card of another architecture runs other kernels: what it took is near the truth, not it."""
         gpu = self.tuning.setup.gpu if self.tuning.setup else ""
         with contextlib.suppress(VplanError):  # a card that the catalogue does not know
-            if catalog.gpu(gpu).architecture != self.request.gpu.architecture:
+            if lookup.gpu(gpu).architecture != self.request.gpu.architecture:
                 return "nearby"
         return "measured"
 
@@ -323,11 +325,11 @@ class _Answer:
         return tuple(note for note in self.request.assumptions if " frames" not in note and " pixels" not in note)
 
     def _print(self, console: Console, found: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
-        answer.headline(console, self.request, found)
-        console.print(answer.verdict_line(found) if self.best is None else self._proof(self.best))
-        console.print(answer.bar(console, found))
-        console.print(f"plan: {answer.ways(found)}", style="bold")
-        if flags := answer.typed_out(self._switches(found)):
+        render.headline(console, self.request, found)
+        console.print(render.verdict_line(found) if self.best is None else self._proof(self.best))
+        console.print(render.bar(console, found))
+        console.print(f"plan: {wording.ways(found)}", style="bold")
+        if flags := render.typed_out(self._switches(found)):
             console.print(f"      {flags}")
         if found.lossy:
             console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
@@ -337,6 +339,6 @@ class _Answer:
             console.print("no plan is proved to fit; this one needs least", style="bold")
         if others:
             console.print()
-            console.print(answer.runners_up(others))
+            console.print(render.runners_up(others))
         if output and self.best is not None:
             console.print(f"written: {output}", style="dim")

@@ -1,7 +1,7 @@
-"""Other trainers: how each holds memory where it differs from ours, and how its commands are read and written.
+"""Other trainers' words: how their commands and config files are read, and how ours are written for them.
 
-A dialect's memory terms (``TERMS``) are functions on a Run, applied after our own transformations when the plan names
-that trainer. Its ``DIALECT`` is the table of what its words and ours are to each other (`planner.dialects.interface`).
+A package a trainer. Its ``settings.DIALECT`` is the table of what its words and ours are to each other
+(`planner.dialects.base.bindings`). How these trainers hold memory is in `planner.layout.trainer_terms`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from planner.errors import VplanError, did_you_mean
-from planner.run import Term
 
 if TYPE_CHECKING:
-    from planner.dialects.interface import Dialect, Given
-    from planner.script import Script
+    from planner.dialects.base.bindings import Dialect, Given
+    from planner.dialects.base.script import Script
 
 TRAINERS = (
     "accelerate",
@@ -29,14 +28,13 @@ TRAINERS = (
     "latentsync",
     "musubi-tuner",
     "sd-scripts",
-    "simpletuner",
     "videox-fun",
 )
-"""Trainers with a file of their own here; every other name is priced like ours."""
+"""Trainers whose words we know."""
 
 
 FORMER = ("diffsynth-2025",)
-"""Files of trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
+"""Trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
 
 
 UNREAD = {
@@ -49,25 +47,11 @@ UNREAD = {
 """Marks of trainers that people use and we do not read, so that the refusal can name them."""
 
 
-def terms(trainer: str) -> tuple[Term, ...]:
-    """The memory terms of a trainer, as it is or, named ``trainer@version``, as it was.
-
-    A dialect's ``OLDER`` holds the further terms of the versions that measurements are of.
-    """
-    name, _, version = trainer.partition("@")
-    if name not in TRAINERS:
-        return ()
-    dialect = module(name)
-    found: tuple[Term, ...] = dialect.TERMS
-    older: dict[str, tuple[Term, ...]] = getattr(dialect, "OLDER", {})
-    return found + older.get(version, ())
-
-
 @functools.cache
 def spoken() -> dict[str, Dialect]:
     """The dialects that we read or write, by name."""
-    found = (getattr(module(name), "DIALECT", None) for name in (*TRAINERS, *FORMER))
-    return {dialect.name: dialect for dialect in found if dialect is not None}
+    spoken: tuple[Dialect, ...] = tuple(module(name).DIALECT for name in (*TRAINERS, *FORMER))
+    return {dialect.name: dialect for dialect in spoken}
 
 
 def dialect(name: str) -> Dialect:
@@ -83,7 +67,7 @@ def dialect(name: str) -> Dialect:
 def recognise(script: Script) -> tuple[Dialect, Given]:
     """Whose script, config or Python file was given, and what it says; a VplanError names those we read."""
     import profiles
-    from planner.dialects import flags
+    from planner.dialects.base import flags
 
     readers = [dialect for dialect in spoken().values() if dialect.gather is not None]
     for reader in readers:
@@ -106,5 +90,5 @@ def recognise(script: Script) -> tuple[Dialect, Given]:
 
 
 def module(name: str) -> ModuleType:
-    """The file of a dialect."""
-    return importlib.import_module(f"planner.dialects.{name.replace('-', '_')}")
+    """A trainer's settings: its ``DIALECT``, and where it writes files what each of their lines carries."""
+    return importlib.import_module(f"planner.dialects.{name.replace('-', '_')}.settings")

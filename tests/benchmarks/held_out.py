@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import profiles
-from planner import catalog
-from planner.facts import ModelProfile
-from planner.job import Job, Strategy
-from planner.library import tape
-from planner.program import Program
-from planner.replay import CachingAllocator
-from planner.shapes import grid, job_for
-from planner.variants import OptimizerVariant, SampleVariant, StepVariant
+from planner.allocator.caching import CachingAllocator
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid, job_for
+from planner.layout.inputs import tape
+from planner.spec.job import Job, Strategy
+from planner.tape.program import Program
+from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
-from trainers.record import Trace, record_optimizer, record_sample, record_step
+from trainers.recording.record import Trace, record_optimizer, record_sample, record_step
 
 LIMIT_PCT = 0.1
 GIB = 2**30
@@ -172,8 +172,8 @@ def main() -> int:
     asked = parser.parse_args()
     worst, count = 0.0, 0
     print(f"{'model':22} {'tape':46} {'shape':16} {'tape GiB':>9} {'direct GiB':>10} {'error %':>9} {'s':>6}")
-    for name in asked.models or catalog.model_names():
-        profile = catalog.model(name)
+    for name in asked.models or lookup.model_names():
+        profile = lookup.model(name)
         variants = list(usual(profile, asked.checkpointing))
         if asked.sample is not None or asked.variant is not None:
             variants = [variant for variant in shipped(profile) if (asked.variant or "") in variant.name]

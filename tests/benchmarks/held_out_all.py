@@ -29,15 +29,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import profiles
-from planner import catalog
-from planner.components import COMPONENTS, Component, components
-from planner.facts import ModelProfile
-from planner.rows import append_row, rows_by_id
-from planner.variants import OptimizerVariant, StepVariant
+from planner.catalog import lookup
+from planner.catalog.components import COMPONENTS, Component, components
+from planner.catalog.profiles import ModelProfile
+from planner.evidence.jsonl import append_row, rows_by_id
+from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.benchmarks import held_out_around
 from tests.benchmarks.held_out import GIB, LIMIT_PCT, SEED, Case, Variant, directly, from_tape, shipped
 from tests.benchmarks.held_out_around import PROMPTS, SIDES
-from trainers.tapes import RECORDED_BLOCKS, shallow_config
+from trainers.recording.tapes import RECORDED_BLOCKS, shallow_config
 
 LEDGER = Path(__file__).with_name("held_out.jsonl")
 BLOCKS = RECORDED_BLOCKS + 1
@@ -101,7 +101,7 @@ def _plainness(variant: Variant) -> int:
 
 def queue(models: list[str], only: str) -> list[Due]:
     """Every shipped tape, in the order in which they are held out."""
-    known = [catalog.model(name) for name in models or catalog.model_names()]
+    known = [lookup.model(name) for name in models or lookup.model_names()]
     each = {due.id: due for profile in known for due in around(profile)}
     all_due = [*each.values(), *(due for profile in known for due in of_model(profile))]
     return sorted((due for due in all_due if only in due.id), key=lambda due: due.order)

@@ -15,8 +15,8 @@ import time
 from typing import NamedTuple
 
 import profiles
-from planner import catalog
-from planner.components import (
+from planner.catalog import lookup
+from planner.catalog.components import (
     CHUNKS,
     COMPONENTS,
     FEWEST,
@@ -26,12 +26,12 @@ from planner.components import (
     components,
     frames_of,
 )
-from planner.facts import ModelProfile, Vae
-from planner.program import Part, Program
-from planner.tape import Tape, read_tape
-from trainers.components import record_vae
-from trainers.encoders import record_text_encoder
-from trainers.record import Trace
+from planner.catalog.profiles import ModelProfile, Vae
+from planner.tape.format import Tape, read_tape
+from planner.tape.program import Part, Program
+from trainers.recording.components import record_vae
+from trainers.recording.encoders import record_text_encoder
+from trainers.recording.record import Trace
 
 GIB = 2**30
 PROMPTS = 3
@@ -105,8 +105,8 @@ def main() -> int:
     asked = parser.parse_args()
     wrong = 0
     done: set[Component] = set()
-    for name in asked.models or catalog.model_names():
-        profile = catalog.model(name)
+    for name in asked.models or lookup.model_names():
+        profile = lookup.model(name)
         for component in components(profile):
             known = (profiles.TAPES / COMPONENTS / component.name / f"{component.variant}.json.gz").is_file()
             if not known or component in done or asked.only not in f"{component.name}/{component.variant}":

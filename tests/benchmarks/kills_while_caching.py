@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainers import tiny
-from tests.trainers.caching import run, setting
+from tests.trainers.data.caching import run, setting
 
 CLIPS = 200
 LONGEST_SECONDS = 4.0

@@ -32,7 +32,7 @@ def main(kills: int) -> None:
         import torch
 
         torch.set_num_threads(1)
-        from planner import checkpoints
+        from planner.launch import checkpoints
         from tests.trainers import runs
 
         place, output = runs.Place(root, "wan"), root / "killed"

@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from planner.ledger import Ledger
-from tests.unit.searching import searched, worker
+from planner.evidence.ledger import Ledger
+from tests.planner.search.searching import searched, worker
 
 
 def work(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""CPU time of one operator in a training step, with all the Python around it: the source of planner.timing's launches.
+"""CPU time of one operator in a training step, with all the Python around it: the source of planner.estimate.roofline's
+launches.
 
     python -m tests.benchmarks.launches
 
@@ -12,12 +13,12 @@ import time
 
 import torch
 
-from planner import catalog
-from planner.job import Job, Strategy
-from planner.library import tape
-from planner.timing import KERNELS, work_of
-from trainers import step
+from planner.catalog import lookup
+from planner.estimate.roofline import KERNELS, work_of
+from planner.layout.inputs import tape
+from planner.spec.job import Job, Strategy
 from trainers.families import family
+from trainers.step import step
 
 MODEL = "wan2.1-t2v-1.3b"
 TOY = {
@@ -38,7 +39,7 @@ def fill(_: str, weight: torch.Tensor) -> None:
 
 def seconds_per_launch(checkpointing: str) -> float:
     """The fastest of a few steps, per launch."""
-    known = catalog.model(MODEL)
+    known = lookup.model(MODEL)
     profile = known.replace(config={**known.config, **TOY})
     job = Job(model=MODEL, frames=9, height=64, width=64, lora_rank=SHAPE["R"], lora_targets=known.lora.targets)
     strategy = Strategy(weights_dtype="bf16", gradient_checkpointing=checkpointing)

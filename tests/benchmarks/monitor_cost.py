@@ -21,7 +21,7 @@ from typing import Any
 
 import pynvml
 
-from planner import monitor
+from planner.hardware import nvml
 from tests.benchmarks.train_loop import report
 
 BLOCK = 10
@@ -46,7 +46,7 @@ def stand_in() -> str:
         "nvmlSystemGetDriverVersion": answer(0, "none"),
         "nvmlDeviceGetHandleByUUID": answer(0, "card"),
         "nvmlDeviceGetMemoryInfo": answer(COUNTER_MICROSECONDS, SimpleNamespace(used=2**30)),
-        **{f"nvmlDeviceGet{kind}RunningProcesses": answer(LIST_MICROSECONDS, listed) for kind in monitor.KINDS},
+        **{f"nvmlDeviceGet{kind}RunningProcesses": answer(LIST_MICROSECONDS, listed) for kind in nvml.KINDS},
     }.items():
         setattr(pynvml, name, call)
     return "GPU-1"
@@ -95,7 +95,7 @@ def main(steps: int) -> None:
         for number in range(1, 2 * steps // BLOCK, 2):
             timed = Timed()
             began = time.perf_counter()
-            with monitor.DeviceMemory(uuid, timed):
+            with nvml.DeviceMemory(uuid, timed):
                 run(number, watched)
             busy, wall = busy + timed.seconds, wall + time.perf_counter() - began
             run(number + 1, plain)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import vplan
-from planner import catalog
-from planner.home import VARIABLE
+from planner.catalog import lookup
+from planner.catalog.user_data import VARIABLE
 
 FIRST, FURTHER = 30.0, 8.0
 """seconds allowed on two cores"""
@@ -44,7 +44,7 @@ class Taken(NamedTuple):
 
 def never_seen(name: str) -> dict[str, Any]:
     """The config of a bundled model with other sizes."""
-    profile = catalog.model(name)
+    profile = lookup.model(name)
     changed = {key: profile.config[key] + more for key, more in CHANGED.items() if key in profile.config}
     return {"_class_name": profile.diffusers_class, **profile.config, **changed}
 

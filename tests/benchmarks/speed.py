@@ -19,14 +19,14 @@ from collections.abc import Callable
 import numpy as np
 
 import vplan
-from planner import catalog
-from planner.job import Job, Machine, Strategy
-from planner.layout import lay_out
-from planner.library import facts
-from planner.peaks import peak_forms
-from planner.played import play
-from planner.rules import resolve
-from planner.shapes import grid
+from planner.catalog import lookup
+from planner.catalog.shapes import grid
+from planner.estimate.stages import play
+from planner.layout.inputs import facts
+from planner.layout.pipeline import lay_out
+from planner.search.batched_peaks import peak_forms
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.rules import resolve
 
 MACHINE = Machine(gpu="rtx4090")
 COMMANDS = (
@@ -84,7 +84,7 @@ def report_seconds(words: tuple[str, ...], times: int) -> tuple[float, float]:
 
 
 def laid_out(model: str, **more: object) -> tuple[dict[str, int], object]:
-    profile = catalog.model(model)
+    profile = lookup.model(model)
     height, width = profile.shape.resolutions[0]
     job = Job(model=model, frames=profile.shape.default_frames, height=height, width=width)
     strategy = resolve(job, Strategy.read({"gradient_checkpointing": "full", **more}), MACHINE)

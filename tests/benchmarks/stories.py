@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.e2e import stories
+from tests.e2e.stories import stories
 
 CARDS = ("24GB", "48GB", "h100-80gb", "h200")
 COUNTS = (1, 4, 8)

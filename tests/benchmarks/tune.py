@@ -26,22 +26,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner import catalog
-from planner.belief import HEADROOM
+from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.hidden import Hidden, true_seconds
-from planner.job import SPLIT, Job, Machine, Strategy
-from planner.library import facts
-from planner.plan import Measured, Plan
-from planner.question import Question
-from planner.replay import BLOCK_ROUND_BYTES
-from planner.rows import append_row, rows_by_id
-from planner.rules import check
-from planner.run import Run
-from planner.screen import Screen
-from planner.simulate import SimulatedRunner
-from planner.space import most_swapped, naive
-from planner.tune import Goal, Learning, Tuner
+from planner.evidence.jsonl import append_row, rows_by_id
+from planner.layout.inputs import facts
+from planner.layout.run import Run
+from planner.probe.simulated import SimulatedRunner
+from planner.probe.simulated_truth import Hidden, true_seconds
+from planner.search.question import Question
+from planner.search.screening import Screen
+from planner.search.space import most_swapped, naive
+from planner.spec.job import SPLIT, Job, Machine, Strategy
+from planner.spec.plan import Measured, Plan
+from planner.spec.rules import check
+from planner.tune.error_model import HEADROOM
+from planner.tune.tuner import Goal, Learning, Tuner
 from planner.units import GIB
 
 MOST_PROBES = 12
@@ -301,8 +301,8 @@ def drawn(number: int) -> Case:
     """The job and machine of a number, of those for which the estimate has a plan."""
     chance = random.Random(number)
     while True:
-        model = catalog.model(chance.choice(MODELS))
-        card = catalog.gpu(chance.choice(CARDS))
+        model = lookup.model(chance.choice(MODELS))
+        card = lookup.gpu(chance.choice(CARDS))
         method = chance.choice(("lora", "lora", "lora", "full"))
         frames = 1
         if model.kind == "video":
@@ -316,7 +316,7 @@ def drawn(number: int) -> Case:
         machine = Machine(gpu=card.name, gpus=gpus, host_ram=ram)
         screen = Screen(lambda job, way, machine, model=model, card=card: facts(job, way, machine, model, card))
         try:
-            job = catalog.job_for(model, {"method": method, "lora_rank": chance.choice((8, 16, 64)), **shape})
+            job = lookup.job_for(model, {"method": method, "lora_rank": chance.choice((8, 16, 64)), **shape})
             question = Question(job, Strategy.read({}), machine, model, card)
             case = Case(question, screen, seed)
             if case.space.best(job, False):

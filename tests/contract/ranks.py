@@ -29,11 +29,11 @@ PRELOADED = [
     "diffusers.models.transformers.cogvideox_transformer_3d",
     "diffusers.models.transformers.transformer_wan",
     "peft",
-    "planner.catalog",
+    "planner.catalog.lookup",
     "tests.contract.ranks",
     "tests.contract.training",
     "torch.distributed.fsdp",
-    "trainers.engines",
+    "trainers.parallel.engines",
     "trainers.families.cogvideox",
     "trainers.families.wan",
     "trainers.train",
@@ -126,12 +126,12 @@ def _model(case: Case) -> tuple[Any, ...]:
     """Profile, records, and the model with our step's formats, its parameters filled."""
     import torch
 
-    from planner import catalog
-    from planner.job import Job, Machine, Strategy
-    from planner.rules import resolve
-    from trainers import step
+    from planner.catalog import lookup
+    from planner.spec.job import Job, Machine, Strategy
+    from planner.spec.rules import resolve
+    from trainers.step import step
 
-    profile = catalog.model(case.model)
+    profile = lookup.model(case.model)
     profile = profile.model_copy(update={"config": {**profile.config, **case.config}})
     job = Job.read({"model": case.model, "lora_targets": profile.lora.targets, **case.job})
     machine = Machine(gpu="h100-80gb", gpus=WORLD)
@@ -169,11 +169,11 @@ def _deepspeed(case: Case) -> Bytes:
     import deepspeed
     import torch
 
-    from planner.zero import Settings
-    from trainers import step
-    from trainers.engines import deepspeed_config
+    from planner.layout.sharding.zero import Settings
     from trainers.families import family
-    from trainers.optimizers import make_optimizer
+    from trainers.parallel.engines import deepspeed_config
+    from trainers.step import step
+    from trainers.step.optimizers import make_optimizer
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else every start compiles it
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -287,9 +287,9 @@ def _context_parallel(case: Case) -> Bytes:
     import torch
     from diffusers import ContextParallelConfig
 
-    from trainers import step
-    from trainers.cuda_ops import install_autocast
     from trainers.families import family
+    from trainers.recording.cuda_ops import install_autocast
+    from trainers.step import step
 
     torch.distributed.init_process_group("gloo")
     torch.accelerator.device_count = lambda: 1  # diffusers places ranks on accelerators, and there is none
@@ -329,10 +329,10 @@ def _fsdp(case: Case) -> Bytes:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from trainers import step
-    from trainers.engines import shard
     from trainers.families import family
-    from trainers.optimizers import make_optimizer
+    from trainers.parallel.engines import shard
+    from trainers.step import step
+    from trainers.step.optimizers import make_optimizer
 
     torch.distributed.init_process_group("gloo")
     profile, job, strategy, model = _model(case)

@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner import catalog
-from planner.facts import ModelProfile
-from planner.job import Job, Machine, Strategy
-from planner.layout import lay_out
-from planner.run import Facts, Run
-from planner.tape import NOTHING, parse_tape
-from planner.variants import StepVariant
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Facts, Run
+from planner.spec.job import Job, Machine, Strategy
+from planner.tape.format import NOTHING, parse_tape
+from planner.tape.variants import StepVariant
 from tests.contract.ranks import Case, measure
-from trainers import step, tapes
-from trainers.places import find_runs
-from trainers.record import Trace, record_step
+from trainers.recording import tapes
+from trainers.recording.block_places import find_runs
+from trainers.recording.record import Trace, record_step
+from trainers.step import step
 
 TINY: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "wan2.1-t2v-1.3b": (
@@ -44,7 +45,7 @@ WAN, FLUX, QWEN = TINY
 
 
 def tiny(name: str) -> ModelProfile:
-    profile = catalog.model(name)
+    profile = lookup.model(name)
     depth = {stack.depth_key: 3 if len(profile.stacks) == 1 else 2 for stack in profile.stacks}
     return profile.model_copy(update={"config": {**profile.config, **TINY[name][0], **depth}})
 
@@ -102,7 +103,7 @@ def estimated(name: str, mode: str) -> Run:
     strategy = Strategy.read({**HALF, "gradient_checkpointing": mode, "context_parallel": 2})
     variant = StepVariant.of(profile, job, strategy, 1)
     tape = parse_tape(json.loads(json.dumps(tapes.step_tape(profile, variant))))
-    facts = Facts(profile, catalog.gpu("h100-80gb"), tape, NOTHING)
+    facts = Facts(profile, lookup.gpu("h100-80gb"), tape, NOTHING)
     return lay_out(job, strategy, machine, facts, dict(TINY[name][1]))
 
 
@@ -154,7 +155,7 @@ def test_a_rank_holds_what_diffusers_split_leaves_it(name: str, mode: str, reque
 def case(name: str, **strategy: Any) -> Case:
     profile = tiny(name)
     job = job_of(profile).model_dump(exclude={"model", "lora_targets"})
-    config = {key: value for key, value in profile.config.items() if catalog.model(name).config[key] != value}
+    config = {key: value for key, value in profile.config.items() if lookup.model(name).config[key] != value}
     return Case(name, config, job, strategy, {}, TINY[name][1])
 
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from planner import catalog
-from planner import zero as zero_terms
-from planner.facts import ModelProfile
-from planner.job import Job, Machine, Strategy
-from planner.layout import lay_out
-from planner.parameters import Parameters
-from planner.rules import resolve
-from planner.run import Facts, Run
-from planner.tape import FORMAT, Tape, parse_tape
-from planner.variants import OptimizerVariant, StepVariant
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Facts, Run
+from planner.layout.sharding import zero as zero_terms
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.rules import resolve
+from planner.tape.format import FORMAT, Tape, parse_tape
+from planner.tape.parameter_table import Parameters
+from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.contract.ranks import WORLD, Bytes, Case, measure
-from trainers.compress import compress
-from trainers.record import Trace, record_optimizer, record_step
-from trainers.tapes import parameter_table
+from trainers.recording.compress import compress
+from trainers.recording.record import Trace, record_optimizer, record_step
+from trainers.recording.tapes import parameter_table
 
 TINY: dict[str, dict[str, Any]] = {
     "wan2.1-t2v-1.3b": {
@@ -97,7 +97,7 @@ def _tape(model: str, name: str, optimizer: bool) -> Tape:
 
 @functools.cache
 def tiny(model: str) -> ModelProfile:
-    profile = catalog.model(model)
+    profile = lookup.model(model)
     return profile.model_copy(update={"config": {**profile.config, **TINY[model]}})
 
 
@@ -109,7 +109,7 @@ def estimated(asked: Case) -> Run:
     table = parameter_table(profile)
     facts = Facts(
         profile,
-        catalog.gpu("h100-80gb"),
+        lookup.gpu("h100-80gb"),
         _tape(asked.model, StepVariant.of(profile, job, strategy, 2).name, optimizer=False),
         _tape(asked.model, OptimizerVariant.of(profile, job, strategy).name, optimizer=True),
         parameters=Parameters(table["rows"], frozenset(table["fp32"])),

@@ -16,8 +16,8 @@ from diffusers.hooks import group_offloading
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from planner.groups import Turns, host_sizes
-from planner.program import Moment, Stage
+from planner.layout.group_offload import Turns, host_sizes
+from planner.tape.program import Moment, Stage
 from planner.units import power_of_two
 
 Model = tuple[nn.Module, dict[str, Any], tuple[str, ...]]

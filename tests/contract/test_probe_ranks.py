@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.job import Job, Machine, Strategy
-from planner.plan import Plan
-from planner.probe import REQUEST, together
-from planner.process import read_json, write_json
+from planner.probe.probe import REQUEST, together
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan
+from planner.worker_process import read_json, write_json
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -31,7 +31,7 @@ TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ff
     ids=lambda strategy: strategy["sharding"],
 )
 def test_every_rank_runs_every_phase(strategy: dict[str, Any], tmp_path: Path) -> None:
-    from planner.applied import settled
+    from planner.launch.supported import settled
 
     job = Job(model="wan2.1-t2v-1.3b", frames=5, height=32, width=32, lora_rank=4)
     plan = settled(Plan(job=job, strategy=Strategy.read(strategy), machine=Machine(gpu="24GB", gpus=2)))
@@ -40,7 +40,7 @@ def test_every_rank_runs_every_phase(strategy: dict[str, Any], tmp_path: Path) -
     request |= {"device": "cpu", "steps": 1, "weights": None, "config": TINY, "history": None, "capacity_bytes": 1}
     write_json(tmp_path / REQUEST, request)
     assert training.probe(str(tmp_path)) == [{"code": 0}, {"code": 0}]
-    ranks = [read_json(tmp_path / name) for name in ("result.json", "result-00001.json")]
+    ranks = [read_json(tmp_path / name) for name in ("result-00000.json", "result-00001.json")]
     assert [rank["missing"] for rank in ranks] == [["allocated_bytes, reserved_bytes, device_bytes: no GPU"]] * 2
     told = together(ranks)
     assert told["outcome"] == "ok"

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from planner.errors import VplanError
-from planner.job import Job, Machine, Strategy
-from planner.ledger import Ledger
-from planner.measurement import ProbeRow
-from planner.plan import Plan
-from planner.runner import RealRunner, Runner
-from planner.simulate import SimulatedRunner
+from planner.evidence.ledger import Ledger
+from planner.evidence.measurement import ProbeRow
+from planner.probe.probe import RealRunner
+from planner.probe.runner import Runner
+from planner.probe.simulated import SimulatedRunner
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan
 
 pytest.importorskip("torch")
 

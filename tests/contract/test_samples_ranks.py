@@ -16,11 +16,11 @@ import diffusers  # noqa: E402
 import numpy  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from planner import catalog  # noqa: E402
-from planner.launch import Request, Validation  # noqa: E402
+from planner.catalog import lookup  # noqa: E402
+from planner.launch.launch import Request, Validation  # noqa: E402
 from tests.contract import training  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
-from trainers import samples  # noqa: E402
+from trainers.sampling import samples  # noqa: E402
 
 STEPS = 3
 
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VPLAN_HOME", str(root / "home"))
         made = runs.Place(root, "wide")
-        profile = catalog.model(made.model)
+        profile = lookup.model(made.model)
         torch.manual_seed(1)
         small = tiny.VAES[profile.vae.class_name]
         diffusers.AutoencoderKLWan(**{**profile.vae.config, **small}).save_pretrained(root / "model" / "vae")
@@ -88,7 +88,7 @@ def test_two_ranks_that_split_a_model_sample_what_one_does(
 def _train_and_fail_twice(request: dict[str, Any]) -> dict[str, Any]:
     """The first sample of all cannot be written, and the first rank cannot read the second round's second prompt.
     Gathered weights are gone behind each round."""
-    from trainers.samples import Samples
+    from trainers.sampling.samples import Samples
 
     asked, make = Samples._asked, Samples.make
 

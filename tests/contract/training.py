@@ -45,7 +45,7 @@ def run(work: Callable[[dict[str, Any]], Told], request: dict[str, Any], world: 
 
 
 def _train(request: dict[str, Any]) -> Told:
-    from planner.launch import Request
+    from planner.launch.launch import Request
 
     return runs.train(Request.read(request))
 

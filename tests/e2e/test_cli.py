@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 import vplan
 from planner.commands import VERBS, cli
-from planner.commands.common import Verb, json_option, show, verdict_exit_code
-from planner.commands.request import Asked, request_options
+from planner.commands._shared.request import Asked, request_options
+from planner.commands._shared.verb import Verb, json_option, show, verdict_exit_code
 
 ROOT = Path(vplan.HOME)
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "optuna")
@@ -223,10 +223,10 @@ def test_help_imports_no_records() -> None:
 def test_errors_are_json_when_json_was_asked() -> None:
     """A broken profile is the only wrong input these verbs can meet, so one is refused here by hand."""
     source = (
-        "import sys, vplan, planner.catalog\n"
+        "import sys, vplan, planner.catalog.lookup\n"
         "from planner.errors import VplanError\n"
         "def damaged(*_): raise VplanError('gpus.toml line 3 is damaged', 'reinstall vplan')\n"
-        "planner.catalog.gpu_names = damaged\n"
+        "planner.catalog.lookup.gpu_names = damaged\n"
         "assert vplan.main(['gpus', '--json']) == 1\n"
         "assert vplan.main(['gpus']) == 1\n"
     )

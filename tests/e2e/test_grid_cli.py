@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import vplan
-from planner.ledger import Ledger
+from planner.evidence.ledger import Ledger
 
 TINY = """
 schema = 1

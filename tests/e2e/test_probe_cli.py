@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import vplan
-from planner.job import Job, Machine, Strategy
-from planner.plan import Plan, write_plan
-from planner.probe import probe
-from planner.runner import RealRunner
+from planner.probe.probe import RealRunner, probe
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan, write_plan
 
 torch = pytest.importorskip("torch")
 

@@ -7,20 +7,20 @@ import statistics
 import pytest
 
 import profiles
-from planner.accuracy import Compared, Prediction, compare, coverage
-from planner.estimate import after_step_bytes, estimate
-from planner.evidence import Row, read_rows
-from planner.job import Job, Machine, Strategy
-from planner.layout import lay_out
-from planner.library import facts
-from planner.replay import CachingAllocator
-from planner.rules import resolve
-from planner.run import Run
-from planner.shapes import grid
+from planner.allocator.caching import CachingAllocator
+from planner.catalog.shapes import grid
+from planner.estimate.estimate import after_step_bytes, estimate
+from planner.evidence.accuracy import Compared, Prediction, compare, coverage
+from planner.evidence.published import Row, read_rows
+from planner.layout.inputs import facts
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Run
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.rules import resolve
 from planner.units import GIB, MIB
 
 KNOWN_MISSES = {
-    "cvx-001": "the memory of the card it fits into is printed (16 GB, RTX 4080), see planner.evidence.CARD_SIZES",
+    "cvx-001": "the memory of the card is printed (16 GB, RTX 4080), see planner.evidence.published.CARD_SIZES",
     "cvxf-114": "full fine-tune at batch 4: no cause found, most likely two misprinted digits, see docs/accuracy.md",
     "cvxf-139": "ZeRO-2 at batch 4: 19.6 to 21.2 GiB by which hole a tensor falls into, see docs/accuracy.md",
 }

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import vplan
-from planner import catalog
-from planner.plan import read_plan
+from planner.catalog import lookup
+from planner.spec.plan import read_plan
 
 SHORT = ("--frames", "9", "--height", "240", "--width", "352")
 ONE = ("--model", "cogvideox-2b", "--gpu", "24GB")
@@ -69,14 +69,14 @@ def test_nothing_fits() -> None:
 
 def test_without_a_model_every_video_model_has_a_line() -> None:
     found = answer("--gpu", "24GB", "--frames", "9", "--resolution", "256x384")
-    known = [name for name in catalog.model_names() if catalog.model(name).kind == "video"]
+    known = [name for name in lookup.model_names() if lookup.model(name).kind == "video"]
     assert [row["model"] for row in found["models"]] == known
     assert all(row["plan"] is not None or row["reason"] for row in found["models"])
 
 
 def test_without_a_card_every_class_has_a_line() -> None:
     found = answer("--model", "cogvideox-2b", *SHORT, "--gradient-checkpointing", "full")
-    assert [row["gpu"] for row in found["classes"]] == [group.name for group in catalog.gpu_classes()]
+    assert [row["gpu"] for row in found["classes"]] == [group.name for group in lookup.gpu_classes()]
 
 
 @pytest.mark.parametrize(

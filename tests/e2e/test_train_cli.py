@@ -20,9 +20,9 @@ torch = pytest.importorskip("torch")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 import vplan  # noqa: E402
-from planner import checkpoints  # noqa: E402
-from planner.job import Job, Machine, Strategy  # noqa: E402
-from planner.plan import Plan, read_plan, write_plan  # noqa: E402
+from planner.launch import checkpoints  # noqa: E402
+from planner.spec.job import Job, Machine, Strategy  # noqa: E402
+from planner.spec.plan import Plan, read_plan, write_plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 
 PATIENCE = 300
@@ -160,7 +160,7 @@ def test_a_plan_that_does_not_fit_is_not_begun(place: runs.Place, tmp_path: Path
 
 
 def test_a_second_run_in_the_same_folder_is_refused(place: runs.Place, tmp_path: Path) -> None:
-    from planner.launch import locked
+    from planner.launch.launch import locked
 
     with locked(tmp_path):
         done = run(place, tmp_path)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import vplan
-from planner import doctor
 from planner.commands import cli
-from planner.plan import read_plan
+from planner.hardware import doctor
+from planner.spec.plan import read_plan
 
 pytest.importorskip("optuna")
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from planner.commands import cli
-from planner.plan import read_plan
+from planner.spec.plan import read_plan
 
 GIB = 2**30
 

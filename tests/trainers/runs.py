@@ -11,15 +11,16 @@ import diffusers
 import torch
 from safetensors.torch import save_file
 
-from planner import catalog, checkpoints
-from planner.applied import settled
-from planner.commands import own
-from planner.job import Bucket, Job, Machine, Strategy
-from planner.launch import Request
-from planner.plan import Plan
-from trainers import step
+from planner.catalog import lookup
+from planner.commands._shared import own_model
+from planner.launch import checkpoints
+from planner.launch.launch import Request
+from planner.launch.supported import settled
+from planner.spec.job import Bucket, Job, Machine, Strategy
+from planner.spec.plan import Plan
+from trainers.data.loader import Entry, write_entries
 from trainers.families import family
-from trainers.loader import Entry, write_entries
+from trainers.step import step
 
 WAN = {
     "num_attention_heads": 2,
@@ -60,19 +61,19 @@ def make_model(folder: Path, kind: str) -> str:
     """A tiny random transformer saved as diffusers does it, known by name; `VPLAN_HOME` must be a test's own."""
     assert "nobody" not in os.environ["VPLAN_HOME"]
     published, tiny = TINY[kind]
-    profile = catalog.model(published)
+    profile = lookup.model(published)
     torch.manual_seed(7)
     model = getattr(diffusers, profile.diffusers_class).from_config({**profile.config, **tiny})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.1)
     model.save_pretrained(folder / "transformer")
-    return own.keep(*own.read(str(folder), f"tiny-{kind}")).profile.name
+    return own_model.keep(*own_model.read(str(folder), f"tiny-{kind}")).profile.name
 
 
 def make_entries(folder: Path, name: str, kind: str, each: int = 3) -> Path:
     """Random samples as caching leaves them."""
-    profile = catalog.model(name)
+    profile = lookup.model(name)
     made = family(profile)
     torch.manual_seed(3)
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def make_entries(folder: Path, name: str, kind: str, each: int = 3) -> Path:
     for bucket in SHAPES[kind]:
         for number in range(each):
             job = Job(model=name, **bucket.model_dump(exclude={"batch_size"}), text_tokens=TEXT[kind])
-            batch = made.batch(catalog.grid(profile, job), "cpu", torch.float32)
+            batch = made.batch(lookup.grid(profile, job), "cpu", torch.float32)
             stem = folder / f"{bucket.frames}x{bucket.height}x{bucket.width}-{number}"
             one = {key: tensor[0].contiguous() for key, tensor in batch.items()}
             prompt = {"prompt": one.pop("prompt")}
@@ -134,7 +135,7 @@ class Pair(Place):
 
     def __init__(self, root: Path) -> None:
         self.root, self.kind = root, "wan"
-        config = {**catalog.model("wan2.2-t2v-a14b").config, **WAN}
+        config = {**lookup.model("wan2.2-t2v-a14b").config, **WAN}
         for number, part in enumerate(("transformer", "transformer_2")):
             torch.manual_seed(number)
             model = diffusers.WanTransformer3DModel.from_config(config)
@@ -142,7 +143,7 @@ class Pair(Place):
                 for parameter in model.parameters():
                     parameter.normal_(0.0, 0.1)
             model.save_pretrained(root / "model" / part)
-        self.model = own.keep(*own.read(str(root / "model"), "tiny-pair")).profile.name
+        self.model = own_model.keep(*own_model.read(str(root / "model"), "tiny-pair")).profile.name
         self.entries = make_entries(root / "data", self.model, "wan")
 
 

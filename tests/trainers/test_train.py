@@ -13,13 +13,14 @@ torch = pytest.importorskip("torch")
 import diffusers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from planner import catalog  # noqa: E402
-from planner.applied import settled  # noqa: E402
+from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
-from planner.job import Job, Machine, Strategy  # noqa: E402
-from planner.plan import Plan  # noqa: E402
+from planner.launch.supported import settled  # noqa: E402
+from planner.spec.job import Job, Machine, Strategy  # noqa: E402
+from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers import start, weights  # noqa: E402
+from trainers.parallel import start  # noqa: E402
+from trainers.step import weights  # noqa: E402
 from trainers.train import rates  # noqa: E402
 
 
@@ -39,7 +40,7 @@ def wan(places: dict[str, runs.Place]) -> runs.Place:
 def pipeline(kind: str, place: runs.Place) -> Any:
     """A pipeline of the tiny transformer, as far as loading a LoRA needs it."""
     published, _ = runs.TINY[kind]
-    transformer = getattr(diffusers, catalog.model(published).diffusers_class).from_pretrained(
+    transformer = getattr(diffusers, lookup.model(published).diffusers_class).from_pretrained(
         place.root / "model" / "transformer"
     )
     parts = {"tokenizer": None, "text_encoder": None, "transformer": transformer, "vae": None, "scheduler": None}
@@ -58,9 +59,9 @@ def test_a_lora_file_gives_a_pipeline_the_trained_model(
     assert told["outcome"] == "ok"
     pipe = pipeline(kind, place)
     plan = place.plan()
-    made = runs.family(pipe_profile := catalog.model(place.model))
+    made = runs.family(pipe_profile := lookup.model(place.model))
     torch.manual_seed(0)
-    batch = made.batch(catalog.grid(pipe_profile, plan.job), "cpu", torch.float32)
+    batch = made.batch(lookup.grid(pipe_profile, plan.job), "cpu", torch.float32)
     inputs, _ = made.inputs_and_target(batch)
     with torch.no_grad():
         before = pipe.transformer(**inputs, return_dict=False)[0]
@@ -74,9 +75,10 @@ def test_a_lora_file_gives_a_pipeline_the_trained_model(
 
 
 def _trained_model(place: runs.Place, output: Path) -> Any:
-    from trainers import checkpoint, step
+    from trainers.parallel import checkpoint
+    from trainers.step import step
 
-    profile = catalog.model(place.model)
+    profile = lookup.model(place.model)
     plan = place.plan()
     job = plan.job.replace(lora_targets=profile.lora.targets)
     model = step.build_model(profile, job, plan.strategy)
@@ -181,8 +183,8 @@ def damaged(place: runs.Place, folder: Path, change: Any) -> VplanError:
     shutil.copytree(place.root / "model", folder)
     (path,) = (folder / "transformer").glob("*.safetensors")
     change(path)
-    profile = catalog.model(place.model)
-    from trainers import step
+    profile = lookup.model(place.model)
+    from trainers.step import step
 
     with pytest.raises(VplanError) as raised:
         source = weights.published(
@@ -244,9 +246,9 @@ def _config(path: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "nf4", "fp8"])
 def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: str) -> None:
     """In shards as in one file, whatever they are stored in."""
-    from trainers import step
+    from trainers.step import step
 
-    profile = catalog.model(wan.model)
+    profile = lookup.model(wan.model)
     model = diffusers.WanTransformer3DModel.from_pretrained(wan.root / "model" / "transformer")
     model.save_pretrained(tmp_path / "transformer", max_shard_size="20KB")
     assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 1

@@ -12,8 +12,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from planner import catalog
-from planner.facts import ModelProfile
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
 
 WORDS = ("<pad>", "</s>", "<unk>", "a", "cat", "dog", "runs", "sits", "red", "blue")
 
@@ -230,7 +230,7 @@ MODELS = (
 
 def profile(name: str) -> ModelProfile:
     """A bundled model with a small config, for clips of 64x64."""
-    found = catalog.model(name)
+    found = lookup.model(name)
     config, inputs = {**found.config, **CONFIGS[found.family]}, dict(found.inputs)
     if config.get("image_dim"):
         config |= {"image_dim": 16, "added_kv_proj_dim": 24}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
+from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
-from planner.facts import ModelProfile
-from trainers.families.base import Family
+from trainers.families.common.base import Family
 
 FAMILIES = (
     *("wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"),

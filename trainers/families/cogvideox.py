@@ -9,11 +9,11 @@ from diffusers import CogVideoXDPMScheduler
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor
 
-from planner.facts import ModelProfile
-from trainers import draws
-from trainers.families.base import Family, Grid
-from trainers.families.encoding import Encoder, Turn, pixels, prompt_of, sampled
-from trainers.families.sampling import Sampler
+from planner.catalog.profiles import ModelProfile
+from trainers.families.common import random_draws
+from trainers.families.common.base import Family, Grid
+from trainers.families.common.encoding import Encoder, Turn, pixels, prompt_of, sampled
+from trainers.families.common.sampling import Sampler
 
 
 class CogVideoX(Family):
@@ -45,8 +45,8 @@ class CogVideoX(Family):
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         latents = batch["latents"]
         steps = self.scheduler.config["num_train_timesteps"]
-        timesteps = draws.integers(steps, latents.shape[0], latents.device)
-        noisy = self.scheduler.add_noise(latents, draws.normal_like(latents), timesteps)
+        timesteps = random_draws.integers(steps, latents.shape[0], latents.device)
+        noisy = self.scheduler.add_noise(latents, random_draws.normal_like(latents), timesteps)
         inputs = {"hidden_states": noisy, "encoder_hidden_states": batch["prompt"], "timestep": timesteps}
         if "image" in batch:
             inputs["hidden_states"] = torch.cat([noisy, batch["image"]], dim=2)

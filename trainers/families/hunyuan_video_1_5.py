@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.facts import ModelProfile
-from trainers.families.base import Family, Grid
-from trainers.families.encoding import Encoder, Turn, pixels, sampled
-from trainers.families.sampling import Sampler
+from planner.catalog.profiles import ModelProfile
+from trainers.families.common.base import Family, Grid
+from trainers.families.common.encoding import Encoder, Turn, pixels, sampled
+from trainers.families.common.sampling import Sampler
 
 
 class HunyuanVideo15(Family):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.families.base import Family, Grid
-from trainers.families.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
-from trainers.families.sampling import Sampler
+from trainers.families.common.base import Family, Grid
+from trainers.families.common.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.common.sampling import Sampler
 
 
 class Krea2(Family):

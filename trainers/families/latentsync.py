@@ -17,8 +17,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainers import clips, draws
-from trainers.families.encoding import Encoder, Turn, pixels, sampled
+from planner.dataset import clips
+from trainers.families.common import random_draws
+from trainers.families.common.encoding import Encoder, Turn, pixels, sampled
 from trainers.families.unet import Unet
 
 SHARED = 1.0
@@ -53,13 +54,13 @@ class LatentSync(Unet):
 
     def drawn(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Noise of which frames share a part, and one timestep a window. A recorded step draws what is as large."""
-        if draws.SEEDS not in batch:
+        if random_draws.SEEDS not in batch:
             return super().drawn(batch)
-        latents, windows = batch["latents"], len(batch[draws.SEEDS])
+        latents, windows = batch["latents"], len(batch[random_draws.SEEDS])
         apart = latents.unflatten(0, (windows, -1))
-        own, shared = draws.normal_like(apart), draws.normal_like(apart[:, :1])
+        own, shared = random_draws.normal_like(apart), random_draws.normal_like(apart[:, :1])
         noise = (own + SHARED * shared) / (1 + SHARED**2) ** 0.5
-        timesteps = draws.integers(self.timesteps, windows, latents.device)
+        timesteps = random_draws.integers(self.timesteps, windows, latents.device)
         return noise.flatten(0, 1), timesteps.repeat_interleave(apart.shape[1])
 
     def clip_turns(self) -> tuple[Turn, ...]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainers import draws
-from trainers.families.base import Family, Grid
+from trainers.families.common import random_draws
+from trainers.families.common.base import Family, Grid
 
 
 class Ltx2(Family):
@@ -35,7 +35,7 @@ class Ltx2(Family):
         frames, height, width = batch["latents"].shape[2:]
         packed = batch["latents"].flatten(2).transpose(1, 2).contiguous()
         noisy, sigmas, target = self.flow_matching(packed)
-        audio, noise = batch["audio"], draws.normal_like(batch["audio"])
+        audio, noise = batch["audio"], random_draws.normal_like(batch["audio"])
         spread = sigmas.view(-1, 1, 1).to(audio.dtype)
         return {
             "hidden_states": noisy,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from planner.facts import ModelProfile
-from trainers.families.base import Family, Grid
-from trainers.families.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
-from trainers.families.sampling import Sampler
+from planner.catalog.profiles import ModelProfile
+from trainers.families.common.base import Family, Grid
+from trainers.families.common.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.common.sampling import Sampler
 
 
 class QwenImage(Family):

@@ -12,11 +12,11 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
-from planner.facts import ModelProfile
-from trainers import draws
-from trainers.families.base import Family, Grid
-from trainers.families.encoding import Encoder, Turn, pipeline, pixels, sampled
-from trainers.families.sampling import Sampler
+from planner.catalog.profiles import ModelProfile
+from trainers.families.common import random_draws
+from trainers.families.common.base import Family, Grid
+from trainers.families.common.encoding import Encoder, Turn, pipeline, pixels, sampled
+from trainers.families.common.sampling import Sampler
 
 
 class Unet(Family):
@@ -60,8 +60,8 @@ class Unet(Family):
     def drawn(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Noise as large as the latents, and the timestep of each of them (B,)."""
         latents = batch["latents"]
-        noise = draws.normal_like(latents)
-        return noise, draws.integers(self.timesteps, latents.shape[0], latents.device)
+        noise = random_draws.normal_like(latents)
+        return noise, random_draws.integers(self.timesteps, latents.shape[0], latents.device)
 
     @property
     def timesteps(self) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.families.base import Grid
-from trainers.families.encoding import Turn
-from trainers.families.sampling import Sampler
+from trainers.families.common.base import Grid
+from trainers.families.common.encoding import Turn
+from trainers.families.common.sampling import Sampler
 from trainers.families.wan import Wan
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from planner.facts import ModelProfile
-from planner.job import Strategy
+from planner.catalog.profiles import ModelProfile
+from planner.spec.job import Strategy
 from trainers.memory.pinned import host_bytes
-from trainers.quantise import Place, places
+from trainers.memory.quantise import Place, places
 
 ALIGNMENT = 256
 """Each weight begins at a multiple of this in a buffer, as it would in an allocation of its own."""
@@ -28,7 +28,7 @@ ALIGNMENT = 256
 SLOTS = 2
 
 CAST = (torch.float8_e4m3fn,)
-"""What weights are kept in that a layer casts while it runs (`trainers.quantise`)."""
+"""What weights are kept in that a layer casts while it runs (`trainers.memory.quantise`)."""
 
 
 class _Part(NamedTuple):

@@ -1,0 +1,349 @@
+"""From a name as people type it to facts: models and cards. Reads the profiles, and only the file it needs.
+
+Models are the bundled ones and, after them, the user's own (`vplan record FOLDER`, kept in
+`planner.catalog.user_data`).
+
+What a model's rules allow (frames, sizes, blocks) is in `planner.catalog.shapes`, given on from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import profiles
+from planner.catalog import diffusers_folder, user_data
+from planner.catalog.profiles import GpuClass, GpuFile, GpuProfile, ModelProfile
+from planner.catalog.shapes import check_blocks, check_job, check_shape, grid, job_for, parse_resolution
+from planner.errors import VplanError, nearest, quoted
+from planner.schema import Record
+from planner.units import GB, GIB, MIB, UNITS, format_gib, gib, parse_bytes, parse_count, split_quantity
+
+__all__ = [
+    "GpuClass",
+    "GpuProfile",
+    "ModelProfile",
+    "bundled_name",
+    "check_blocks",
+    "check_job",
+    "check_shape",
+    "default_host_ram",
+    "diffusers_classes",
+    "gpu",
+    "gpu_class",
+    "gpu_classes",
+    "gpu_names",
+    "grid",
+    "job_for",
+    "model",
+    "model_names",
+    "parse_gpus",
+    "parse_resolution",
+    "smaller_cards",
+]
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+_LONGEST_NAME = 200
+"""Characters. A longer text is no name, and file systems refuse it with an error of their own."""
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    """A bundled file's tables, or a VplanError that names the file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise VplanError(f"profile {path.name} is missing", "reinstall vplan") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise VplanError(f"profile {path.name} is damaged: {error}", "reinstall vplan") from None
+
+
+def _load(path: Path, record: type[AnyRecord]) -> AnyRecord:
+    """A bundled file as its record; anything wrong in it is named with the file."""
+    return record.read(_toml(path), where=f"profile {path.name} is damaged")
+
+
+def _squash(name: str) -> str:
+    """Names that people would call the same: case, spaces and dashes out, the maker's name in front as well."""
+    bare = re.sub(r"^((nvidia|geforce|tesla|quadro)\s+)+", "", name.strip().lower())
+    return re.sub(r"[^a-z0-9]", "", bare)
+
+
+# ---- models
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of all models we know: the bundled ones, then the user's own, each alphabetical."""
+    bundled = profiles.model_names()
+    return (*bundled, *(name for name in user_data.model_names() if name not in bundled))
+
+
+def model(name: str) -> ModelProfile:
+    """The model of a name, an alias, a Hugging Face id, a start that only one model has, or an own one's folder."""
+    if diffusers_folder.is_path(name) and (found := _recorded_from(name)):
+        return found
+    text = name.strip().lower()
+    if len(text) > _LONGEST_NAME:
+        raise VplanError(f"model {quoted(name)} is not known", "`vplan models` lists what is")
+    if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
+        if profiles.model_path(text).is_file():
+            return _model(text)
+        if user_data.is_name(text) and (own := _own(text)):
+            return own
+    if canonical := bundled_name(text):
+        return _model(canonical)
+    variants = _variants(text)
+    if len(variants) == 1:
+        return model(variants[0])
+    if variants:
+        raise VplanError(f"model {quoted(name)} can mean several", "write one of " + ", ".join(variants))
+    if found := _recorded_from(name):  # a folder here, named without a path
+        return found
+    raise VplanError(f"model {quoted(name)} is not known", _near_models(text))
+
+
+def diffusers_classes() -> tuple[str, ...]:
+    """The classes whose models can be recorded: those of the bundled models, which lend what a config does not say."""
+    return tuple(sorted({_model(name).diffusers_class for name in profiles.model_names()}))
+
+
+def bundled_name(text: str) -> str | None:
+    """The bundled model that a text in lower case names, as its name or an alias; None when there is none."""
+    return _model_aliases().get(_model_key(text))
+
+
+@functools.cache
+def _model(name: str) -> ModelProfile:
+    """A bundled model by its file's name."""
+    path = profiles.model_path(name)
+    return _checked(_load(path, ModelProfile), name, f"profile {path.name} is damaged", "reinstall vplan")
+
+
+def _own(name: str) -> ModelProfile | None:
+    """The user's own model of a name. Read anew each time, because `vplan record` may just have written it."""
+    data = user_data.read_profile(name)
+    if data is None:
+        return None
+    opening, fix = f"profile {name}.json of your own is damaged", f"record the model again (in {user_data.folder()})"
+    return _checked(ModelProfile.read(data, where=opening), name, opening, fix)
+
+
+def _recorded_from(text: str) -> ModelProfile | None:
+    """The user's own model recorded from a folder or config.json; None when the text is no path to a model.
+
+    A folder that was not recorded, or changed since, is a VplanError.
+    """
+    found = diffusers_folder.locate(text.strip())
+    if found is None:
+        return None
+    root, place = found
+    record = f"vplan record {text.strip()}"
+    for name in user_data.model_names():
+        own = _own(name)
+        if own and own.origin == str(place):
+            said = diffusers_folder.architecture(diffusers_folder.read_config(place, root))
+            if any(own.config.get(key) != value for key, value in said.items()):
+                raise VplanError(f"{quoted(text)} has changed since it was recorded as {name}", record)
+            return own
+    raise VplanError(f"the model in {quoted(text)} is not recorded yet", record)
+
+
+def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelProfile:
+    """The profile itself, after the checks that one field alone cannot make."""
+    if profile.name != name:
+        raise VplanError(f"{opening}: it says name = {profile.name!r}", fix)
+    rules = profile.shape
+    if any(side % rules.size_multiple for size in rules.resolutions for side in size):
+        raise VplanError(f"{opening}: a resolution is no multiple of {rules.size_multiple}", fix)
+    cell = [profile.vae.spatial * patch for patch in rules.patch[1:]]
+    if any(rules.size_multiple % side for side in cell):
+        raise VplanError(f"{opening}: size_multiple {rules.size_multiple} leaves parts of a cell", fix)
+    if (rules.default_frames - 1) % rules.frame_step:
+        raise VplanError(f"{opening}: default_frames {rules.default_frames} breaks its own rule", fix)
+    for stack in profile.stacks:
+        profile.depth(stack)
+    return profile
+
+
+def _model_key(name: str) -> str:
+    """`Wan-AI/Wan2.1-T2V-1.3B-Diffusers` and `wan2.1-t2v-1.3b` are one: owner and "-diffusers" say nothing.
+
+    The point stays, unlike in cards' names: 1.3B is not 13B.
+    """
+    return re.sub(r"[^a-z0-9.]", "", name.rpartition("/")[2].lower()).removesuffix("diffusers")
+
+
+@functools.cache
+def _model_aliases() -> dict[str, str]:
+    """Every way of writing a model's name -> its bundled name. Opens all files, so it is built only when needed."""
+    index: dict[str, str] = {}
+    for name in profiles.model_names():
+        aliases = _toml(profiles.model_path(name)).get("aliases")
+        if not isinstance(aliases, list):
+            raise VplanError(f"profile {name}.toml is damaged: it has no list of aliases", "reinstall vplan")
+        for alias in (name, *aliases):
+            other = index.setdefault(_model_key(str(alias)), name)
+            if other != name:
+                raise VplanError(f"profiles {other} and {name} are damaged: both say {alias!r}", "reinstall vplan")
+    return index
+
+
+def _variants(text: str) -> list[str]:
+    """Names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`."""
+    words = [word for word in re.split(r"[\s_/-]+", text) if word]
+    return [
+        name
+        for name in model_names()
+        if words and all(any(part.startswith(word) for part in name.split("-")) for word in words)
+    ]
+
+
+def _near_models(text: str) -> str:
+    index = _model_aliases() | {_model_key(name): name for name in user_data.model_names()}
+    found = dict.fromkeys(index[key] for key in nearest(_model_key(text), index, count=4))
+    start = "did you mean " + " or ".join(list(found)[:3]) + "? " if found else ""
+    return start + "`vplan models` lists what is known"
+
+
+# ---- cards
+
+
+@functools.cache
+def _gpu_file() -> GpuFile:
+    """All cards and classes, with the checks that one field alone cannot make."""
+    found = _load(profiles.GPUS, GpuFile)
+    names = {card.name for card in found.gpu}
+    for group in found.classes:
+        for name in (*group.reference, *group.smaller):
+            if name not in names:
+                raise VplanError(f"profile gpus.toml is damaged: class {group.gb} names {name!r}", "reinstall vplan")
+    return found
+
+
+@functools.cache
+def _gpu_aliases() -> dict[str, GpuProfile]:
+    index: dict[str, GpuProfile] = {}
+    for card in _gpu_file().gpu:
+        for alias in (card.name, card.title, *card.aliases):
+            if index.setdefault(_squash(alias), card) is not card:
+                raise VplanError(f"profile gpus.toml is damaged: two cards say {alias!r}", "reinstall vplan")
+    return index
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Names of all cards we know, in the file's order."""
+    return tuple(card.name for card in _gpu_file().gpu)
+
+
+def gpu_classes() -> tuple[GpuClass, ...]:
+    """All card classes, the smallest first."""
+    return tuple(sorted(_gpu_file().classes, key=lambda group: group.gb))
+
+
+def gpu_class(name: str) -> GpuClass | None:
+    """The class that `24GB` or `24 gb` names; None when it does not name one."""
+    parts = split_quantity(name)
+    if parts is None or parts[1] != "gb":
+        return None
+    return next((group for group in gpu_classes() if str(group.gb) == parts[0]), None)
+
+
+def gpu(name: str) -> GpuProfile:
+    """The card of a name, a class (`24GB`: its smallest reference card) or an exact budget (`23.5GiB`)."""
+    text = name.strip()
+    if len(text) > _LONGEST_NAME:
+        raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists what is")
+    if card := _named_card(text):
+        return card
+    if group := gpu_class(text):
+        return _class_card(group)
+    number, unit = split_quantity(text) or ("", "")
+    if unit in UNITS or "n" in number.lower():
+        return _custom_card(text, number, unit)
+    raise _unknown_gpu(text)
+
+
+def parse_gpus(text: str) -> tuple[int, GpuProfile]:
+    """How many of which card: `2x4090` and `8 x h100` are several, anything else is one.
+
+    What stands behind the x must be a card or have a digit: `24XB` and `7900xtx` are one mistyped word.
+    """
+    several = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text.strip(), re.IGNORECASE | re.ASCII)
+    if several is None or not (re.search(r"\d", several[2]) or _named_card(several[2])):
+        return 1, gpu(text)
+    return parse_count(several[1], "--gpu count", at_most=1_024), gpu(several[2])
+
+
+def _named_card(text: str) -> GpuProfile | None:
+    """By name, alias or title, with or without its memory behind it (`RTX 4090 24GB`)."""
+    index = _gpu_aliases()
+    if card := index.get(_squash(text)):
+        return card
+    with_memory = re.fullmatch(r"(.+?)[\s-]*(\d+)\s*gb", text, re.IGNORECASE | re.ASCII)
+    card = index.get(_squash(with_memory[1])) if with_memory else None
+    return card if card and with_memory and str(card.class_gb) == with_memory[2] else None
+
+
+def _class_card(group: GpuClass) -> GpuProfile:
+    """The class as one card: the least that its reference cards give, and the slower one's rates where they tie."""
+    cards = [card for card in _gpu_file().gpu if card.name in group.reference]
+    least = min(cards, key=lambda card: (card.allocatable_bytes, card.bf16_tflops))
+    return least.replace(name=group.name, title=f"{group.gb} GB card, as {least.title}", aliases=())
+
+
+def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
+    """Exactly the budget asked for, with the kernels, rates and context of the nearest reference card."""
+    budget = parse_bytes(text, "--gpu")
+    if not GIB <= budget <= 1024 * GIB:
+        side = "smaller" if budget < GIB else "larger"
+        raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "write a class (24GB) or a budget (23.5GiB)")
+    if unit == "gb":
+        near = min(gpu_classes(), key=lambda group: abs(group.gb * GB - budget))
+        fix = f"write {near.name}, or {budget / GIB:.5g}GiB for exactly that many bytes"
+        raise VplanError(f"--gpu {quoted(text)} is no class of card", fix)
+    like = min(
+        (card for card in _gpu_file().gpu if card.reference),
+        key=lambda card: (abs(card.allocatable_bytes - budget), card.bf16_tflops),
+    )
+    return like.replace(
+        name=number + UNITS[unit],
+        title=f"{format_gib(budget)} of a card like {like.title}",
+        aliases=(),
+        allocatable_gib=gib(budget),
+        nvml_total_mib=-(-budget // MIB),
+        reference=False,
+        source=f"the budget as typed; all else: {like.name}",
+    )
+
+
+def _unknown_gpu(text: str) -> VplanError:
+    """The refusal of a card's name: what starts so, else what looks so, else the forms there are."""
+    asked = _squash(text)
+    keys = [(_squash(card.name), card.name) for card in _gpu_file().gpu] if len(asked) > 1 else []
+    starts = [name for key, name in keys if key.startswith(asked) or key.removeprefix("rtx").startswith(asked)]
+    if len(starts) > 1:
+        return VplanError(f"--gpu {quoted(text)} can mean several cards", "write one of " + ", ".join(starts[:8]))
+    index: dict[str, str] = {key: card.name for key, card in _gpu_aliases().items()}
+    index |= {group.name.lower(): group.name for group in gpu_classes()}
+    found = starts or list(dict.fromkeys(index[key] for key in nearest(asked, index)))
+    start = f"did you mean {' or '.join(found)}? Else" if found else ""
+    fix = f"{start} write a class (24GB), exact memory (23.5GiB) or a card that `vplan gpus` lists".strip()
+    return VplanError(f"--gpu {quoted(text)} is neither a card nor a size", fix)
+
+
+def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
+    """For a class: the cards sold under its label that give less than it stands for. Nothing for a card by name."""
+    group = gpu_class(card.name)
+    return tuple(_gpu_aliases()[_squash(name)] for name in group.smaller) if group else ()
+
+
+def default_host_ram(card: GpuProfile, gpus: int) -> int:
+    """Host RAM per node when nobody says: 32 GiB beside cards under 40 GB, 128 GiB per GPU above (DESIGN section 5).
+
+    A card that shares its memory with the CPU has no other RAM than its own.
+    """
+    if card.unified:
+        return card.allocatable_bytes
+    return 32 * GIB if card.class_gb * GB < 40 * GB else 128 * GIB * gpus

@@ -1,0 +1,295 @@
+"""What a profile says about a model or a card: the records of `profiles/models/*.toml` and `profiles/gpus.toml`."""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import functools
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from planner.errors import VplanError
+from planner.schema import Count, CountOrZero, Flag, NotNegative, Positive, Record
+from planner.spec.job import FloatDtype
+from planner.units import GIB, MIB
+
+Text = Annotated[str, Field(min_length=1)]
+PositiveInt = Annotated[int, Field(strict=True, gt=0)]
+Size = tuple[Count, Count]
+"""Height and width, pixels."""
+
+
+class Stack(Record):
+    """A module list of repeated blocks. The lists are given in the order they run."""
+
+    list: Text
+    depth_key: Text
+    """the config key that holds the number of blocks, or a list with one entry per block (UNets)"""
+    alike: Flag = True
+    """false: what runs between the blocks differs from one to the next, so that all of them are recorded"""
+
+
+VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast")
+"""Config keys that change numbers, not memory."""
+
+
+def _folder(class_name: str, config: dict[str, Any]) -> str:
+    """The folder of a component's tapes: its class and a hash of its config, so that models share what they share."""
+    kept = {key: value for key, value in config.items() if key not in VALUES}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return f"{class_name}-{digest[:8]}"
+
+
+class Vae(Record):
+    """The VAE: how much it shrinks a clip, and what it weighs."""
+
+    class_name: Text = Field(alias="class")
+    temporal: Count
+    spatial: Count
+    latent_channels: Count
+    parameters: PositiveInt
+    dtype: FloatDtype
+    config: dict[str, Any]
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """The folder of its tapes, by class and config."""
+        return _folder(self.class_name, self.config)
+
+    @property
+    def takes_clips(self) -> bool:
+        """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
+        return self.class_name not in ("AutoencoderKL", "AutoencoderKLFlux2")
+
+
+class TextEncoder(Record):
+    """One encoder of the condition (a prompt, or an image for image-to-video)."""
+
+    name: Text
+    class_name: Text = Field(alias="class")
+    parameters: PositiveInt
+    max_tokens: Count
+    dtype: FloatDtype
+    config: dict[str, Any]
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """The folder of its tapes, by class and config."""
+        return _folder(self.class_name, self.config)
+
+
+class ShapeRules(Record):
+    """Which clips the model takes, and which are usual."""
+
+    patch: tuple[Count, Count, Count]
+    """latent frames, rows and columns of one cell of the grid that tapes count in"""
+    frame_step: Count
+    """frames = step * n + 1, from the VAE's temporal compression"""
+    size_multiple: Count
+    """height and width are multiples of it, pixels: VAE times patch"""
+    text_tokens: Count
+    references: CountOrZero = 0
+    """reference images a sample has when the job does not say"""
+    takes_references: Flag = False
+    """whether a sample may have some, though it usually has none"""
+    audio_tokens_per_frame: NotNegative = 0.0
+    """for models that make sound too, at their usual frame rate"""
+    min_frames: Count
+    max_frames: Count
+    """the longest clip it was trained on; longer ones run, and are extrapolation"""
+    window: Flag = False
+    """whether longer ones do not run: it sees a clip through a window of so many frames"""
+    resolutions: Annotated[tuple[Size, ...], Field(min_length=1)]
+    """height and width, the usual one first"""
+    only_listed: Flag = False
+    """no other sizes: its positions are learned, one per cell of the grid"""
+    default_frames: Count
+    batches: tuple[Count, ...] = ()
+    """the batches it is recorded at, for code that loops over the samples of a batch; none named: any batch"""
+
+
+class LoraDefaults(Record):
+    """Which layers get an adapter when the job does not say."""
+
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)]
+    wide: tuple[Text, ...] = ()
+    """a second usual choice of layers, recorded beside the default"""
+
+
+class Training(Record):
+    """The loss and the noise of the model's training."""
+
+    method: Literal["lora", "full"] = "lora"
+    """what a job trains when it does not say"""
+    objective: Literal["flow", "v", "epsilon"]
+    weights_dtype: FloatDtype
+    num_train_timesteps: Count
+    timestep_sampling: Literal["uniform", "logit_normal", "shifted_logit_normal", "stretched_logit_normal"]
+    """density of the noise levels that training draws"""
+    training_shift: Positive = 1.0
+    """of those levels"""
+    boundary: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None
+    """noise level between two experts: where the low-noise one takes over"""
+    shift: Positive | None = None
+    shift_720p: Positive | None = None
+    """of sampling at 720p, where that differs"""
+    beta_schedule: str | None = None
+    beta_start: Positive | None = None
+    beta_end: Positive | None = None
+    zero_terminal_snr: Flag | None = None
+    snr_shift_scale: Positive | None = None
+    source: Text
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        """Keyword arguments of the diffusers noise scheduler that trains this model."""
+        arguments = {
+            "num_train_timesteps": self.num_train_timesteps,
+            "shift": self.shift,
+            "beta_schedule": self.beta_schedule,
+            "beta_start": self.beta_start,
+            "beta_end": self.beta_end,
+            "rescale_betas_zero_snr": self.zero_terminal_snr,
+            "snr_shift_scale": self.snr_shift_scale,
+            "prediction_type": {"v": "v_prediction", "epsilon": "epsilon"}.get(self.objective),
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+class ModelProfile(Record):
+    """One model: the exact published architecture and the facts around it."""
+
+    name: Text
+    title: Text
+    family: Literal[
+        "wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet",
+        "qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2",
+    ]  # fmt: skip
+    kind: Literal["video", "image"]
+    diffusers_class: Text
+    parameters: PositiveInt
+    """of the transformer or UNet, counted on the meta device"""
+    experts: Literal[1, 2] = 1
+    """2: a high-noise and a low-noise model of this architecture"""
+    license: Text
+    aliases: tuple[Text, ...]
+    sources: Annotated[tuple[Text, ...], Field(min_length=1)]
+    config: dict[str, Any]
+    stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
+    vae: Vae
+    text_encoders: tuple[TextEncoder, ...]
+    shape: ShapeRules
+    lora: LoraDefaults
+    inputs: dict[str, Any]
+    """what the family's code needs beside the config"""
+    training: Training
+    origin: str = ""
+    """the config.json it was recorded from, for a model of the user's own"""
+    lent_by: str = ""
+    """the bundled model whose VAE, text encoders, clip rules and LoRA layers an own one has"""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `vplan record FOLDER` made it, here."""
+        return bool(self.origin)
+
+    def depth(self, stack: Stack) -> int:
+        """Blocks in one of the stacks."""
+        value = self.config.get(stack.depth_key)
+        if isinstance(value, list):
+            return len(value)
+        if not isinstance(value, int):
+            raise VplanError(f"profile {self.name}: config has no {stack.depth_key}", "correct the stack's depth_key")
+        return value
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all stacks: what checkpointing and swapping count."""
+        return sum(self.depth(stack) for stack in self.stacks)
+
+    @property
+    def head_size(self) -> int:
+        """Numbers in one head of its attention; of a UNet, whose config counts heads, where its images are largest."""
+        told, channels = self.config.get("attention_head_dim"), self.config.get("block_out_channels")
+        if self.family == "unet" and channels:
+            return int(channels[0]) // int(told[0] if isinstance(told, list) else told or 1)
+        return told if isinstance(told, int) else 128
+
+    @property
+    def text_encoder_parameters(self) -> int:
+        """Parameters of all encoders of the condition."""
+        return sum(encoder.parameters for encoder in self.text_encoders)
+
+
+class GpuProfile(Record):
+    """One card. Rates are dense, as the kernels use them; a sparse marketing rate is twice that."""
+
+    name: Text
+    title: Text
+    aliases: tuple[Text, ...] = ()
+    architecture: Text
+    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    class_gb: Count
+    """what it is sold as"""
+    nvml_total_mib: PositiveInt
+    """what nvidia-smi shows"""
+    allocatable_gib: Positive
+    """what it gives to a process: torch `total_memory`, without the driver's reserve"""
+    ecc: Flag = False
+    context_mib: Positive
+    """CUDA context of one process, inside what it gives"""
+    bf16_tflops: NotNegative
+    """0: emulated (Volta, Turing)"""
+    fp16_tflops: Positive
+    fp8_tflops: NotNegative = 0.0
+    """0: no fp8 matrix units"""
+    fp32_tflops: Positive
+    bandwidth_gbs: Positive
+    """of its memory, GB/s (10**9)"""
+    link: Text
+    link_gbs: Positive
+    """to host RAM, one direction, as reached"""
+    nvlink_gbs: NotNegative = 0.0
+    """to another card, one direction; 0: none"""
+    attention_tflops: tuple[Positive, Positive] | None = None
+    """(forward, backward) of torch's own attention in bf16, where it was measured; else published shares are taken"""
+    unified: Flag = False
+    reference: Flag = False
+    """one of the cards that stand for its class"""
+    source: Text
+
+    @property
+    def allocatable_bytes(self) -> int:
+        """The budget of a plan on this card."""
+        return round(self.allocatable_gib * GIB)
+
+    @property
+    def context_bytes(self) -> int:
+        """CUDA context of one process."""
+        return round(self.context_mib * MIB)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, as (8, 9)."""
+        major, minor = self.compute_capability.split(".")
+        return int(major), int(minor)
+
+
+class GpuClass(Record):
+    """What "a 24 GB card" means: the cards that stand for it, and those sold alike that give less."""
+
+    gb: Count
+    reference: Annotated[tuple[Text, ...], Field(min_length=1)]
+    smaller: tuple[Text, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As people type it: `24GB`."""
+        return f"{self.gb}GB"
+
+
+class GpuFile(Record):
+    """The whole of `profiles/gpus.toml`."""
+
+    gpu: Annotated[tuple[GpuProfile, ...], Field(min_length=1)]
+    classes: Annotated[tuple[GpuClass, ...], Field(min_length=1)] = Field(alias="class")

@@ -1,0 +1,150 @@
+"""Which clips a model takes, shapes as people type them, and the integers a tape counts in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from planner.catalog.components import together
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError, quoted
+from planner.spec.job import MAX_FRAMES, MAX_SIDE, Bucket, Job, Strategy, ValidationShape
+from planner.units import check_count, parse_count
+
+
+def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> None:
+    """Raises a VplanError for frames or sizes the model cannot take; the fix names the nearest that work."""
+    check_count(frames, "--frames", at_most=MAX_FRAMES)
+    check_count(height, "--height", at_most=MAX_SIDE)
+    check_count(width, "--width", at_most=MAX_SIDE)
+    _check_frames(model, frames)
+    if model.shape.only_listed and (height, width) not in model.shape.resolutions:
+        known = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
+        raise VplanError(f"{model.title} takes no clips of {height}x{width} (height x width)", f"write {known}")
+    multiple = model.shape.size_multiple
+    wrong = {name: side for name, side in (("height", height), ("width", width)) if side % multiple}
+    if wrong:
+        sizes = " and ".join(f"{name} {side}" for name, side in wrong.items())
+        fault = f"is no multiple of {multiple}" if len(wrong) == 1 else f"are no multiples of {multiple}"
+        fix = "write " + " and ".join(f"--{name} {_around(side, multiple)}" for name, side in wrong.items())
+        raise VplanError(f"{sizes} {fault}, as {model.title} needs", fix)
+
+
+def _check_frames(model: ModelProfile, frames: int) -> None:
+    rules = model.shape
+    if model.kind == "image" and frames != 1:
+        raise VplanError(f"{model.title} makes images, not {frames} frames", "write --frames 1, or name a video model")
+    if (frames - 1) % rules.frame_step:
+        fix = f"write --frames {_around(frames - 1, rules.frame_step, 1)}"
+        raise VplanError(f"frames {frames} is not {rules.frame_step}n+1, as {model.title} needs", fix)
+    if rules.window and frames > rules.max_frames:
+        raise VplanError(f"frames {frames} is more than {model.title} sees", f"write --frames {rules.max_frames}")
+    if frames < rules.min_frames:
+        raise VplanError(f"frames {frames} is too few for {model.title}", f"write --frames {rules.min_frames} or more")
+
+
+def _around(value: int, step: int, offset: int = 0) -> str:
+    """The nearest working values below and above, as "77 or 81"; nothing below one step (or below the offset)."""
+    low = value // step * step
+    found = [low, low + step] if low > 0 or offset else [low + step]
+    return " or ".join(str(number + offset) for number in found)
+
+
+def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
+    """Height and width of `480x832` (height x width) or `480p` (shorter side: the model's usual shape of that name).
+
+    A `p` the model does not list becomes 16:9, or a square for image models, at the nearest sizes the model takes.
+    """
+    fix = "write height x width, as 480x832, or 480p"
+    exact = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*([+-]?\d+)", text.strip(), re.IGNORECASE | re.ASCII)
+    if exact:
+        height, width = (parse_count(side, "--resolution", at_most=MAX_SIDE) for side in exact.groups())
+        check_shape(model, 1 if model.kind == "image" else model.shape.default_frames, height, width)
+        return height, width
+    shorter = re.fullmatch(r"([+-]?\d+)p?", text.strip(), re.IGNORECASE | re.ASCII)
+    if shorter is None:
+        raise VplanError(f"--resolution {quoted(text)} is not a size", fix)
+    side = parse_count(shorter[1], "--resolution", at_least=16, at_most=MAX_SIDE // 2)
+    listed = next((size for size in model.shape.resolutions if min(size) == side), None)
+    if listed:
+        return listed
+    longer = side if model.kind == "image" else side * 16 / 9
+    multiple = model.shape.size_multiple
+    return max(1, round(side / multiple)) * multiple, max(1, round(longer / multiple)) * multiple
+
+
+def job_for(model: ModelProfile, given: Mapping[str, object]) -> Job:
+    """The job of what was said, checked; the model's usual frames, size and references fill what was not."""
+    height, width = model.shape.resolutions[0]
+    usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
+    said = {name: value for name, value in given.items() if value is not None}
+    job = Job.read({"references": model.shape.references, **usual, **said, "model": model.name})
+    check_job(model, job)
+    return job
+
+
+def check_job(model: ModelProfile, job: Job) -> None:
+    """Raises a VplanError when the model cannot take one of the job's shapes, or has not the experts it names."""
+    for shape in job.shapes:
+        _check_within(model, shape, "--buckets" if job.buckets else "")
+    if job.validation:
+        _check_within(model, job.validation, "--validation")
+    if job.references and not (model.shape.references or model.shape.takes_references):
+        raise VplanError(f"{model.title} takes no reference images", "leave out --references")
+    if model.shape.references and not job.references and "references" in job.model_fields_set:
+        fix = f"write --references {model.shape.references} or more, or leave it out"
+        raise VplanError(f"{model.title} changes an image it is given, and references 0 gives none", fix)
+    if job.experts and model.experts == 1:
+        raise VplanError(f"{model.title} is one model, without experts", "leave out --experts")
+
+
+def _check_within(model: ModelProfile, shape: Bucket | ValidationShape, flag: str) -> None:
+    """As `check_shape`, of a shape that another flag gives: the fix is about that flag."""
+    try:
+        check_shape(model, shape.frames, shape.height, shape.width)
+    except VplanError as error:
+        if not flag:
+            raise
+        raise VplanError(f"{flag}: {error.message}", f"{error.fix.replace('--', '')} in {flag}") from None
+
+
+def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
+    """Raises a VplanError when a strategy counts more blocks than the model has. One block must stay on the GPU."""
+    if strategy.swap_blocks >= model.blocks:
+        fix = f"write --swap-blocks {model.blocks - 1} at most"
+        raise VplanError(f"swap_blocks {strategy.swap_blocks} of the {model.blocks} blocks of {model.title}", fix)
+    if (strategy.checkpointed_blocks or 0) > model.blocks:
+        fix = f"write --checkpointed-blocks {model.blocks} at most, or --gradient-checkpointing full"
+        raise VplanError(f"checkpointed_blocks {strategy.checkpointed_blocks} of {model.blocks} blocks", fix)
+
+
+def in_words(model: ModelProfile, job: Job) -> str:
+    """The shape of a job: "81 frames of 480x832, batch 1", without frames for an image model."""
+    clip = f"{job.frames} frames of " if model.kind == "video" else ""
+    return f"{clip}{job.height}x{job.width}, batch {job.batch_size}"
+
+
+def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
+    """The integers that tapes are symbolic in, for the job's own shape or one of its buckets.
+
+    B samples (twice as many where a job only samples, with guidance in one batch), F, H and W cells of the patch grid
+    along latent frames, rows and columns, T text tokens, R LoRA rank, E tokens beside the clip's own and its text's:
+    reference images at the clip's size, and audio. Latent frames that do not fill a cell are padded, as the models with
+    temporal patches do it.
+    """
+    shape = shape or job.shapes[0]
+    side_by_side = together(model, job.guided) if job.method == "sample" else 1
+    patch_frames, patch_height, patch_width = model.shape.patch
+    latent_frames = (shape.frames - 1) // model.vae.temporal + 1
+    rows = shape.height // (model.vae.spatial * patch_height)
+    columns = shape.width // (model.vae.spatial * patch_width)
+    return {
+        "B": (shape.batch_size or job.batch_size) * side_by_side,
+        "F": -(-latent_frames // patch_frames),
+        "H": rows,
+        "W": columns,
+        "T": job.text_tokens or model.shape.text_tokens,
+        "R": job.lora_rank,
+        "E": (job.references or model.shape.references) * rows * columns
+        + round(shape.frames * model.shape.audio_tokens_per_frame),
+    }

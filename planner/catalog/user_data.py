@@ -1,0 +1,109 @@
+"""Where the user's own models are kept: profiles and tapes in one folder, laid out like the bundled ones.
+
+`VPLAN_HOME` names the folder; else it is the platform's folder for a program's data (`~/.config/vplan` on Linux).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from planner.errors import VplanError, quoted
+
+VARIABLE = "VPLAN_HOME"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}", re.ASCII)
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.ASCII)
+"""Names that Windows gives to devices, whatever stands behind the point."""
+
+
+def folder() -> Path:
+    """The user's data folder, whether or not it is there yet."""
+    said = os.environ.get(VARIABLE)
+    if said:
+        return Path(said).expanduser().absolute()
+    import platformdirs  # slow to import, and most answers need no folder of the user's
+
+    return Path(platformdirs.user_config_dir("vplan", appauthor=False, roaming=True))
+
+
+def tapes() -> Path:
+    """The folder of the tapes: one folder a model in it."""
+    return folder() / "tapes"
+
+
+def model_path(name: str) -> Path:
+    """Where the user's model of that name is described, whether or not there is one."""
+    return folder() / "models" / f"{name}.json"
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the user's own models, alphabetical. Files that no `vplan record` wrote are passed over."""
+    names = (path.name.removesuffix(".json") for path in (folder() / "models").glob("*.json"))
+    return tuple(sorted(name for name in names if is_name(name)))
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name a model: a file name on every system, and never a path, a plan or a config."""
+    return bool(
+        _NAME.fullmatch(text)
+        and ".." not in text
+        and not text.endswith((".", ".toml", ".json"))
+        and not _RESERVED.fullmatch(text)
+    )
+
+
+def check_name(text: str, what: str = "--name") -> str:
+    """The name in lower case, or a VplanError when it is no safe file name."""
+    name = text.lower()
+    if not is_name(name):
+        fix = "use letters, digits, points, dashes and underscores, as --name my-model"
+        raise VplanError(f"{what} {quoted(text)} is not a safe file name", fix)
+    return name
+
+
+def name_for(folder_name: str) -> str:
+    """A folder's name as a model's: lower case, a dash for whatever a name cannot hold."""
+    return re.sub(r"[^a-z0-9._-]+", "-", folder_name.lower()).strip("-._")[:100]
+
+
+def read_profile(name: str) -> dict[str, Any] | None:
+    """What is kept about the user's model of that name; None when there is none."""
+    path = model_path(name)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        fault = f"profile {path.name} of your own is damaged ({type(error).__name__})"
+        raise VplanError(fault, f"remove it and record the model again: {path}") from None
+    if not isinstance(found, dict):
+        raise VplanError(f"profile {path.name} of your own is damaged", f"remove it and record the model again: {path}")
+    return found
+
+
+def write_profile(name: str, profile: dict[str, Any]) -> Path:
+    """Keep a model, whole or not at all. Tapes of another profile of that name are removed first."""
+    path = model_path(name)
+    text = json.dumps(profile, indent=1, allow_nan=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            # In this order, so that whenever we are killed no tape lies beside a profile it was not recorded from.
+            for tape in (tapes() / name).glob("*.json.gz"):
+                tape.unlink()
+            partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    except OSError as error:
+        fix = f"make room there, or set {VARIABLE} to a folder that can be written"
+        raise VplanError(f"cannot write {path}: {error.strerror}", fix) from None
+    return path
+
+
+def forget(name: str) -> None:
+    """Remove a profile that has no tapes: nothing could be estimated with it."""
+    if not any((tapes() / name).glob("*.json.gz")):
+        model_path(name).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""What the verbs share: options, the request, tables and progress bars."""

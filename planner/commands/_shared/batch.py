@@ -1,0 +1,62 @@
+"""`vplan train --slurm FILE`: the batch script of the command that was typed, on the plan in its output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from planner.commands._shared.request import FIELDS
+from planner.commands._shared.verb import DONE, show
+from planner.errors import VplanError, quoted
+from planner.launch.slurm import slurm_script
+from planner.preflight import preflight
+from planner.spec.plan import Plan
+from planner.worker_process import vplan_command
+
+LEFT_OUT = ("plan_path", "slurm", "node_rank", "main_address", "main_port", "print_command", "as_json")
+"""Options of `vplan train` that the script gives itself, or that are not of a run."""
+
+
+def write_script(file: Path, plan: Plan, output: Path, as_json: bool) -> int:
+    """Writes the script of the running command and says how to submit it."""
+    context = click.get_current_context()
+    found, _ = preflight.estimated(plan, must=False)
+    steps, step_seconds = context.params["steps"], (found.step_seconds_high or found.step_seconds) if found else None
+    script = slurm_script(
+        plan,
+        vplan_command("train", str(output / "plan.toml"), *retyped(context, {*FIELDS, *LEFT_OUT})),
+        log=f"{output}/".replace("%", "%%") + "slurm-%j.log",
+        seconds=steps * step_seconds if step_seconds else None,
+        ram_bytes=found.host_ram_bytes if found else None,
+        gpu=context.params["device"] == "cuda",
+    )
+    try:
+        file.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise VplanError(f"cannot write {quoted(str(file))}: {error.strerror}", "name another file") from None
+    answer = {"script": str(file), "nodes": plan.machine.nodes}
+    show(answer, as_json, lambda console: console.print(f"submit it: sbatch {file}", markup=False))
+    return DONE
+
+
+def retyped(context: click.Context, left_out: Collection[str]) -> list[str]:
+    """The options that were typed of a running command, but some by name; what is there as a file by its whole path."""
+    words: list[str] = []
+    for option in context.command.params:
+        name = option.name or ""
+        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if not isinstance(option, click.Option) or not typed or name in left_out:
+            continue
+        value = context.params[name]
+        if option.is_flag:
+            words.append((option.opts if value else option.secondary_opts)[0])
+            continue
+        for one in value if option.multiple else [value]:
+            path = Path(str(one)).expanduser()
+            # A folder called 100 or constant is not meant by --steps 100 or --schedule constant.
+            named = option.type is click.STRING and path.exists()
+            words += [option.opts[0], str(path.absolute()) if named else str(one)]
+    return words

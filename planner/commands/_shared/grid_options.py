@@ -1,0 +1,229 @@
+"""`vplan calibrate --grid`: the plans of a grid, one process each, into a file of rows that is gone on with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+
+from planner.commands import USAGE
+from planner.commands._shared.verb import DONE, show, table
+from planner.commands.probe import FAILED, keep, told_line
+from planner.errors import VplanError
+from planner.evidence.jsonl import append_row, rows_by_id
+from planner.evidence.ledger import Ledger, default_path
+from planner.evidence.measurement import ProbeRow
+from planner.parallel import spread
+from planner.probe.grid_file import read_grid
+from planner.probe.grid_schedule import STEPS, Candidate, in_order, pricing
+from planner.probe.probe import RealRunner
+from planner.probe.runner import Runner
+from planner.spec.job import Machine
+from planner.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FEW = 8
+"""Plans that are estimated sooner than further processes are there for them."""
+
+FAULTS = ("crash", "timeout")
+"""Outcomes that say nothing of a plan's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What was typed."""
+
+    grid: str
+    output: str | None
+    max_minutes: float | None
+    dry_run: bool
+    retry: bool
+    histories: str | None
+    time_limit: int
+
+    def check(self) -> None:
+        """Raises a VplanError for words that do not go together."""
+        if self.output is None and not self.dry_run:
+            raise VplanError("--grid measures rows, and nobody said where they go", "add -o ROWS.jsonl", USAGE)
+        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
+            raise VplanError(f"there is no folder for {self.output}", "make it, or name another file")
+        if self.histories is not None and not Path(self.histories).is_dir():
+            raise VplanError(f"there is no folder {self.histories}", f"make it: mkdir {self.histories}")
+        read_grid(self.grid)
+
+
+class Where(NamedTuple):
+    """On what the grid is measured."""
+
+    runner: Runner
+    machine: Machine
+    host_ram: int | None
+    device: Literal["cuda", "cpu", "none"]
+    """`none`: a simulated machine, whose rows stay out of the user's ledger"""
+
+
+@dataclass
+class Campaign:
+    """A grid being measured; every row is on the disk before the next plan begins."""
+
+    asked: Asked
+    where: Where
+    rows: list[ProbeRow] = field(default_factory=list)
+    """taken now"""
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """(plan, why): cannot run here"""
+    known: int = 0
+    """plans whose row was there"""
+    left: list[Candidate] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _paces: list[float] = field(default_factory=list)
+    """seconds over what was expected, of the plans of this run"""
+
+    def plan(self) -> list[Candidate]:
+        """What is left of the grid, in its order."""
+        entries = read_grid(self.asked.grid)
+        arguments = entries, self.where.machine, self.where.host_ram, self.where.device == "cpu"
+        numbers = [str(number) for number in range(len(entries))]
+        ask = pricing(*arguments)
+        few = len(numbers) <= FEW
+        found = list(map(ask, numbers) if few else spread(pricing, arguments, numbers, "reading the grid"))
+        self.refused = [(each.entry.title, each.skip) for each in found if each.skip is not None]
+        able = [each for each in found if each.skip is None]
+        _check_names(able)
+        there = rows_by_id(self.asked.output) if self.asked.output else {}
+        done = {name for name, row in there.items() if not (self.asked.retry and _failed(row))}
+        self.known = sum(each.name in done for each in able)
+        before = [each.entry for each in able if each.name in done]
+        self.left = in_order((each for each in able if each.name not in done), before)
+        return self.left
+
+    def run(self) -> None:
+        """Measures one plan after another, as long as there is time."""
+        grid = Path(self.asked.grid).stem
+        ledger, total = Ledger(default_path()), len(self.left)
+        for number, each in enumerate(tuple(self.left), start=1):
+            expected = each.seconds * self.pace
+            if self._seconds_left < expected:
+                continue  # a shorter one may still fit
+            start = f"[{number}/{total}] {each.entry.title}"
+            click.echo(f"{start}: about {format_seconds(expected)}; {self._outlook()}", err=True)
+            began = time.monotonic()
+            runner = self.where.runner
+            if isinstance(runner, RealRunner):
+                runner = replace(runner, config=each.entry.config)
+            self.left.remove(each)
+            try:
+                row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit, encode=each.entry.encode)
+            except VplanError as error:  # what is missing for one plan may be there for the others
+                self.refused.append((each.entry.title, error.message))
+                click.echo(f"{start}: left out: {error.message}", err=True)
+                continue
+            seconds = time.monotonic() - began
+            row = row.replace(grid=grid, details={**row.details, "wall_seconds": round(seconds, 1)})
+            assert self.asked.output is not None, "checked before"
+            append_row(self.asked.output, row.to_json())
+            if self.where.device != "none":
+                keep(ledger, row)
+            self.rows.append(row)
+            self._paces.append(seconds / each.seconds)
+            click.echo(f"{start}: {told_line(row.to_json())}", err=True)
+            if self.asked.histories and each.is_off(row) and isinstance(runner, RealRunner):
+                path = Path(self.asked.histories) / f"{row.id}.json"
+                click.echo(f"{start}: off the estimate, so once more for {path}", err=True)
+                self._record(each, replace(runner, history=path))
+
+    def _record(self, each: Candidate, runner: RealRunner) -> None:
+        """Runs a plan for its history. A row of its own that is not: recording takes time."""
+        try:
+            runner.run(each.plan, steps=1, time_limit=self.asked.time_limit)
+        except VplanError as error:  # a full disk, say: the rows are what counts
+            click.echo(f"warning: {error}", err=True)
+
+    @property
+    def pace(self) -> float:
+        """What plans take here over what was expected, from those of this run."""
+        return statistics.median(self._paces) if self._paces else 1.0
+
+    @property
+    def _seconds_left(self) -> float:
+        if self.asked.max_minutes is None:
+            return float("inf")
+        return self.asked.max_minutes * 60 - (time.monotonic() - self._began)
+
+    def _outlook(self) -> str:
+        """How long all that is left takes, and how much of it there is time for."""
+        needed = sum(each.seconds for each in self.left) * self.pace
+        words = f"{format_seconds(needed)} for all {len(self.left)} that are left"
+        limit = self._seconds_left
+        return words if needed <= limit else f"{words}, of which there are {format_seconds(limit)}"
+
+    def answer(self) -> dict[str, Any]:
+        """The JSON of a run."""
+        outcomes: dict[str, int] = {}
+        for row in self.rows:
+            outcomes[row.measured.outcome] = outcomes.get(row.measured.outcome, 0) + 1
+        return {
+            "grid": self.asked.grid,
+            "rows": self.asked.output,
+            "probes": [row.to_json() for row in self.rows],
+            "outcomes": outcomes,
+            "known": self.known,
+            "refused": [{"plan": title, "why": why} for title, why in self.refused],
+            "left": [{"plan": each.entry.title, "id": each.name, "seconds": each.seconds} for each in self.left],
+            "seconds": time.monotonic() - self._began,
+        }
+
+
+def _failed(row: Mapping[str, Any]) -> bool:
+    measured = row.get("measured")
+    return isinstance(measured, dict) and measured.get("outcome") in FAULTS
+
+
+def _check_names(found: Sequence[Candidate]) -> None:
+    """Two plans that are one would be measured once, and counted as two."""
+    titles: dict[str, str] = {}
+    for each in found:
+        if each.name in titles:
+            fault = f"two plans of the grid are the same: {titles[each.name]!r} and {each.entry.title!r}"
+            raise VplanError(fault, "take one of them out")
+        titles[each.name] = each.entry.title
+
+
+def measure(asked: Asked, where: Where, as_json: bool) -> int:
+    """Runs a grid and tells; the exit code."""
+    campaign = Campaign(asked, where)
+    campaign.plan()
+    if not asked.dry_run:
+        campaign.run()
+        if not campaign.rows and not campaign.known and not campaign.left and campaign.refused:
+            raise VplanError(f"no plan of the grid can run here: {campaign.refused[0][1]}", "see `vplan doctor`")
+    show(campaign.answer(), as_json, lambda console: _render(console, campaign))
+    return FAILED if any(row.measured.outcome in FAULTS for row in campaign.rows) else DONE
+
+
+def _render(console: Console, campaign: Campaign) -> None:
+    asked = campaign.asked
+    if asked.dry_run:
+        end, lines = 0.0, []
+        for number, each in enumerate(campaign.left, start=1):
+            end += each.seconds
+            lines.append((str(number), each.entry.title, f"{each.seconds:.0f}", format_seconds(end)))
+        console.print(table((">", "plan", ">seconds", ">done after"), lines))
+    for title, why in campaign.refused:
+        console.print(f"left out: {title}: {why}", style="dim", markup=False, soft_wrap=True)
+    ended = ", ".join(f"{count} {outcome}" for outcome, count in campaign.answer()["outcomes"].items())
+    words = [f"{len(campaign.rows)} measured{f' ({ended})' if ended else ''}", f"{campaign.known} were there"]
+    words += [f"{len(campaign.refused)} cannot run here", f"{len(campaign.left)} left"]
+    console.print(", ".join(words), style="bold", markup=False)
+    if campaign.left and not asked.dry_run:
+        needed = format_seconds(sum(each.seconds for each in campaign.left) * campaign.pace)
+        console.print(f"the same line goes on; what is left takes about {needed}", markup=False)
+    if asked.output and not asked.dry_run:
+        console.print(f"rows are in {asked.output}: `vplan accuracy {asked.output}`", markup=False, soft_wrap=True)

@@ -1,0 +1,39 @@
+"""`vplan check --error`: what a pasted out-of-memory message says, and which tensor of a job it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner import dialects
+from planner.dialects.base.script import Script
+from planner.errors import VplanError
+from planner.estimate.estimate import replayed
+from planner.foreign.check import settle
+from planner.foreign.oom_message import LONGEST, Explanation, explain, parse
+from planner.layout.inputs import facts
+from planner.units import GIB
+from planner.untrusted import read_text
+
+
+def _piped() -> str:
+    return sys.stdin.buffer.read(LONGEST).decode("utf-8", "replace")
+
+
+def explained(path: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
+    """The message in a file (`-`: what is piped); with a script also against its job, on the card that the message
+    names by its capacity where none is said."""
+    message = parse(_piped() if path == "-" else read_text(Path(path), LONGEST))
+    if script is None:
+        return explain(message)
+    if not machine.get("gpu"):
+        if message.capacity_bytes is None:
+            raise VplanError("the message does not say the card's capacity, and no card is named", "add --gpu 80GB")
+        machine = {**machine, "gpu": f"{message.capacity_bytes / GIB:.2f}GiB"}
+    dialect, given = dialects.recognise(script)
+    case = settle(dialect, given, told, machine)
+    known = facts(case.job, case.strategy, case.machine, case.model, case.gpu)
+    _, played = replayed(case.job, case.strategy, case.machine, known, case.trainer)
+    return explain(message, played)

@@ -1,0 +1,207 @@
+"""One flag per field of Job, Machine and Strategy: name, values and help all come from the record.
+
+A flag only turns its text into the field's type. Whether the value is a good one, the record says.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from planner.commands._shared.verb import Function
+from planner.errors import VplanError, quoted
+from planner.schema import choices, field_docs
+from planner.spec.job import MAX_FRAMES, Bucket, Job, Machine, Strategy, ValidationShape
+from planner.units import parse_count
+
+MAX = "max"
+"""`--frames max` asks for the longest clip that fits."""
+
+_LONGEST_METAVAR = 26
+"""Characters. A longer list of values goes into the help text, where it wraps."""
+
+_docs = functools.cache(field_docs)
+
+
+class FieldOption(click.Option):
+    """The flag of one field. Its help is read from the record's source, so only when help is asked for."""
+
+    def __init__(self, names: Sequence[str], record: type[BaseModel], shows_default: bool) -> None:
+        (field,) = names
+        self.record, self.field, self.section = record, field, record.__name__
+        self.shows_default = shows_default
+        self.values = choices(record, field)
+        flag = field.replace("_", "-")
+        if bool in set(_leaves(record, field)):
+            super().__init__([f"--{flag}/--no-{flag}", field], default=None)
+        else:
+            read = _reader(record, field)
+            super().__init__(
+                [f"--{flag}", field],
+                metavar=self._metavar(),
+                callback=lambda _context, _option, text: None if text is None else read(text),
+            )
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The two columns of the help page."""
+        words = [_docs(self.record).get(self.field, "")]
+        if self.values and self.metavar == "NAME":
+            words.append(f"[one of: {', '.join(self.values)}]")
+        default = self.record.model_fields[self.field].get_default()
+        if self.shows_default and isinstance(default, str | int | float) and not isinstance(default, bool):
+            words.append(f"[default: {default}]")
+        self.help = "  ".join(words)
+        return super().get_help_record(ctx)
+
+    def _metavar(self) -> str:
+        if self.values:
+            joined = "|".join(self.values)
+            return joined if len(joined) <= _LONGEST_METAVAR else "NAME"
+        return _METAVARS.get(self.field, "N" if int in set(_leaves(self.record, self.field)) else "TEXT")
+
+
+def field_options(
+    record: type[BaseModel], *, without: tuple[str, ...] = (), show_defaults: bool = True
+) -> Callable[[Function], Function]:
+    """Adds a flag for every field of `record`; the command gets each by its field's name, None when not typed."""
+    fields = [field for field in record.model_fields if field not in without]
+
+    def decorate(function: Function) -> Function:
+        # Click puts the option added last first.
+        for field in reversed(fields):
+            function = click.option(field, cls=FieldOption, record=record, shows_default=show_defaults)(function)
+        return function
+
+    return decorate
+
+
+def _annotations(record: type[BaseModel], field: str) -> Iterator[Any]:
+    """A field's annotation and everything inside it, constraints included."""
+    found: list[Any] = [record.model_fields[field].annotation, *record.model_fields[field].metadata]
+    while found:
+        annotation = found.pop()
+        yield annotation
+        found.extend(annotation.metadata if isinstance(annotation, FieldInfo) else typing.get_args(annotation))
+
+
+def _leaves(record: type[BaseModel], field: str) -> Iterator[type]:
+    return (found for found in _annotations(record, field) if isinstance(found, type))
+
+
+def _reader(record: type[BaseModel], field: str) -> Callable[[str], Any]:
+    """What turns the flag's text into the field's type."""
+    flag = "--" + field.replace("_", "-")
+    leaves = set(_leaves(record, field))
+    if field in _SPECIAL:
+        return functools.partial(_SPECIAL[field], flag=flag)
+    if any(typing.get_origin(found) is tuple for found in _annotations(record, field)):
+        return _names
+    if float in leaves:
+        return functools.partial(_number, flag=flag)
+    # Sizes are integers too, but their records read "64GiB" themselves.
+    if int in leaves and _METAVARS.get(field) != "SIZE":
+        limits = list(_annotations(record, field))
+        lowest = max((found.ge for found in limits if hasattr(found, "ge")), default=0)
+        highest = min((found.le for found in limits if hasattr(found, "le")), default=10**6)
+        return functools.partial(parse_count, what=flag, at_least=lowest, at_most=highest)
+    return str.strip
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _number(text: str, flag: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise VplanError(f"{flag} {quoted(text)} is not a number", "write one as 0.05") from None
+
+
+def _frames(text: str, flag: str) -> int | str:
+    return MAX if text.strip().lower() == MAX else parse_count(text, flag, at_most=MAX_FRAMES)
+
+
+def _shape(text: str, flag: str, example: str, most: int) -> list[int]:
+    parts = text.strip().lower().split("x")
+    if not 3 <= len(parts) <= most:
+        raise VplanError(f"{flag} {quoted(text)} is not a shape", f"write frames x height x width, as {example}")
+    return [parse_count(part, flag) for part in parts]
+
+
+def _buckets(text: str, flag: str) -> tuple[Bucket, ...]:
+    """`81x480x832,1x720x1280x4`: frames, height, width, and the batch size where it is not the job's."""
+    shapes = [_shape(part, flag, "81x480x832,1x720x1280x4", 4) for part in text.split(",") if part.strip()]
+    names = ("frames", "height", "width", "batch_size")
+    return tuple(Bucket.read(dict(zip(names, shape, strict=False)), flag) for shape in shapes)
+
+
+def _validation(text: str, flag: str) -> ValidationShape:
+    """`81x480x832`, or `81x480x832,no-cfg` for a sample without guidance."""
+    shape, comma, rest = text.partition(",")
+    if comma and rest.strip().lower() != "no-cfg":
+        raise VplanError(f"{flag} {quoted(text)} ends in something else than no-cfg", "write one as 81x480x832,no-cfg")
+    frames, height, width = _shape(shape, flag, "81x480x832", 3)
+    return ValidationShape.read({"frames": frames, "height": height, "width": width, "cfg": not comma}, flag)
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {"frames": _frames, "buckets": _buckets, "validation": _validation}
+
+_METAVARS = {
+    "buckets": "FxHxW[xB],...",
+    "frames": "N|max",
+    "gpu": "CARD",
+    "host_ram": "SIZE",
+    "lora_dropout": "X",
+    "lora_targets": "NAME,...",
+    "model": "MODEL",
+    "reserve": "SIZE",
+    "torch": "VERSION",
+    "trainable": "PATTERN,...",
+    "validation": "FxHxW[,no-cfg]",
+}
+
+
+def job_options(function: Function) -> Function:
+    """Adds what to train: a flag per Job field and `--resolution` (a text: what it means depends on the model)."""
+    resolution = _in_section(Job, "--resolution", metavar="480p|HxW", help="height and width by name, or as 480x832")
+    return field_options(Job)(resolution(function))
+
+
+def machine_options(function: Function) -> Function:
+    """Adds on what: a flag per Machine field but `links`, which a plan file can hold."""
+    return field_options(Machine, without=("links",))(function)
+
+
+def strategy_options(*, searched: bool) -> Callable[[Function], Function]:
+    """Adds how it is made to fit: a flag per Strategy field and `--zero-stage`.
+
+    `searched` is for commands that choose what was not typed: their help must not promise defaults.
+    """
+
+    def decorate(function: Function) -> Function:
+        stage = _in_section(
+            Strategy,
+            "--zero-stage",
+            metavar="1|2|3",
+            callback=lambda _context, _option, text: (
+                None if text is None else parse_count(text, "--zero-stage", at_most=3)
+            ),
+            help="short for --sharding zero-N",
+        )
+        return field_options(Strategy, show_defaults=not searched)(stage(function))
+
+    return decorate
+
+
+def _in_section(record: type[BaseModel], flag: str, **attributes: Any) -> Callable[[Function], Function]:
+    class InSection(click.Option):
+        section = record.__name__
+
+    return click.option(flag, cls=InSection, **attributes)

@@ -1,0 +1,113 @@
+"""The part of `vplan record` about the user's own models: from a folder to a profile kept, and what to record first."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import profiles
+from planner.catalog import diffusers_folder, lookup, user_data
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import job_for
+from planner.errors import VplanError, quoted
+from planner.hardware import doctor
+from planner.spec.job import Strategy
+from planner.spec.rules import resolve
+from planner.tape.format import FORMAT
+from planner.tape.variants import OptimizerVariant, StepVariant
+
+FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
+
+
+class Kept(NamedTuple):
+    """A profile of the user's own, where it lies, and in words where its facts come from."""
+
+    profile: ModelProfile
+    path: Path
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "name": self.profile.name,
+            "class": self.profile.diffusers_class,
+            "parameters": self.profile.parameters,
+            "profile": str(self.path),
+            "lent_by": self.profile.lent_by,
+            "notes": list(self.notes),
+        }
+
+
+def is_folder(text: str) -> bool:
+    """Whether an argument of `vplan record` is a folder or config.json; what is a name as well is a name."""
+    if not diffusers_folder.is_path(text):
+        known = text.lower() in lookup.model_names() or lookup.bundled_name(text.lower())
+        return not known and len(text) < 4096 and os.path.isdir(text)
+    return text.startswith((".", "/", "~")) or text.endswith(".json") or diffusers_folder.locate(text) is not None
+
+
+def read(text: str, name: str | None) -> tuple[diffusers_folder.Source, str]:
+    """What a folder or config.json says, and the name its model gets; nothing is built or written.
+
+    Raises a VplanError for a config that is none, for a class we cannot record, and for a name that is taken.
+    """
+    source = diffusers_folder.read_source(text, lookup.diffusers_classes())
+    if name is None:
+        chosen = user_data.check_name(user_data.name_for(source.folder), "the folder's name")
+        _check_untaken(chosen, source)
+    else:
+        chosen = user_data.check_name(name)
+    if chosen in profiles.model_names() or lookup.bundled_name(chosen):
+        fault = f"{quoted(chosen)} is the name of a model that comes with vplan"
+        raise VplanError(fault, "choose another: --name NAME")
+    return source, chosen
+
+
+def keep(source: diffusers_folder.Source, name: str) -> Kept:
+    """Builds the model on the meta device and keeps its profile, before anything of it is recorded.
+
+    Raises a VplanError for an architecture that cannot be built.
+    """
+    from trainers.recording import own, tapes
+
+    derived = own.derive(source, name)
+    path = user_data.write_profile(name, derived.profile.to_json())
+    tapes.full_run_lengths.cache_clear()  # counted by name, and the name may mean another architecture now
+    return Kept(derived.profile, path, derived.notes)
+
+
+def _check_untaken(name: str, source: diffusers_folder.Source) -> None:
+    """A name that nobody typed must not replace the model of another folder."""
+    there = user_data.read_profile(name)
+    if there is not None and there.get("origin") != source.origin:
+        raise VplanError(f"you have a model {quoted(name)} of another folder", "choose another name: --name NAME")
+
+
+def first_variants(profile: ModelProfile) -> Iterator[str]:
+    """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many; under the
+    newest torch, and the one that is installed where that makes a difference."""
+    for method in ("lora", "full"):
+        job = job_for(profile, {"method": method})
+        for mode in ("none", "full"):
+            strategy = resolve(job, Strategy.read({"gradient_checkpointing": mode}))
+            names = (
+                StepVariant.of(profile, job, strategy, batch, torch).name
+                for batch, torch in itertools.product((1, 2), (None, doctor.torch_release()))
+            )
+            yield from dict.fromkeys(names)
+        for optimizer in FIRST_OPTIMIZERS:
+            yield OptimizerVariant.of(profile, job, resolve(job, Strategy.read({"optimizer": optimizer}))).name
+
+
+def is_current(path: Path) -> bool:
+    """Whether a tape is there, whole, and of the format that is written now."""
+    try:
+        return bool(json.loads(gzip.decompress(path.read_bytes()))["format"] == FORMAT)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+        return False

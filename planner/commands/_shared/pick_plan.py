@@ -1,0 +1,89 @@
+"""Which plan `vplan train` trains: the one that was named, the one an earlier call kept, or the best there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.commands import USAGE
+from planner.commands._shared.request import Asked
+from planner.errors import VplanError
+from planner.hardware import doctor
+from planner.spec.plan import Plan, read_plan, write_plan
+
+PLAN = "plan.toml"
+
+
+def choose(asked: Asked, output: Path, first: bool) -> Plan:
+    """The plan that was named, or the one a former call chose here, or the best one there is."""
+    kept = output / PLAN
+    if asked.plan is not None:
+        request = asked.settle()
+        plan = Plan(job=request.job, strategy=request.strategy, machine=request.machine, trainer=asked.trainer)
+        if not asked.typed:
+            plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
+        if first:
+            write_plan(plan, kept)
+        return plan
+    if asked.model is None:
+        raise VplanError(
+            "no plan and no model", "name one: vplan train plan.toml, or vplan train wan2.1-t2v-1.3b", USAGE
+        )
+    if kept.exists():
+        plan = read_plan(kept)
+        _check_same(asked, plan, kept)
+        click.echo(f"going on with {kept}", err=True)
+        return plan
+    _suggest(asked, kept)
+    click.echo(f"the plan is in {kept}", err=True)
+    return read_plan(kept)
+
+
+def _check_same(asked: Asked, plan: Plan, path: Path) -> None:
+    """What was typed must be what the kept plan says."""
+    fix = "leave it out, or name another --output"
+    if lookup.model(asked.model or "").name != lookup.model(plan.job.model).name:
+        raise VplanError(f"{path} trains {plan.job.model}", fix)
+    for record, said in ((plan.job, asked.job), (plan.strategy, asked.strategy), (plan.machine, asked.machine)):
+        for name, value in said.items():
+            if name not in ("model", "gpu") and name in asked.typed and getattr(record, name) != value:
+                raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
+
+
+def _suggest(asked: Asked, path: Path) -> None:
+    """Runs `vplan suggest` with what was typed, on the card that is here where none was named."""
+    from planner.commands import suggest
+
+    context = click.get_current_context()
+    known = {parameter.name for parameter in suggest.command.params}
+    said = {name: value for name, value in context.params.items() if name in known}
+    if asked.gpu is None:
+        said["gpu"] = _card_here()
+    code = context.invoke(suggest.command, **{**said, "output": str(path), "as_json": False})
+    if code:
+        path.unlink(missing_ok=True)
+        raise VplanError(f"no way to train {asked.model} fits", "see above for the nearest, and what to relax", code)
+
+
+def _card_here() -> str:
+    _, cards = doctor.visible()
+    known = [card["known_as"] for card in cards if card.get("known_as")]
+    if not known:
+        raise VplanError("no --gpu, and no card that we know is here", "add one, as --gpu 24GB", USAGE)
+    return str(known[0])
+
+
+def weights_of(model: ModelProfile, said: str | None) -> str:
+    """The folder of a model's weights: the one that was said, else that of an own model."""
+    if said is None and not model.is_own:
+        raise VplanError("no --weights", f"add --weights DIR, {model.title}'s folder as diffusers saves it", USAGE)
+    return said or str(_own_folder(model.origin))
+
+
+def _own_folder(origin: str) -> Path:
+    """The folder of the model that a profile was recorded from: a pipeline's, or the component's own."""
+    place = Path(origin).parent
+    return place.parent if place.name in ("transformer", "unet") else place

@@ -1,0 +1,82 @@
+"""A search that measures, as people watch it: a live table on a terminal, a line for every change elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from planner.commands._shared.verb import table
+from planner.spec.wording import ways
+from planner.units import gib
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.tune.study import Told
+    from planner.tune.worker import Tuning
+
+COLUMNS = ("probe", "plan", ">estimated", ">measured GiB", ">s a step", "outcome")
+
+
+class Progress:
+    """What a search shows on stderr while it runs."""
+
+    def __init__(self, study: str, storage: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(stderr=True, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._said: set[tuple[int, str]] = set()
+        self._console.print(f"study {study} in {storage}", style="dim", soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, tuning: Tuning, now: str) -> None:
+        """The probes so far, and what happens now."""
+        rows = [_cells(tuning, number, told) for number, told in enumerate(tuning.study.told(), start=1)]
+        if self._live:
+            self._live.update(_page(rows, tuning, now), refresh=True)
+            return
+        for number, cells in enumerate(rows, start=1):
+            if (number, cells[-1]) not in self._said:
+                self._said.add((number, cells[-1]))
+                line = f"[{number}] {cells[1]}: estimated {cells[2]} GiB"
+                seen = f", measured {cells[3]} GiB, {cells[4]} s a step" if cells[3] != "-" else ""
+                self._console.print(f"{line}{seen}: {cells[-1]}", soft_wrap=True, markup=False)
+
+
+def _page(rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    best = tuning.tuner.best
+    seconds = best.measured.step_seconds if best else None
+    so_far = f"best so far: {ways(best.estimate)}" if best else "nothing proved yet"
+    speed = f", {seconds:.2f} s a step" if seconds else ""
+    return Group(table(COLUMNS, rows), Text(f"{so_far}{speed}; next: {now}", style="dim"))
+
+
+def _cells(tuning: Tuning, number: int, told: Told) -> tuple[str, ...]:
+    found = tuning.tuner.search.priced(told.plan.job, told.plan.strategy)
+    shape = told.plan.job
+    what = ways(found) if found else "not recorded"
+    if tuning.tuner.goal.wish:
+        what = f"{shape.frames}x{shape.height}x{shape.width} x {shape.batch_size}: {what}"
+    estimated = f"{gib(found.peak.device_bytes):.2f}" if found else "-"
+    if told.row is None:
+        return str(number), what, estimated, "-", "-", "measuring"
+    seen = told.row.measured
+    device = "-" if seen.device_bytes is None else f"{gib(seen.device_bytes):.2f}"
+    seconds = "-" if seen.step_seconds is None else f"{seen.step_seconds:.2f}"
+    outcome = f"{seen.outcome} in {seen.phase}" if seen.outcome != "ok" and seen.phase else seen.outcome
+    return str(number), what, estimated, device, seconds, f"{outcome} (from the ledger)" if told.known else outcome

@@ -1,0 +1,286 @@
+"""The look of an answer in the terminal: how the question was understood, the verdict, the bar, the phases.
+
+It holds at 80 columns: tables keep their numbers and wrap their words. Rich leaves colours out when nobody looks.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from planner.catalog.shapes import in_words
+from planner.commands._shared.verb import table, typed_line
+from planner.dialects.base import cli_words
+from planner.spec.job import Machine, Strategy
+from planner.units import format_gib, format_seconds, gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from planner.commands._shared.request import Request
+    from planner.search.objectives import Relaxed
+    from planner.search.question import Suggestion, Switch
+    from planner.spec.wording import ways
+from planner.spec.plan import Estimate, Plan
+
+VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
+BAR_WIDTH = 48
+
+
+def counted(machine: Machine) -> str:
+    """How many of a card there are, in words before its name; nothing where there is one."""
+    nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
+    return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
+
+
+def headline(console: Console, request: Request, found: Estimate | None = None) -> None:
+    """The first line: card, budget and the defaults taken (those of `found`, where a search chose some of them)."""
+    gpu = request.gpu
+    title = f"{request.model.title}, {request.job.method}"
+    text = f"{title}, on {counted(request.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB to use"
+    if request.machine.reserve:
+        text += f", {format_gib(request.machine.reserve)} of it kept free"
+    console.print(text)
+    assumptions = found.assumptions if found else request.assumptions
+    if assumptions:
+        console.print(f"assumed: {'; '.join(assumptions)}", style="dim")
+    if found and found.job != request.job:
+        console.print(f"chosen: {in_words(request.model, found.job)}", style="bold")
+
+
+def print_next(console: Console, found: Estimate, output: str | None) -> None:
+    """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
+    is piped is the answer alone; and a command that asks on behalf of another, as `train` does, goes on by itself."""
+    context = click.get_current_context(silent=True)
+    inside = context is not None and context.parent is not None and context.parent.parent is not None
+    if inside or not console.is_terminal:
+        return
+    if found.verdict == "no":
+        if context is None or context.info_name != "estimate":  # others say themselves what would fit
+            return
+        said = cli_words.command("suggest", found.job, Strategy(), found.machine)
+    elif output is None:
+        said = typed_line("-o", "plan.toml")
+    elif found.verdict == "tight":
+        said = shlex.join(["vplan", "probe", output])
+    elif found.job.method == "sample":
+        said = shlex.join(["vplan", "report", output])
+    else:
+        said = shlex.join(["vplan", "train", output]) + " --data DIR --output DIR --weights DIR"
+    console.print()
+    console.print(f"next: {said}", style="bold", markup=False, soft_wrap=True)
+
+
+def verdict_line(found: Estimate) -> Text:
+    """One line: the verdict, the need, the budget, how sure."""
+    from rich.text import Text
+
+    word, style = VERDICTS[found.verdict]
+    line = Text(word, style)
+    low, high = gib(found.low_bytes), gib(found.high_bytes)
+    need = f": needs {gib(found.peak.device_bytes):.2f} GiB ({low:.1f} to {high:.1f}, {found.basis})"
+    line.append(f"{need} of {gib(found.budget_bytes):.2f}", "default")
+    if found.limit == "host":
+        line.append("; host RAM is short", "default")
+        if found.host is not None:
+            line.append(f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})", "default")
+    return line
+
+
+def print_estimate(console: Console, found: Estimate) -> None:
+    """Verdict, bar, phases, breakdown and the rest of one estimate."""
+    console.print(verdict_line(found))
+    console.print(bar(console, found))
+    console.print(f"peak: {found.peak.phase}, {found.peak.moment}")
+    rows = [
+        (name, *(f"{gib(value):.2f}" for value in (peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)))
+        for name, peak in found.phases.items()
+    ]
+    console.print()
+    console.print(table(("phase", ">allocated GiB", ">reserved GiB", ">device GiB"), rows))
+    console.print()
+    parts = [(name, f"{gib(value):.2f}") for name, value in found.breakdown.__dict__.items() if value]
+    console.print(table(("at the peak", ">GiB"), parts))
+    console.print()
+    console.print(f"{_step(found)}, host RAM {format_gib(found.host_ram_bytes)}, attention: {found.attention_kernel}")
+    if found.lossy:
+        console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
+
+
+def _step(found: Estimate) -> str:
+    step = "denoising step" if found.job.method == "sample" else "step"
+    return f"{step} {format_seconds(found.step_seconds)} (estimated)"
+
+
+def bar(console: Console, found: Estimate) -> Text:
+    """The need against the budget."""
+    return memory_bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1])
+
+
+def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str = "of the budget") -> Text:
+    """A part of some memory, as wide as all of it: one cell per 1/48."""
+    from rich.text import Text
+
+    share = nbytes / max(whole, 1)
+    filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
+    full, empty = "█░" if console.encoding.startswith("utf") else "#."
+    text = Text(full * filled + empty * (BAR_WIDTH - filled), style)
+    text.append(f" {share:.0%} {words}", "default")
+    return text
+
+
+def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
+    """What a plan trains and on what, its verdict, the bar and what it switches on: how a run of it begins."""
+    from planner.catalog import lookup
+
+    count, card = lookup.parse_gpus(plan.machine.gpu)
+    many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
+    title = lookup.model(plan.job.model).title
+    console.print(f"{title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB to use")
+    if found is not None:
+        console.print(verdict_line(found))
+        console.print(bar(console, found))
+        console.print(f"plan: {ways(found)}", style="bold")
+
+
+# ---- suggest
+
+
+def print_suggestion(
+    console: Console,
+    request: Request,
+    found: Suggestion,
+    relax: Sequence[Relaxed] = (),
+    smaller: Sequence[Estimate] = (),
+) -> None:
+    """The chosen plan, why, what else there is, and what to do when nothing fits."""
+    plan = found.plan
+    headline(console, request, plan)
+    console.print(verdict_line(plan))
+    console.print(bar(console, plan))
+    console.print(f"plan: {ways(plan)}", style="bold", soft_wrap=False)
+    if flags := typed_out(found.switches):
+        console.print(f"      {flags}")
+    if plan.lossy:
+        kept = next((other for other in found.alternatives if not other.lossy), None)
+        without = f"; without: {ways(kept)} ({_need(kept)})" if kept else ""
+        console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
+    console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
+    console.print(f"{_step(plan)}, host RAM {format_gib(plan.host_ram_bytes)}")
+    for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in smaller):
+        alike = [other for other in smaller if VERDICTS[other.verdict][0] == word]
+        cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
+        console.print(f"{word} on cards of this class that give less: {cards}", style="yellow")
+    if plan.verdict == "no":
+        _print_relaxed(console, plan, relax)
+    told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
+    if told:
+        console.print()
+        console.print(table(("what each switch did", ">GiB", ">s a step"), map(_switch_row, told)))
+    if found.alternatives:
+        console.print()
+        console.print(runners_up(found.alternatives))
+
+
+def runners_up(plans: Iterable[Estimate]) -> Table:
+    """A line for each plan that is not the first choice."""
+    return table(("runners-up", "verdict", ">GiB", ">s a step", ">host RAM GiB"), map(_plan_row, plans))
+
+
+def typed_out(switches: Iterable[Switch]) -> str:
+    """The flags that `vplan estimate` takes for the same plan."""
+    return " ".join(_flag(switch) for switch in switches)
+
+
+def _flag(switch: Switch) -> str:
+    name = switch.field.replace("_", "-")
+    if isinstance(switch.after, bool):
+        return f"--{name}" if switch.after else f"--no-{name}"
+    return f"--{name} {switch.after}"
+
+
+def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:
+    short = "host RAM is" if plan.limit == "host" else "GPU memory is"
+    if plan.limit != "host" and plan.machine.host_ram is not None and plan.host_ram_bytes > plan.machine.host_ram:
+        short = "GPU memory and host RAM are"
+    console.print(f"this is the tightest plan there is; {short} short")
+    if not relax:
+        console.print("no single wish, relaxed, would make it fit", style="bold")
+        return
+    console.print("relax one of:", style="bold")
+    for wish in relax:
+        lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
+        flag = wish.field.replace("_", "-").replace("batch", "batch-size")
+        console.print(f"  --{flag} {wish.after} instead of {wish.before}{lossy}")
+
+
+def _switch_row(switch: Switch) -> tuple[str, str, str]:
+    words = f"{switch.field} {switch.before} to {switch.after}"
+    return words, f"{gib(switch.device_bytes):+.2f}", f"{switch.step_seconds:+.2f}"
+
+
+def _plan_row(found: Estimate) -> tuple[str, ...]:
+    lossy = f" (lossy: {', '.join(found.lossy)})" if found.lossy else ""
+    return (
+        ways(found) + lossy,
+        VERDICTS[found.verdict][0],
+        f"{gib(found.peak.device_bytes):.2f}",
+        _seconds(found.step_seconds),
+        f"{gib(found.host_ram_bytes):.1f}",
+    )
+
+
+def _need(found: Estimate) -> str:
+    return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
+
+
+class Row:
+    """One line of an answer for many models or many cards."""
+
+    def __init__(self, name: str, plan: Estimate | None, reason: str, considered: int) -> None:
+        self.name = name
+        self.plan = plan
+        self.reason = reason
+        self.considered = considered
+
+    def to_json(self, kind: str) -> dict[str, object]:
+        """The object of DESIGN section 9."""
+        plan = self.plan.to_json() if self.plan else None
+        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None}
+
+
+def print_rows(console: Console, first: str, kind: str, rows: Sequence[Row]) -> None:
+    """One line for each model or card."""
+    console.print(first)
+    console.print()
+    name = "model" if kind == "models" else "card"
+    found = table((name, ">clip", "verdict", ">GiB", ">s a step", "with"), [])
+    for row in rows:
+        found.add_row(*_row(row))
+    console.print(found)
+    notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
+    for note in notes:
+        names = ", ".join(row.name for row in rows if row.plan and note in row.plan.assumptions)
+        console.print(f"{names}: {note}", style="dim")
+
+
+def _row(row: Row) -> tuple[str | Text, ...]:
+    from rich.text import Text
+
+    if row.plan is None:
+        return row.name, "-", Text("no", VERDICTS["no"][1]), "-", "-", row.reason
+    found, job = row.plan, row.plan.job
+    clip = f"{job.frames}x{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
+    word = Text(found.verdict, VERDICTS[found.verdict][1])
+    need = f"{gib(found.peak.device_bytes):.1f}"
+    lossy = " (lossy)" if found.lossy else ""
+    return row.name, clip, word, need, _seconds(found.step_seconds), ways(found) + lossy
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"

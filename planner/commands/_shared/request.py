@@ -1,0 +1,236 @@
+"""From typed flags to the records of one estimate: names looked up, defaults filled in, and every default said.
+
+A command takes `@request_options(...)` and gets one `Asked`; `asked.settle()` is the `Request` to estimate, or a
+VplanError. A command that answers for many models or cards settles the same `Asked` for each: `asked.settle(gpu=...)`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from planner import dialects
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.shapes import check_blocks, job_for, parse_resolution
+from planner.commands import USAGE
+from planner.commands._shared.options import MAX, job_options, machine_options, strategy_options
+from planner.commands._shared.verb import Function
+from planner.errors import VplanError
+from planner.layout import trainer_terms
+from planner.layout.experts import assumption
+from planner.schema import Record
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan, read_plan
+from planner.spec.rules import check, resolve
+from planner.units import format_gib
+
+if TYPE_CHECKING:
+    from planner.evidence.this_machine import CardHere
+
+AUTO = "auto"
+"""The card that is here: `--gpu auto`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One question, complete. `assumptions` are the defaults taken, in words, for the first line of the answer."""
+
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    model: ModelProfile
+    gpu: GpuProfile
+    assumptions: tuple[str, ...]
+    fixed: frozenset[str]
+    """fields of any record that were typed: a search never trades them"""
+    frames_max: bool
+    """`--frames max`: the job's frames are only where to start"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What was typed, and what the plan file says where nothing was typed; nothing is looked up yet."""
+
+    job: Mapping[str, Any]
+    strategy: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    resolution: str | None
+    typed: frozenset[str]
+    plan: Plan | None
+    here: CardHere | None = None
+    """the card of `--gpu auto`, whose name `machine` has"""
+
+    @property
+    def model(self) -> str | None:
+        """The model's name as typed."""
+        return self.job.get("model")
+
+    @property
+    def trainer(self) -> str:
+        """Who trains: the plan's word, else we do."""
+        return self.plan.trainer if self.plan else "vplan"
+
+    @property
+    def gpu(self) -> str | None:
+        """The card as typed, `2x4090` included."""
+        return self.machine.get("gpu")
+
+    def settle(self, *, model: str | None = None, gpu: str | None = None, searched: bool = False) -> Request:
+        """The complete question, for this model and card where several are asked for.
+
+        `searched` leaves the strategy as typed, open fields open and unchecked: a search fills them in.
+        """
+        profile = lookup.model(_needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models"))
+        count, card = lookup.parse_gpus(_needed(gpu or self.gpu, "gpu", "24GB", "gpus"))
+        notes: list[str] = []
+        if self.here and gpu is None:
+            card = self.here.card
+            notes += self.here.notes
+        job = self._job(profile, notes)
+        machine = self._machine(count, card, notes)
+        if self.trainer != "vplan":
+            known = self.trainer.partition("@")[0] in (*dialects.TRAINERS, *trainer_terms.NAMES)
+            notes.append(f"as {self.trainer} trains" if known else f"{self.trainer} is priced like vplan's own trainer")
+        strategy = Strategy.read(self.strategy)
+        check_blocks(profile, strategy)
+        if machine.reserve >= card.allocatable_bytes:
+            fault = f"--reserve {format_gib(machine.reserve)} leaves nothing of {card.title}"
+            raise VplanError(fault, f"it gives {format_gib(card.allocatable_bytes)} in all: reserve less")
+        if not searched:
+            strategy = resolve(job, strategy, machine)
+            check(job, strategy, machine)
+        return Request(
+            job=job,
+            strategy=strategy,
+            machine=machine,
+            model=profile,
+            gpu=card,
+            assumptions=tuple(notes),
+            fixed=self.typed,
+            frames_max=self.job.get("frames") == MAX,
+        )
+
+    def _job(self, model: ModelProfile, notes: list[str]) -> Job:
+        """The job, with the model's usual shape where none was asked for."""
+        said = dict(self.job)
+        if said.get("buckets") and (beside := self.typed & {"frames", "height", "width"}):
+            flag = "--frames" if "frames" in beside else "--resolution" if self.resolution else "--height"
+            fault = f"buckets say all shapes, and {flag} would change none of them"
+            raise VplanError(fault, "leave it out, or write --buckets with the shapes you mean")
+        if said.get("frames") == MAX:
+            del said["frames"]
+        if self.resolution:
+            said["height"], said["width"] = parse_resolution(model, self.resolution)
+        job = job_for(model, said)
+        if "frames" not in self.job and not job.buckets and model.kind == "video":
+            notes.append(f"{job.frames} frames (the model's usual length)")
+        if "height" not in said and not job.buckets:
+            notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
+        if "lora_rank" not in said and job.method == "lora":
+            notes.append(f"LoRA rank {job.lora_rank}")
+        if note := assumption(model, job):
+            notes.append(note)
+        longest = max(shape.frames for shape in job.shapes)
+        if longest > model.shape.max_frames:
+            notes.append(f"{longest} frames is longer than the model was trained on ({model.shape.max_frames})")
+        return job
+
+    def _machine(self, count: int, card: GpuProfile, notes: list[str]) -> Machine:
+        """The machine, with the host RAM that usually stands beside such cards where none was named."""
+        said = {**self.machine, "gpu": card.name}
+        if "gpus" in self.typed and count not in (1, said["gpus"]):
+            raise VplanError(f"--gpu says {count} cards and --gpus {said['gpus']}", "leave one of them out")
+        if count > 1:
+            said["gpus"] = count
+        said.setdefault("unified", card.unified)
+        machine = Machine.read(said)
+        if machine.host_ram is None and self.plan is not None and self.plan.trainer != "vplan":
+            notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
+        elif machine.host_ram is None:
+            machine = machine.replace(host_ram=lookup.default_host_ram(card, machine.gpus))
+            notes.append(f"host RAM {format_gib(machine.host_ram or 0)}")
+        return machine
+
+
+def request_options(*, searched: bool = False) -> Callable[[Function], Function]:
+    """Adds everything one question can say: a model or a plan, and the flags of Job, Machine and Strategy.
+
+    The command gets `asked: Asked` in their place. `searched`: it chooses what of the strategy was not typed.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def command(*, target: str | None, plan_path: str | None, **values: Any) -> Any:
+            asked = _asked(target, plan_path, values)
+            others = {name: value for name, value in values.items() if name not in FIELDS}
+            return function(asked=asked, **others)
+
+        flags = job_options(machine_options(strategy_options(searched=searched)(command)))
+        plan = click.option("--plan", "plan_path", metavar="FILE", help="Start from a plan.toml; flags change it.")
+        target = click.argument("target", metavar="[MODEL|PLAN.toml]", required=False)
+        return target(plan(flags))  # type: ignore[return-value]  # click calls what it gets by its own names
+
+    return decorate
+
+
+_RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
+FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
+
+
+def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> Asked:
+    """Sort the typed flags into the three records, over those of the plan file."""
+    typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
+    if target and target.endswith(".toml"):
+        plan_path = _once(plan_path, target, "a plan")
+    elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
+        typed["model"] = _once(typed.get("model"), target, "a model")
+    if "zero_stage" in typed:
+        stage = f"zero-{typed.pop('zero_stage')}"
+        typed["sharding"] = _once(typed.get("sharding"), stage, "the sharding")
+    resolution = typed.pop("resolution", None)
+    if "height" in typed or "width" in typed:
+        _check_size(typed, resolution)
+    plan = read_plan(plan_path) if plan_path else None
+    records = {}
+    for name, record in _RECORDS.items():
+        planned = getattr(plan, name) if plan else None
+        said = {field: getattr(planned, field) for field in planned.model_fields_set} if planned else {}
+        records[name] = {**said, **{field: value for field, value in typed.items() if field in record.model_fields}}
+    if "gpu" in typed:
+        # Another card is another computer: what the plan says of these was true beside its own card.
+        for field in {"host_ram", "unified", "torch"} - typed.keys():
+            records["machine"].pop(field, None)
+    here = None
+    if str(typed.get("gpu", "")).lower() == AUTO:
+        from planner.evidence.this_machine import card_here  # NVML is nobody else's business
+
+        here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve", "torch"}}))
+        records["machine"] |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
+        records["machine"] = {"host_ram": here.host_ram, "torch": here.torch, **records["machine"]}
+    fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
+    return Asked(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
+
+
+def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:
+    if resolution:
+        raise VplanError("--resolution and --height/--width both say the size", "leave one of them out", USAGE)
+    if not {"height", "width"} <= typed.keys():
+        raise VplanError("--height and --width belong together", "give both, or --resolution 480p", USAGE)
+
+
+def _once(one: str | None, other: str, what: str) -> str:
+    """The one of two places that says it; both may if they agree."""
+    if one is not None and one != other:
+        raise VplanError(f"{one!r} and {other!r} both say {what}", "leave one of them out", USAGE)
+    return other
+
+
+def _needed(name: str | None, option: str, example: str, verb: str) -> str:
+    if name is None:
+        raise VplanError(f"no --{option}", f"add one, as --{option} {example}; `vplan {verb}` lists them", USAGE)
+    return name

@@ -1,0 +1,190 @@
+"""Following a run from outside: the lines its first rank writes, as progress with the time left, and as a summary."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from planner.launch import launch
+from planner.launch.launch import PREPARE_FOLDER, SAMPLES, Outcome, Preparation
+from planner.units import format_gib, format_seconds
+from planner.worker_process import read_json, result_file
+
+NAMED = 5
+"""Files left out that are named; the others are counted."""
+
+BAR = 16
+"""Cells of a bar: with its words it stays within 80 columns, as what fills a line is not wiped away by Ctrl-C."""
+
+RECENT = 20
+"""Steps whose median says how long one takes."""
+
+
+class Follower:
+    """Reads a metrics file as it grows. On a terminal it draws a bar; elsewhere it says a line at each checkpoint."""
+
+    def __init__(
+        self, path: Path, steps: int, every: int, high_bytes: int | None, done: int = 0, before: Follower | None = None
+    ) -> None:
+        """`done`: the steps of the checkpoint that is taken up, whose lines have been read before. `before`: who
+        followed the same run until it ran out of memory."""
+        self.path, self.steps, self.every, self.high_bytes, self.done = path, steps, every, high_bytes, done
+        self.last: dict[str, Any] | None = before.last if before else None
+        self.peaks: dict[str, int] = dict(before.peaks) if before else {}
+        self.warnings: list[str] = []
+        self.samples: list[str] = list(before.samples) if before else []
+        """files of samples, each once"""
+        self._warned: set[str] = set()
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._inode = path.stat().st_ino if path.is_file() else None
+        self._read = path.stat().st_size if path.is_file() else 0
+        """What is there already is of an earlier call, and the run will write it anew."""
+        console = Console(stderr=True)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(BAR), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("loading", total=steps)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def tick(self) -> None:
+        """Takes in what was written since the last call."""
+        for line in self._new_lines():
+            numbers = json.loads(line)
+            if "loss" not in numbers and numbers["step"] >= self.done:
+                self._take_samples(numbers)
+            elif numbers["step"] > self.done:
+                self._take(numbers)
+
+    def _new_lines(self) -> list[str]:
+        """Whole lines that are new, in a file that may have been written anew."""
+        if not self.path.is_file():
+            return []
+        with self.path.open(encoding="utf-8") as file:
+            inode = self.path.stat().st_ino
+            if inode != self._inode:
+                self._inode, self._read = inode, 0
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._read += len(whole.encode())
+        return whole.splitlines()
+
+    def _take_samples(self, line: dict[str, Any]) -> None:
+        """Samples that are being made, or are made, or could not be."""
+        if "validating" in line:
+            self._bar.update(self._task, description=f"making sample {line['validating']} of {line['of']}")
+            return
+        names = [str(self.path.parent / SAMPLES / name) for name in line["samples"]]
+        self.samples += [name for name in names if name not in self.samples]
+        if line["note"]:
+            self.warnings.append(f"no more samples behind step {line['step']}: {line['note']}")
+            click.echo(f"warning: {self.warnings[-1]}", err=True)
+        elif self._bar.disable:
+            click.echo(f"step {line['step']}/{self.steps}, samples: {', '.join(names)}", err=True)
+        self._take_peaks(line)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        self.last = line
+        self._seconds.append(line["seconds"])
+        self._take_peaks(line)
+        self._bar.update(self._task, completed=line["step"], description=self._words(line))
+        if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
+            click.echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
+
+    def _take_peaks(self, line: dict[str, Any]) -> None:
+        for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
+            if line[name] is not None:
+                self.peaks[name] = max(self.peaks.get(name, 0), line[name])
+        peak = self.peaks.get("device_bytes", 0)
+        if self.high_bytes is not None and peak > self.high_bytes:
+            said = f"step {line['step']} took {format_gib(peak)} on the device, and the plan expects at most"
+            self._warn("peak", f"{said} {format_gib(self.high_bytes)}")
+        if line.get("retries") and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
+            said = f"step {line['step']} made the allocator empty its cache {line['retries']} times"
+            self._warn("retries", f"{said}: the run is at the edge of the card, and slower for it")
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Says it at once, and once of its kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warnings.append(text)
+            click.echo(f"warning: {text}", err=True)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the latest steps."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    def _words(self, line: dict[str, Any]) -> str:
+        seconds = self.step_seconds or 0.0
+        words = [f"loss {line['loss']:.4f}", f"{seconds:.2f} s a step"]
+        if (left := self.steps - line["step"]) > 0:
+            words.append(f"{format_seconds(left * seconds)} left")
+        if "device_bytes" in self.peaks:
+            words.append(f"peak {format_gib(self.peaks['device_bytes'])}")
+        return ", ".join(words)
+
+
+class Preparing:
+    """Shows how far the encoding of the data is. On a terminal it draws a bar; elsewhere it says what it begins."""
+
+    def __init__(self, output: Path) -> None:
+        self.folder = output / PREPARE_FOLDER
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("looking through the data", total=None)
+        self._doing = ""
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def tick(self) -> None:
+        """Takes in how far the worker is."""
+        told = read_json(self.folder / result_file(0))
+        if "doing" not in told:
+            return
+        what = f"encoding {told['doing']}"
+        if what != self._doing:
+            self._doing = what
+            self._bar.reset(self._task, description=what, total=told["all"])
+            if self._bar.disable:
+                click.echo(f"{what}: {told['all']}", err=True)
+        self._bar.update(self._task, completed=told["done"])
+
+    def notes(self) -> list[str]:
+        """What the worker said of the data: what was left out and why, and what happened to the rest."""
+        told = read_json(self.folder / result_file(0))
+        left = [*told.get("skipped", ()), *told.get("broken", ())]
+        found = [f"left out: {fault}" for fault in left[:NAMED]]
+        if len(left) > NAMED:
+            found.append(f"left out: {len(left) - NAMED} more (all are named in {self.folder / result_file(0)})")
+        return [*found, *told.get("notes", ())]
+
+
+def prepare(wanted: Preparation, output: Path) -> tuple[Outcome, list[str]]:
+    """Has the data of a run encoded and shows how far that is; how it ended, and what was said of the data."""
+    with Preparing(output) as preparing:
+        ended = launch.prepare(wanted, output, preparing.tick)
+    return ended, preparing.notes()

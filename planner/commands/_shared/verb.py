@@ -1,0 +1,172 @@
+"""What every command shares: help in sections, examples, the answer on stdout as text or as one JSON object."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from planner.errors import VplanError, quoted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from planner.spec.plan import Plan
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DONE = 0
+DOES_NOT_FIT = 3
+
+PIPED_WIDTH = 1_000
+"""Columns of a table that goes to a file or another program: a line a row, whatever it holds."""
+
+
+class Verb(click.Command):
+    """A command whose help shows its options in sections (an option's `section`, else "Options")."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options by section, in the order the sections first appear."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row:
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(row)
+        for name, rows in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+
+class Range(click.FloatRange):
+    """A number in a range. Click lets nan through any, which is neither smaller nor larger, and inf where no end is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number, or click's own error."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{found} is not in the range {self._describe_range()}.", param, ctx)
+        return found
+
+
+def examples(*lines: str) -> str:
+    """An epilog of command lines that click does not wrap."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def json_option(function: Function) -> Function:
+    """Adds `--json`; the command gets `as_json: bool`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
+
+
+def markdown_option(page: str) -> Callable[[Function], Function]:
+    """Adds `--markdown`; the command gets `as_markdown: bool`. `page` is the page of the docs it prints."""
+    text = f"Print {page} of the docs: all we know of those that come with vplan, with sources."
+    return click.option("--markdown", "as_markdown", is_flag=True, help=text)
+
+
+def output_option(what: str, *, plan: bool = True) -> Callable[[Function], Function]:
+    """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
+    callback = _plan_file if plan else None
+    return click.option("-o", "--output", metavar="FILE", callback=callback, help=f"Write {what} to FILE.")
+
+
+def _plan_file(_context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
+    """A file that every command would know for a plan; or what is no file, as /dev/stdout."""
+    if path is not None and not path.endswith(".toml") and (os.path.isfile(path) or not os.path.lexists(path)):
+        fix = "name one, as plan.toml: by that ending a plan is told from a model"
+        raise VplanError(f"the plan {quoted(path)} is no .toml file", fix)
+    return path
+
+
+def report_option(function: Function) -> Function:
+    """Adds `--report FILE.html`; the command gets `report: str | None`, for `write_report`."""
+    return click.option("--report", metavar="FILE.html", help="Write a page to look at to FILE.html.")(function)
+
+
+def typed_line(*more: str) -> str:
+    """What was typed, with more words behind it, for a shell."""
+    context = click.get_current_context(silent=True)
+    words = context.find_root().obj if context else None
+    return shlex.join(["vplan", *(words or ()), *more])
+
+
+def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any) -> None:
+    """Write a page and say so on stderr; the arguments are those of `reports.write`. This very command makes it again.
+
+    Imported when it is asked for: most answers need no templates.
+    """
+    import reports
+    from planner.tune.storage import without_password
+
+    with stoppable(lambda: f"{path} is as it was"):
+        reports.write(path, plans, command=without_password(typed_line()), **more)
+    click.echo(f"wrote {path}", err=True)
+
+
+def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:
+    """Put the answer on stdout: as JSON, or as `render` prints it."""
+    if as_json:
+        # NaN and Infinity are not JSON; a command that has no number says null.
+        click.echo(json.dumps(answer, indent=2, allow_nan=False))
+    else:
+        render(_console())
+
+
+def _console() -> Console:
+    """Where answers for people go: as wide as the terminal, or as COLUMNS says; without either nothing is wrapped."""
+    # Imported here: a program that asks for JSON should not wait for colours.
+    from rich.console import Console
+
+    class Answer(Console):
+        """Leaves the end of a pipe to `planner.commands`, which ends every command the same way."""
+
+        def on_broken_pipe(self) -> None:
+            raise
+
+    wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
+    return Answer(highlight=False, emoji=False, width=wide)
+
+
+@contextlib.contextmanager
+def stoppable(kept: Callable[[], str]) -> Iterator[None]:
+    """Long work that Ctrl-C may end: then a line on stderr says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\nstopped: {kept()}", err=True)
+        raise
+
+
+def talk() -> Console:
+    """Where what is said meanwhile goes: stderr, as wide as an answer."""
+    from rich.console import Console
+
+    wide = None if sys.stderr.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
+    return Console(stderr=True, highlight=False, width=wide)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A plain table; a column whose name starts with `>` is of numbers, right-aligned."""
+    from rich.table import Table
+
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        name = column.removeprefix(">")
+        found.add_column(name, justify="right" if column != name else "left", no_wrap=column != name)
+    for row in rows:
+        found.add_row(*map(str, row))
+    return found
+
+
+def verdict_exit_code(verdict: str, *, strict: bool = False) -> int:
+    """0 when it fits (`tight` too, unless `strict`), 3 when it does not."""
+    fits = verdict == "fits" or (verdict == "tight" and not strict)
+    return DONE if fits else DOES_NOT_FIT

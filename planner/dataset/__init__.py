@@ -1,0 +1,1 @@
+"""Folders of clips and captions, without torch: which files, at which shapes."""

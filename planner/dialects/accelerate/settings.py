@@ -1,0 +1,276 @@
+"""Plain accelerate: the config of its launcher and DeepSpeed's JSON, for a training script of the user's own.
+
+It carries what a launcher decides: how work and states are split, where they are offloaded, mixed precision. All else
+of a plan is the script's, and stands in the files as what the script has to do. Read at 16cb6eb
+(src/accelerate/commands/launch.py, commands/config/config_args.py, utils/dataclasses.py).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from planner.dialects.base import config_text
+from planner.dialects.base.bindings import Dialect, Fields, Inexpressible, NotSaidError, Settings, Several, Value
+from planner.layout.sharding.zero import DEEPSPEED
+from planner.spec.plan import Plan
+from planner.spec.rules import DEEPSPEED as FORMATS
+
+AT = "accelerate 16cb6eb"
+CLIP = 1.0
+"""``gradient_clipping``, as our own trainer clips."""
+
+ENGINE = (
+    *("sharding", "gpus", "nodes", "offload_optimizer", "offload_gradients", "offload_params", "autocast"),
+    *("compute_dtype", "master_weights", "gradient_accumulation", "batch_size"),
+)
+KINDS = {"none": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
+_KIND, _MIXED = "config:distributed_type", "config:mixed_precision"
+_ZERO = "deepspeed:zero_optimization."
+_FSDP = "config:fsdp_config.fsdp_"
+CARRIES: config_text.Carries = {
+    _KIND: ("sharding",),
+    _MIXED: ("autocast", "compute_dtype"),
+    "config:num_processes": ("gpus", "nodes"),
+    "config:num_machines": ("nodes",),
+    "config:deepspeed_config.deepspeed_config_file": ("sharding",),
+    "config:deepspeed_config.zero3_init_flag": ("sharding",),
+    f"{_FSDP}version": ("sharding",),
+    f"{_FSDP}offload_params": ("offload_params", "offload_optimizer"),
+    f"{_ZERO}stage": ("sharding",),
+    f"{_ZERO}offload_optimizer.device": ("offload_optimizer", "offload_gradients"),
+    f"{_ZERO}offload_param.device": ("offload_params",),
+    "deepspeed:bf16.enabled": ("compute_dtype", "master_weights"),
+    "deepspeed:fp16.enabled": ("compute_dtype", "master_weights"),
+    "deepspeed:gradient_accumulation_steps": ("gradient_accumulation",),
+    "deepspeed:train_micro_batch_size_per_gpu": ("batch_size",),
+}
+SETTINGS = tuple(CARRIES)
+
+
+def _of(given: Settings) -> Fields:
+    kind, nodes = given[_KIND], given.get("config:num_machines", 1)
+    mixed = given.get(_MIXED, "no")
+    fields: Fields = {
+        "sharding": next((name for name, word in KINDS.items() if word == kind), "none"),
+        "gpus": given["config:num_processes"] // nodes,
+        "nodes": nodes,
+        "autocast": "none" if mixed == "no" else mixed,
+        "compute_dtype": "bf16",
+        "master_weights": "none",
+        "gradient_accumulation": 1,
+        "batch_size": 1,
+        **dict.fromkeys(("offload_optimizer", "offload_gradients", "offload_params"), "none"),
+    }
+    if kind == "FSDP":
+        where = "cpu" if given.get(f"{_FSDP}offload_params") else "none"
+        compute = "fp32" if mixed == "no" else mixed
+        fields |= {"autocast": "none", "compute_dtype": compute, "offload_optimizer": where, "offload_params": where}
+    if kind == "DEEPSPEED":
+        stage = given[f"{_ZERO}stage"]
+        optimizer = given.get(f"{_ZERO}offload_optimizer.device", "none")
+        fields |= {
+            "sharding": f"zero-{stage}",
+            "autocast": "none",
+            "master_weights": "fp32",
+            "compute_dtype": "fp16" if given.get("deepspeed:fp16.enabled") else "bf16",
+            "offload_optimizer": optimizer,
+            "offload_gradients": optimizer if stage > 1 else "none",
+            "offload_params": given.get(f"{_ZERO}offload_param.device", "none"),
+            "gradient_accumulation": given["deepspeed:gradient_accumulation_steps"],
+            "batch_size": given["deepspeed:train_micro_batch_size_per_gpu"],
+        }
+    return fields
+
+
+def _say(fields: Fields) -> Settings:
+    sharding, world = fields["sharding"], fields["gpus"] * fields["nodes"]
+    alone = sharding in ("none", "ddp")
+    if alone and (sharding == "ddp") != (world > 1):
+        why = f"it wraps a model in DDP on several GPUs, and only there ({AT} Accelerator.prepare_model)"
+        raise NotSaidError(Inexpressible("sharding", sharding, "ddp" if world > 1 else "none", why))
+    settings: Settings = {_KIND: KINDS.get(sharding, "DEEPSPEED"), "config:num_processes": world}
+    if fields["nodes"] > 1:
+        settings["config:num_machines"] = fields["nodes"]
+    if alone:
+        settings[_MIXED] = "no" if fields["autocast"] == "none" else fields["autocast"]
+        return settings  # accumulation, batch size and offloading are the script's there
+    if sharding == "fsdp":
+        settings |= _fsdp(fields)
+    else:
+        settings |= _deepspeed(fields)
+    said = _of(settings)
+    carries = set(ENGINE) - ({"gradient_accumulation", "batch_size", "master_weights"} if sharding == "fsdp" else set())
+    wrong = [name for name in ENGINE if name in carries and said[name] != fields[name]]
+    if wrong:
+        why = f"{AT} does it so with {sharding}"
+        raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
+    return settings
+
+
+def _fsdp(fields: Fields) -> Settings:
+    found: Settings = {f"{_FSDP}version": 2}
+    found[_MIXED] = {"fp32": "no"}.get(fields["compute_dtype"], fields["compute_dtype"])
+    if fields["offload_params"] == "cpu":
+        found[f"{_FSDP}offload_params"] = True
+    return found
+
+
+def _deepspeed(fields: Fields) -> Settings:
+    stage = int(fields["sharding"][-1])
+    found: Settings = {
+        "config:deepspeed_config.deepspeed_config_file": "deepspeed.json",
+        "config:deepspeed_config.zero3_init_flag": False,
+        f"{_ZERO}stage": stage,
+        "deepspeed:bf16.enabled": fields["compute_dtype"] != "fp16",
+        "deepspeed:fp16.enabled": fields["compute_dtype"] == "fp16",
+        "deepspeed:gradient_accumulation_steps": fields["gradient_accumulation"],
+        "deepspeed:train_micro_batch_size_per_gpu": fields["batch_size"],
+    }
+    if fields["offload_optimizer"] != "none":
+        found[f"{_ZERO}offload_optimizer.device"] = fields["offload_optimizer"]
+    if fields["offload_params"] != "none" and stage == 3:  # no other stage splits parameters
+        found[f"{_ZERO}offload_param.device"] = fields["offload_params"]
+    return found
+
+
+_WORDS = {
+    "sharding": "distributed_type, ZeRO stages 1 to 3, FSDP2",
+    "gpus": "num_processes",
+    "nodes": "num_machines",
+    "offload_optimizer": "with ZeRO: cpu, nvme; with FSDP: together with params",
+    "offload_gradients": "with ZeRO-2 and 3: where the optimizer is",
+    "offload_params": "with ZeRO-3: cpu, nvme; with FSDP: cpu",
+    "autocast": "mixed_precision without an engine",
+    "compute_dtype": "bf16 or fp16 with ZeRO, mixed_precision with FSDP",
+    "master_weights": "fp32 with ZeRO",
+    "gradient_accumulation": "with ZeRO; else the script's",
+    "batch_size": "with ZeRO; else the script's",
+}
+
+DYNAMO = "config:dynamo_config."
+
+
+def _compile_of(given: Settings) -> Fields:
+    if given.get(f"{DYNAMO}dynamo_backend", "NO") == "NO":
+        return {"compile": "none"}
+    return {"compile": "blocks" if given.get(f"{DYNAMO}dynamo_use_regional_compilation") else "full"}
+
+
+def _compile_say(fields: Fields) -> Settings:
+    if fields["compile"] == "none":
+        return {}
+    found: Settings = {f"{DYNAMO}dynamo_backend": "INDUCTOR"}
+    if fields["compile"] == "blocks":
+        found[f"{DYNAMO}dynamo_use_regional_compilation"] = True
+    return found
+
+
+def files(plan: Plan, settings: Settings) -> dict[str, str]:
+    """accelerate.yaml, deepspeed.json where an engine of it is asked for, and launch.sh, which starts a script."""
+    said = config_text.carried(DIALECT, settings, CARRIES)
+    config = config_text.tree(settings, "config:")
+    found: dict[str, str] = {}
+    if "deepspeed_config" in config:
+        found["deepspeed.json"] = json.dumps(_json(settings), indent=2) + "\n"
+        config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
+        config.pop("mixed_precision", None)  # accelerate refuses it beside a file of DeepSpeed's
+    if "fsdp_config" in config:
+        config["fsdp_config"] |= {
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # diffusers' own `_no_split_modules` say which blocks
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+        }
+    config = {"compute_environment": "LOCAL_MACHINE", **config, "machine_rank": 0, "main_training_function": "main"}
+    head = "accelerate's config. Behind each line: the Plan field that it carries."
+    found["accelerate.yaml"] = config_text.yaml(config, config_text.comments(said, "config:"), head)
+    found["launch.sh"] = _script(plan, said, settings)
+    return found
+
+
+def _json(settings: Settings) -> dict[str, Any]:
+    """DeepSpeed's JSON with the sizes that the estimate took."""
+    config = config_text.tree(settings, "deepspeed:")
+    zero = config["zero_optimization"]
+    for name in ("offload_optimizer", "offload_param"):
+        if name in zero:
+            zero[name] |= {"pin_memory": True}
+            if zero[name]["device"] == "nvme":
+                zero[name]["nvme_path"] = "/local_nvme"
+    zero |= {"reduce_bucket_size": DEEPSPEED.reduce_bucket, "sub_group_size": DEEPSPEED.sub_group}
+    if zero["stage"] == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": DEEPSPEED.prefetch,
+            "stage3_max_live_parameters": DEEPSPEED.max_live,
+            "stage3_max_reuse_distance": DEEPSPEED.max_reuse,
+            "stage3_param_persistence_threshold": DEEPSPEED.persistent,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    config |= {"gradient_clipping": CLIP, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return config
+
+
+_ADAPTERS = ("lora_rank", "lora_targets", "lora_dropout", "adapter_dtype")
+
+_SAID = ("text_encoder", "vae")
+"""What scripts do differently enough that it is said at its default too. So is `gradient_as_bucket_view` under DDP:
+torch's default is a copy (accelerate.DistributedDataParallelKwargs)."""
+
+
+def left_to_the_script(plan: Plan) -> dict[str, object]:
+    """Plan fields, not at their defaults, that no launcher carries: what the training script has to do itself."""
+    bound = {field for binding in DIALECT.bindings for field in binding.fields}
+    if plan.strategy.sharding in ("none", "ddp", "fsdp"):
+        bound -= {"gradient_accumulation", "batch_size", "master_weights"}
+    if plan.strategy.sharding in ("none", "ddp"):
+        bound -= {"offload_optimizer", "offload_gradients", "offload_params"}
+    formats = FORMATS if plan.strategy.sharding.startswith("zero") else {}
+    found: dict[str, object] = {}
+    for title, record in (("job", plan.job), ("strategy", plan.strategy)):
+        for name, info in type(record).model_fields.items():
+            value = getattr(record, name)
+            usual = formats.get(name, info.get_default() if not info.is_required() else None)
+            if name in bound or (plan.job.method == "full" and name in _ADAPTERS):
+                continue
+            needed = name in _SAID or (name == "grad_buckets" and plan.strategy.sharding == "ddp")
+            if needed or value not in (usual, ()):
+                found[f"{title}.{name}"] = value
+    return found
+
+
+def _script(plan: Plan, said: dict[str, tuple[str, ...]], settings: Settings) -> str:
+    lines = ["#!/bin/bash", "# Starts a training script of yours: bash launch.sh train.py --its flags", "set -e"]
+    lines += ["# What the script has to do itself, as the plan says:"]
+    lines += [f"#   {name} = {json.dumps(value, default=str)}" for name, value in left_to_the_script(plan).items()]
+    if "deepspeed:gradient_accumulation_steps" in settings:
+        lines += ["# deepspeed.json takes no comments. It carries:"]
+        lines += [f"#   {name[10:]}: {', '.join(own)}" for name, own in said.items() if name.startswith("deepspeed:")]
+    if plan.strategy.expandable_segments:
+        lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # strategy.expandable_segments"]
+    words = "accelerate launch --config_file accelerate.yaml"
+    if plan.machine.nodes > 1:
+        lines += ['MACHINE_RANK="${MACHINE_RANK:-0}"  # 0 on the first computer, 1 on the next, ...']
+        lines += ['MAIN_ADDRESS="${MAIN_ADDRESS:-127.0.0.1}"  # of the first computer']
+        words += ' --machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_ADDRESS" --main_process_port 29500'
+    return "\n".join([*lines, f'{words} "$@"']) + "\n"
+
+
+DIALECT = Dialect(
+    name="accelerate",
+    title="accelerate",
+    source="https://github.com/huggingface/accelerate at 16cb6eb",
+    scripts=(),
+    table=(
+        Several(ENGINE, SETTINGS, _of, _say, _WORDS),
+        Several(
+            ("compile",),
+            (f"{DYNAMO}dynamo_backend", f"{DYNAMO}dynamo_use_regional_compilation"),
+            _compile_of,
+            _compile_say,
+            {"compile": "none, blocks, full"},
+        ),
+        Value("expandable_segments", "env:expandable_segments", False),
+    ),
+    files=files,
+)

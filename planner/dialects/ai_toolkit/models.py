@@ -1,0 +1,173 @@
+"""ai-toolkit's models, datasets and samples, in its words and in ours."""
+
+from __future__ import annotations
+
+import math
+
+from planner.catalog import lookup
+from planner.dialects.base.bindings import (
+    Fields,
+    Inexpressible,
+    NotSaidError,
+    Settings,
+)
+from planner.dialects.base.launchers import known_model
+from planner.dialects.base.values import listed, number, whole
+from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.ai_toolkit import WHOLE
+from planner.spec.job import QUANTISED, Bucket, ValidationShape
+
+AT = "ai-toolkit 27a03a9"
+PROCESS = "config:config.process[0]."
+MODEL, TRAIN, NETWORK = f"{PROCESS}model.", f"{PROCESS}train.", f"{PROCESS}network."
+DATA, SAMPLE = f"{PROCESS}datasets[0].", f"{PROCESS}sample."
+ARCHES: dict[str, tuple[str, str]] = {
+    "wan2.1-t2v-1.3b": ("wan21", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+    "wan2.1-t2v-14b": ("wan21", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+    "wan2.1-i2v-14b-480p": ("wan21_i2v", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"),
+    "wan2.1-i2v-14b-720p": ("wan21_i2v", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
+    "wan2.2-t2v-a14b": ("wan22_14b", "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16"),
+    "wan2.2-i2v-a14b": ("wan22_14b_i2v", "ai-toolkit/Wan2.2-I2V-A14B-Diffusers-bf16"),
+    "wan2.2-ti2v-5b": ("wan22_5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"),
+    "qwen-image": ("qwen_image", "Qwen/Qwen-Image"),
+    "qwen-image-edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit"),
+    "flux.1-dev": ("flux", "black-forest-labs/FLUX.1-dev"),
+    "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
+    "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
+    "z-image": ("zimage", "Tongyi-MAI/Z-Image-Turbo"),
+    "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
+}
+"""Model -> ``arch`` and what ``name_or_path`` is in its examples."""
+
+NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_kwargs.train_low_noise"}
+"""Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
+
+MOVED_WHOLE = ("wan", "flux")
+"""Starts of families of which `low_vram` decides that."""
+
+
+def model_of(given: Settings) -> Fields:
+    """The model that the settings mean, and its expert."""
+    arch = str(given.get(f"{MODEL}arch") or "").partition(":")[0]
+    path = given.get(f"{MODEL}name_or_path")
+    candidates = [name for name, (own, _) in ARCHES.items() if own == arch]
+    by_path = next((name for name, (_, own) in ARCHES.items() if own == path), None)
+    named = given.get("model") or by_path or known_model(path)
+    model = named if named in (candidates or ARCHES) else next(iter(candidates), None)
+    if model is None:
+        what = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
+        raise VplanError(f"{what} is not priced here", f"we price {', '.join(ARCHES)}")
+    return {"model": model, **_experts_of(given, model)}
+
+
+def _experts_of(given: Settings, model: str) -> Fields:
+    """Both experts are always loaded; with `low_vram` the one that does not run waits in host RAM."""
+    if lookup.model(model).experts == 1:
+        return {"experts": None, "inactive_expert": "absent"}
+    trained = [expert for expert, key in NOISE.items() if given.get(key, True)]
+    if not trained:
+        raise VplanError("neither expert is trained", "leave train_high_noise and train_low_noise out of model_kwargs")
+    away = "cpu" if given.get(f"{MODEL}low_vram") else "gpu"
+    return {"experts": trained[0] if len(trained) == 1 else "both", "inactive_expert": away}
+
+
+def version_of(given: Settings, fields: Fields) -> str:
+    """Whether the model goes to the GPU whole before it is quantised."""
+    whole = given.get(f"{MODEL}quantize") and not given.get(f"{MODEL}low_vram")
+    return WHOLE if whole and lookup.model(fields["model"]).family.startswith(MOVED_WHOLE) else ""
+
+
+def say_model(fields: Fields) -> Settings:
+    """What names a model, or a NotSaidError."""
+    model = fields["model"]
+    if model not in ARCHES:
+        why = f"of our models it trains {', '.join(ARCHES)}"
+        raise NotSaidError(Inexpressible("model", model, next(iter(ARCHES)), why))
+    arch, path = ARCHES[model]
+    said: Settings = {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}
+    experts, away = fields["experts"], fields["inactive_expert"]
+    if lookup.model(model).experts == 1:
+        if away != "absent":
+            raise NotSaidError(Inexpressible("inactive_expert", away, "absent", "there is no other expert"))
+        return said
+    if experts is None or away == "absent":
+        why = f"both experts are loaded, whichever trains ({AT} wan22_14b_model.py)"
+        found = [Inexpressible("experts", None, "both", why)] if experts is None else []
+        found += [Inexpressible("inactive_expert", away, "cpu", why)] if away == "absent" else []
+        raise NotSaidError(*found)
+    said |= {key: False for expert, key in NOISE.items() if experts not in ("both", expert)}
+    if away == "cpu":
+        return said | {f"{MODEL}low_vram": True}
+    if fields["weights_dtype"] in QUANTISED:  # quantised a block at a time, which keeps the other expert away too
+        raise NotSaidError(Inexpressible("inactive_expert", "gpu", "cpu", "low_vram, which quantising needs, moves it"))
+    return said
+
+
+# ---- shapes: sides of squares, whose area a sample of any other shape gets
+
+
+def shape_of(given: Settings) -> Fields:
+    """The samples' shapes."""
+    frames = whole(given.get(f"{DATA}num_frames", 1), "num_frames")
+    step = lookup.model(model_of(given)["model"]).shape.size_multiple  # buckets are made of multiples
+    sides = [whole(side, "resolution") for side in listed(given.get(f"{DATA}resolution") or 512)]
+    sizes = sorted({side // step * step or step for side in sides})
+    shapes = tuple(Bucket.read({"frames": frames, "height": side, "width": side}, "the dataset") for side in sizes)
+    batch = whole(given.get(f"{DATA}batch_size") or given.get(f"{TRAIN}batch_size") or 1, "batch_size")
+    shape = {"frames": frames, "height": sizes[-1], "width": sizes[-1], "batch_size": batch}
+    return {**shape, "buckets": shapes if len(shapes) > 1 else ()}
+
+
+def say_shape(fields: Fields) -> Settings:
+    """What says the samples' shapes, or a NotSaidError."""
+    buckets = fields["buckets"]
+    if buckets:
+        why = "resolutions are a list of sides"
+        raise NotSaidError(Inexpressible("buckets", buckets, (), why))
+    height, width = fields["height"], fields["width"]
+    if height != width:
+        step = lookup.model(fields["model"]).shape.size_multiple
+        side = max(step, math.isqrt(height * width) // step * step)
+        why = f"resolution is one side: samples of every shape get the area of {side}x{side}"
+        wrong = (Inexpressible(name, fields[name], side, why) for name in ("height", "width") if fields[name] != side)
+        raise NotSaidError(*wrong)
+    video = lookup.model(fields["model"]).kind == "video"
+    said: Settings = {f"{DATA}resolution": [height], f"{TRAIN}batch_size": fields["batch_size"]}
+    return said | ({f"{DATA}num_frames": fields["frames"]} if video else {})
+
+
+def validation_of(given: Settings) -> Fields:
+    """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``)."""
+    if given.get(f"{TRAIN}disable_sampling"):
+        return {"validation_mode": "off", "validation": None}
+    shape = shape_of(given)
+    guided = number(given.get(f"{SAMPLE}guidance_scale", 7), "guidance_scale") > 1
+    sizes = {name: whole(given.get(f"{SAMPLE}{name}", 512), f"sample.{name}") for name in ("width", "height")}
+    rules = lookup.model(model_of(given)["model"]).shape
+    sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
+    frames = whole(given.get(f"{SAMPLE}num_frames", 1), "sample.num_frames")
+    frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
+    found = ValidationShape.read({"frames": frames, "cfg": guided, **sizes})
+    own = ValidationShape.read({name: shape[name] for name in ("frames", "height", "width")})
+    return {"validation_mode": "on", "validation": None if found == own else found}
+
+
+def say_validation(fields: Fields) -> Settings:
+    """What says whether and of which shape samples are made, or a NotSaidError."""
+    mode, shape = fields["validation_mode"], fields["validation"]
+    own = ValidationShape.read({name: fields[name] for name in ("frames", "height", "width")})
+    if mode == "off":
+        if shape is not None:
+            raise NotSaidError(Inexpressible("validation", shape, None, "no sample is made"))
+        return {f"{TRAIN}disable_sampling": True}
+    refused = []
+    if mode == "offload":
+        refused.append(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
+    if shape == own:
+        refused.append(Inexpressible("validation", shape, None, "that is the job's own shape"))
+    if refused:
+        raise NotSaidError(*refused)
+    wanted = shape or own
+    said: Settings = {f"{SAMPLE}width": wanted.width, f"{SAMPLE}height": wanted.height}
+    said[f"{SAMPLE}guidance_scale"] = 5 if wanted.cfg else 1
+    return said | {f"{SAMPLE}num_frames": wanted.frames}

@@ -1,0 +1,1 @@
+"""What all dialects share: bindings, flags, launchers, scripts and config files."""

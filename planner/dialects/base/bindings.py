@@ -1,0 +1,390 @@
+"""How a trainer's own words and ours say the same thing: one table of bindings, read in both directions.
+
+A trainer's words are `Settings`, one flat mapping whatever they were typed into:
+
+    "script"                      which of its scripts runs, as "flux_train.py"
+    "gpus", "nodes"               processes per node and nodes, whichever launcher says so
+    "--num_frames"                a flag of that script; True for a flag without a value
+    "launch:--num_processes"      a flag of the launcher (accelerate launch, torchrun, deepspeed), the same name for all
+    "config:data.num_frames"      a key of its config file, tables joined with dots
+    "dataset:general.resolution"  a key of its dataset's file
+    "deepspeed:zero_optimization.stage"  a key of DeepSpeed's JSON
+    "edit:vae.enable_slicing()"   a line to add to its code, where it has no switch: read from nothing, never exported
+
+Our words are `Fields`: those of Job and Strategy, and of Machine `gpus` and `nodes`, by name. Every field of Job and
+Strategy is said by one binding of a dialect, so that what it can express is a table too. What `write` writes, `read`
+reads back: each binding is an inverse pair over settings that no other binding has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from planner.errors import VplanError, quoted
+
+Settings = dict[str, Any]
+Fields = dict[str, Any]
+EDIT = "edit:"
+
+
+class Remark(NamedTuple):
+    """One flag or key and what there is to say about it."""
+
+    flag: str
+    why: str
+
+
+class Inexpressible(NamedTuple):
+    """A field's value that a trainer has no word for, and what it does instead."""
+
+    field: str
+    value: object
+    instead: object
+    why: str
+
+    @property
+    def message(self) -> str:
+        """In words: "sharding zero-3: it has no ..., always ddp"."""
+        return f"{self.field} {quoted(self.value)}: {self.why}"
+
+
+class NotSaidError(ValueError):
+    """Raised by a binding's `write` for values it cannot say."""
+
+    def __init__(self, *refused: Inexpressible) -> None:
+        super().__init__("; ".join(each.message for each in refused))
+        self.refused = refused
+
+
+def same(value: Any) -> Any:
+    """What is written alike in both."""
+    return value
+
+
+@dataclass(frozen=True)
+class Value:
+    """One field that one setting holds."""
+
+    field: str
+    setting: str
+    default: Any
+    """the field's value where the setting is absent: the trainer's default (`source`)"""
+    read: Callable[[Any], Any] = same
+    """setting -> field; raises a VplanError for what means nothing"""
+    write: Callable[[Any], Any] = same
+    """field -> setting; raises a NotSaidError"""
+    source: str = ""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The field."""
+        return (self.field,)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The setting."""
+        return (self.setting,)
+
+    def of(self, given: Settings) -> Fields:
+        """The field, as the settings have it."""
+        return {self.field: self.read(given[self.setting]) if self.setting in given else self.default}
+
+    def say(self, fields: Fields) -> Settings:
+        """The setting, always written unless it is the default."""
+        value = fields[self.field]
+        return {} if value == self.default else {self.setting: self.write(value)}
+
+    def expressed(self) -> dict[str, str]:
+        """What of each field it can say, in words."""
+        return {self.field: self.setting}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Fields whose few values (or combinations of values) are said by flags that are there or not."""
+
+    field: str | tuple[str, ...]
+    rows: Mapping[Any, Settings]
+    """value (a tuple of values for several fields) -> what says it; {} is what the trainer does when nothing is said.
+    Rows later in the table win where several match equally well."""
+    why: str = "it has no switch for that"
+    """for a value that is in no row"""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields."""
+        return self.field if isinstance(self.field, tuple) else (self.field,)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Every setting of any row."""
+        return tuple(dict.fromkeys(name for row in self.rows.values() for name in row))
+
+    def of(self, given: Settings) -> Fields:
+        """The values of the row that is given in full, the longest if several are."""
+        matching = [key for key, row in self.rows.items() if all(given.get(name) == row[name] for name in row)]
+        if not matching:
+            said = ", ".join(f"{name} {' '.join(str(given[name]).split())}" for name in self.settings if name in given)
+            known = " or ".join(", ".join(f"{name} {row[name]}" for name in row) for row in self.rows.values())
+            raise VplanError(f"{said or 'nothing'} says no {' and '.join(self.fields)} we know", f"write {known}")
+        return self._values(max(reversed(matching), key=lambda key: len(self.rows[key])))
+
+    def say(self, fields: Fields) -> Settings:
+        """What says the values."""
+        wanted = tuple(fields[name] for name in self.fields)
+        for key, row in self.rows.items():
+            if tuple(self._values(key).values()) == wanted:
+                return dict(row)
+        nearest = max(self.rows, key=lambda key: _alike(tuple(self._values(key).values()), wanted))
+        instead = self._values(nearest)
+        different = [name for name in self.fields if instead[name] != fields[name]]
+        raise NotSaidError(*(Inexpressible(name, fields[name], instead[name], self.why) for name in different))
+
+    def expressed(self) -> dict[str, str]:
+        """What of each field it can say, in words."""
+        values = [self._values(key) for key, row in self.rows.items() if not any(map(is_edit, row))]
+        return {name: ", ".join(dict.fromkeys(str(value[name]) for value in values)) for name in self.fields}
+
+    def _values(self, key: Any) -> Fields:
+        return dict(zip(self.fields, key if isinstance(self.field, tuple) else (key,), strict=True))
+
+
+def _alike(one: Sequence[object], other: Sequence[object]) -> int:
+    return sum(first == second for first, second in zip(one, other, strict=True))
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A field that is always the same in this trainer."""
+
+    field: str
+    value: Any
+    why: str = ""
+    """with its source; empty where the field means nothing in this trainer"""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The field."""
+        return (self.field,)
+
+    settings: tuple[str, ...] = ()
+
+    def of(self, given: Settings) -> Fields:
+        """The value."""
+        return {self.field: self.value}
+
+    def say(self, fields: Fields) -> Settings:
+        """Nothing, if the value is the one, or any where there is no word for it."""
+        if self.value is not None and fields[self.field] != self.value:
+            why = self.why or f"it is always {self.value}"
+            raise NotSaidError(Inexpressible(self.field, fields[self.field], self.value, why))
+        return {}
+
+    def expressed(self) -> dict[str, str]:
+        """What of each field it can say, in words."""
+        return {self.field: f"always {self.value}"}
+
+
+@dataclass(frozen=True)
+class Several:
+    """What is not one to one: a pair of functions, inverse to each other over what they can say."""
+
+    fields: tuple[str, ...]
+    settings: tuple[str, ...]
+    of: Callable[[Settings], Fields]
+    say: Callable[[Fields], Settings]
+    """raises a NotSaidError"""
+    words: Mapping[str, str]
+    """field -> what of it can be said"""
+
+    def expressed(self) -> dict[str, str]:
+        """What of each field it can say, in words."""
+        return {name: self.words[name] for name in self.fields}
+
+
+Binding = Value | Choice | Fixed | Several
+
+
+@dataclass(frozen=True)
+class When:
+    """A binding that holds for some values of another field, which an earlier binding says; its fields are left at our
+    defaults otherwise (the rank of adapters that are not there)."""
+
+    field: str
+    values: frozenset[Any]
+    binding: Binding
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change that saves memory, to be tried: fields to new values. Its words are what its bindings write anew."""
+
+    changes: Mapping[str, Any]
+    cost: str = ""
+    """in words, beside what seconds, host RAM and lossy fields say"""
+    words: tuple[str, ...] = ()
+    """what goes with it and is no field: a learning rate for another optimizer"""
+    said: Callable[[Settings], list[str]] | None = None
+    """its words for what was given, where they are not what its bindings write"""
+    values: tuple[Any, ...] = ()
+    """for one field that counts (blocks): values to find the first of that does it, the dearest last"""
+    by_fields: Callable[[Fields], tuple[Mapping[str, Any], ...]] | None = None
+    """the same of several fields together, by what is now (batch and accumulation)"""
+    when: Callable[[Fields], bool] = field(default=lambda fields: True)
+    """whether it can be done at all, by what is now"""
+
+    @property
+    def counts(self) -> bool:
+        """Whether there are several values to try."""
+        return bool(self.values or self.by_fields)
+
+    def steps(self, fields: Fields) -> tuple[Mapping[str, Any], ...]:
+        """What to try in turn, the mildest first; of most moves one."""
+        if self.by_fields is not None:
+            return self.by_fields(fields)
+        return tuple(dict.fromkeys(self.changes, value) for value in self.values) or (self.changes,)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What somebody gave one trainer."""
+
+    trainer: str
+    settings: Settings
+    unknown: tuple[str, ...] = ()
+    """flags and keys that the trainer's script does not have"""
+    gone: tuple[Remark, ...] = ()
+    """those it had once"""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a trainer's words mean in ours."""
+
+    job: Fields
+    strategy: Fields
+    machine: Fields
+    """`gpus` and `nodes`, as far as the launcher says"""
+    notes: tuple[str, ...] = ()
+    ineffective: tuple[Remark, ...] = ()
+    version: str = ""
+    """of the trainer's memory terms, where a setting decides which apply and no field says it"""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A trainer that we read, write or both. Its memory terms stand beside it in the same file (`TERMS`)."""
+
+    name: str
+    title: str
+    source: str
+    """URL and commit that it was read at"""
+    scripts: tuple[str, ...]
+    """tails of the paths of its scripts, or of modules written as paths"""
+    table: tuple[Binding | When, ...]
+    gather: Callable[[Any], Given | None] | None = None
+    """`planner.dialects.base.script.Script` -> what was given, for a script or config that is its own; None: it is
+    another's"""
+    remarks: Callable[[Settings, Fields], Iterable[Remark]] = field(default=lambda given, fields: ())
+    """settings that were given and do nothing, and why"""
+    notes: Callable[[Settings, Fields], Iterable[str]] = field(default=lambda given, fields: ())
+    """what it does without being asked, with the source"""
+    moves: tuple[Move, ...] = ()
+    """what saves memory, the cheapest first"""
+    version: Callable[[Settings, Fields], str] = field(default=lambda given, fields: "")
+    """which of the trainer's `OLDER` terms these settings mean; empty: those of what is written"""
+    assigns: str = " = "
+    """between a key and its value in the trainer's files: TOML's, or YAML's `: `"""
+    successor: str = ""
+    """the trainer of today, of a script that is gone"""
+    files: Callable[[Any, Settings], dict[str, str]] | None = None
+    """(Plan, settings) -> complete files by name, the one to start last"""
+
+    def __post_init__(self) -> None:
+        fields = [name for binding in self.bindings for name in binding.fields]
+        assert len(fields) == len(set(fields)), f"{self.name} binds a field twice: {sorted(fields)}"
+
+    @property
+    def bindings(self) -> list[Binding]:
+        """The table without its conditions."""
+        return [entry.binding if isinstance(entry, When) else entry for entry in self.table]
+
+
+def is_edit(setting: str) -> bool:
+    """Whether a setting is a change of the trainer's code."""
+    return setting.startswith(EDIT)
+
+
+def read(dialect: Dialect, given: Given) -> Reading:
+    """The job, strategy and machine of what was given."""
+    from planner.spec.job import Job, Machine, Strategy
+
+    fields: Fields = {}
+    for entry in dialect.table:
+        if isinstance(entry, When):
+            if fields[entry.field] not in entry.values:
+                continue
+            entry = entry.binding
+        fields |= entry.of(given.settings)
+    job, strategy, machine = (
+        {name: value for name, value in fields.items() if name in record.model_fields}
+        for record in (Job, Strategy, Machine)
+    )
+    return Reading(
+        job,
+        strategy,
+        machine,
+        notes=(*given.notes, *dialect.notes(given.settings, fields)),
+        ineffective=tuple(dialect.remarks(given.settings, fields)),
+        version=dialect.version(given.settings, fields),
+    )
+
+
+def write(dialect: Dialect, fields: Fields) -> Settings:
+    """The settings that say these fields (Job's, Strategy's after `resolve`, Machine's); a NotSaidError names
+    everything that the trainer cannot express."""
+    settings: Settings = {}
+    refused: list[Inexpressible] = []
+    for entry in dialect.table:
+        if isinstance(entry, When):
+            if fields[entry.field] not in entry.values:
+                continue
+            entry = entry.binding
+        try:
+            said = entry.say(fields)
+        except NotSaidError as error:
+            refused += error.refused
+            continue
+        if any(map(is_edit, said)):
+            instead = entry.of({})
+            why = "it has no switch for that, it takes a line of code"
+            changed = [name for name in entry.fields if instead[name] != fields[name]]
+            refused += [Inexpressible(name, fields[name], instead[name], why) for name in changed]
+            continue
+        assert not settings.keys() & said.keys(), f"two bindings write {settings.keys() & said.keys()}"
+        settings |= said
+    if refused:
+        raise NotSaidError(*refused)
+    return settings
+
+
+def nearest(dialect: Dialect, fields: Fields) -> Fields:
+    """The nearest fields that the trainer can express: what it cannot say replaced by what it does instead."""
+    for _ in range(len(dialect.table)):  # one thing instead of another may be what a second binding cannot say
+        try:
+            write(dialect, fields)
+            return fields
+        except NotSaidError as error:
+            fields = fields | {each.field: each.instead for each in error.refused}
+    raise AssertionError(f"{dialect.name} has no way to say what it does instead")
+
+
+def expressed(dialect: Dialect) -> dict[str, str]:
+    """Field -> what of it the trainer can be told, in words."""
+    words: dict[str, str] = {}
+    for binding in dialect.bindings:
+        words |= binding.expressed()
+    return words

@@ -1,0 +1,267 @@
+"""Other trainers' flags and config keys, as data: read in their sources at a commit and kept in profiles/trainers/.
+
+A command line is parsed by argparse itself, set up from the data, so that `--a=b`, numbers of values, choices and
+abbreviations are as that trainer takes them. Nothing of a command runs, and no file that it names is opened.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import argparse
+import functools
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+
+from pydantic import Field
+
+import profiles
+from planner.errors import VplanError, did_you_mean, quoted
+from planner.schema import Record
+
+Scalar = str | int | float | bool
+Text = Annotated[str, Field(min_length=1, max_length=1_000)]
+
+
+class Flag(Record):
+    """One flag of a script, or one key of a config file."""
+
+    name: Text
+    """with its dashes (`--num_frames`), or as a path of keys (`model.dtype`, `directory[].path`)"""
+    aliases: tuple[str, ...] = ()
+    type: Literal["int", "float", "str", "bool", "path", "list", "dict", "any"] = "str"
+    action: str = "store"
+    """argparse's: store, store_true, append, ..."""
+    nargs: str | int | None = None
+    choices: tuple[Scalar | None, ...] | None = None
+    default: Any = None
+    required: bool = False
+    gone: str | None = None
+    """for a flag that was taken away: when, and what says the same now"""
+
+    def fault(self, value: object) -> str:
+        """What is wrong with a config key's value; empty when nothing is. `any` and unknown types take everything."""
+        kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+        wanted = kinds.get(self.type)
+        if self.choices and value not in self.choices:
+            return f"is none of {', '.join(map(str, self.choices))}"
+        if not wanted or isinstance(value, (wanted, list | dict)):
+            return ""
+        return f"is no {self.type}"
+
+
+class Parsed(NamedTuple):
+    """What a command line or a config file says to one script."""
+
+    given: dict[str, Any]
+    """flag -> value, of those that were given; a repeated flag's last value, as argparse does it"""
+    unknown: tuple[str, ...]
+    """flags that this script has not, and words that belong to none"""
+    gone: dict[str, str]
+    """flags that it had once -> since when, and what instead"""
+
+
+class Script(NamedTuple):
+    """One entry point of a trainer, or one kind of its config files."""
+
+    trainer: str
+    source: str
+    path: str
+    commit: str
+    read_at: str
+    format: Literal["argparse", "toml", "yaml"]
+    removed: str | None
+    """for a script that is no more: since when, and what took its place"""
+    flags: dict[str, Flag]
+
+    def parse(self, argv: Sequence[str]) -> Parsed:
+        """A command line's words behind the script's name; a VplanError where the script itself would refuse them."""
+        assert self.format == "argparse"
+        values, rest = _known_parser(self.trainer, self.path).parse_known_args(list(argv))
+        return self._parsed(values, rest)
+
+    def launch(self, argv: Sequence[str]) -> tuple[Parsed, list[str]]:
+        """A launcher's words behind its own name: what it is told itself, then the script it starts and its words."""
+        parser = _parser(self)
+        parser.add_argument("script")
+        parser.add_argument("words", nargs=argparse.REMAINDER)
+        values, rest = parser.parse_known_args(list(argv))
+        return self._parsed(values, rest), [values.script, *values.words]
+
+    def _parsed(self, values: argparse.Namespace, rest: Sequence[str]) -> Parsed:
+        given = {name: getattr(values, name) for name in self.flags if hasattr(values, name)}
+        gone = {name: self.flags[name].gone or "" for name in given if self.flags[name].gone}
+        live = {name: value for name, value in given.items() if name not in gone}
+        return Parsed(live, tuple(_unknown(rest)), gone)
+
+    def parse_config(self, config: Mapping[str, Any]) -> Parsed:
+        """A config file's tables. Of a script with flags, keys are flags without dashes, in whatever table they stand
+        (sd-scripts and musubi-tuner read their ``--config_file`` so)."""
+        flat = _flags_of(config) if self.format == "argparse" else _flat(config, "")
+        given: dict[str, Any] = {}
+        unknown: list[str] = []
+        gone: dict[str, str] = {}
+        for name, value in flat:
+            flag = self.flags.get(_any_index(name))
+            if flag is None:
+                if not self._holds(name):
+                    unknown.append(name)
+            elif flag.gone:
+                gone[name] = flag.gone
+            elif fault := flag.fault(value):
+                raise VplanError(f"{name} {quoted(value)} {fault}", f"{self.trainer} takes {flag.type} there")
+            else:
+                given[name] = value
+        return Parsed(given, tuple(unknown), gone)
+
+    def _holds(self, name: str) -> bool:
+        """Whether a key lies inside a table that the trainer hands on whole (`optimizer.betas`)."""
+        parents = _any_index(name).split(".")[:-1]
+        tables = (".".join(parents[: depth + 1]) for depth in range(len(parents)))
+        return any((flag := self.flags.get(table)) and flag.type == "dict" for table in tables)
+
+    def default(self, name: str) -> Any:
+        """What a flag is when it is not given. A VplanError for a name this script has not."""
+        if name not in self.flags:
+            known = did_you_mean(name, self.flags, f"{self.path} has {len(self.flags)} flags")
+            raise VplanError(f"{self.path} has no {quoted(name)}", known)
+        return self.flags[name].default
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that answers instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise VplanError(f"{self.prog} refuses this: {message}", "write the flag as that script takes it")
+
+
+_TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool}
+_SWITCHES = {"store_true": True, "store_false": False}
+
+
+@functools.lru_cache(maxsize=32)
+def _known_parser(trainer: str, path: str) -> argparse.ArgumentParser:
+    return _parser(next(one for one in scripts(trainer) if one.path == path))
+
+
+def _parser(script: Script) -> argparse.ArgumentParser:
+    parser = _Parser(prog=PurePosixPath(script.path).name, add_help=False, argument_default=argparse.SUPPRESS)
+    for flag in script.flags.values():
+        names = (flag.name, *flag.aliases)
+        settings: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS}
+        if flag.action in _SWITCHES:
+            parser.add_argument(*names, action="store_const", const=_SWITCHES[flag.action], **settings)
+        elif flag.action == "boolean_optional":
+            parser.add_argument(*names, action=argparse.BooleanOptionalAction, **settings)
+        else:
+            settings["action"] = "append" if flag.action == "append" else "store"
+            settings["type"] = _TYPES.get(flag.type, str)
+            if flag.choices:
+                settings["choices"] = flag.choices
+            if flag.nargs is not None:
+                settings["nargs"] = flag.nargs
+            if flag.nargs == "?":
+                settings["const"] = True
+            parser.add_argument(*names, **settings)
+    return parser
+
+
+def _unknown(words: Sequence[str]) -> list[str]:
+    """Unknown flags without their values; words that follow no flag stand for themselves."""
+    found: list[str] = []
+    behind_flag = False
+    for word in words:
+        is_flag = word.startswith("-") and not word.lstrip("-").replace(".", "").isdigit()
+        if is_flag or not behind_flag:
+            found.append(word.split("=", 1)[0] if is_flag else word)
+        behind_flag = is_flag or behind_flag
+    return found
+
+
+def _flags_of(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        found += _flags_of(value) if isinstance(value, Mapping) else [(f"--{key}", value)]
+    return found
+
+
+def _flat(value: Any, name: str) -> list[tuple[str, Any]]:
+    """Leaves of nested tables with the way to each: `a.b`, and `a[0].b` inside a list of tables."""
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, one in value.items() for leaf in _flat(one, f"{name}.{key}" if name else str(key))]
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        return [leaf for at, one in enumerate(value) for leaf in _flat(one, f"{name}[{at}]")]
+    return [(name, value)]
+
+
+def _any_index(name: str) -> str:
+    """`a[3].b` -> `a[].b`, as the data calls it."""
+    return ".".join(part[: part.index("[")] + "[]" if part.endswith("]") else part for part in name.split("."))
+
+
+class _Entry(Record):
+    path: Text
+    commit: Text
+    read_at: Text
+    format: Literal["argparse", "toml", "yaml"] = "argparse"
+    removed: str | None = None
+    files: tuple[str, ...] = ()
+
+
+class _Group(Record):
+    scripts: tuple[str, ...]
+    flag: tuple[Flag, ...]
+
+
+class _File(Record):
+    trainer: Text
+    source: Text
+    script: tuple[_Entry, ...]
+    group: tuple[_Group, ...]
+
+
+@functools.cache
+def scripts(trainer: str) -> tuple[Script, ...]:
+    """All that is known of a trainer's entry points; a VplanError for a file that is missing or damaged."""
+    if trainer not in profiles.trainer_names():
+        known = ", ".join(profiles.trainer_names())
+        raise VplanError(f"trainer {quoted(trainer)} is not read", f"those read are {known}")
+    path = profiles.trainer_path(trainer)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise VplanError(f"profile {path.name} is damaged: {error}", "reinstall vplan") from None
+    file = _File.read(data, where=f"profile {path.name} is damaged")
+    found = []
+    for entry in file.script:
+        own = [one for group in file.group if {"*", entry.path} & set(group.scripts) for one in group.flag]
+        flags = {flag.name: flag for flag in own}
+        at = (entry.path, entry.commit, entry.read_at, entry.format, entry.removed)
+        found.append(Script(file.trainer, file.source, *at, flags))
+    return tuple(found)
+
+
+def find(trainer: str, path: str) -> Script | None:
+    """The script that a path names by its end, the longest end first (`/opt/x/scripts/train.py` is `scripts/train.py`);
+    None when none does, or several do equally."""
+    asked = PurePosixPath(path.replace("\\", "/")).parts
+    best: list[Script] = []
+    longest = 0
+    for one in scripts(trainer):
+        known = PurePosixPath(one.path).parts
+        alike = 0
+        while alike < min(len(asked), len(known)) and asked[-1 - alike] == known[-1 - alike]:
+            alike += 1
+        if alike > longest:
+            best, longest = [one], alike
+        elif alike and alike == longest:
+            best.append(one)
+    return best[0] if len(best) == 1 else None
+
+
+def script(trainer: str, path: str) -> Script:
+    """`find`, or a VplanError that lists what the trainer has."""
+    found = find(trainer, path)
+    if found is None:
+        known = ", ".join(one.path for one in scripts(trainer))
+        raise VplanError(f"{trainer} script {quoted(path)} is not read", f"those read are {known}")
+    return found

@@ -1,0 +1,340 @@
+"""Parts that several dialects share: accelerate's launch, torch's allocator, names of models, command lines."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from planner.catalog import lookup
+from planner.dialects.base import flags
+from planner.dialects.base.bindings import (
+    Choice,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    NotSaidError,
+    Remark,
+    Settings,
+    Several,
+    Value,
+)
+from planner.dialects.base.script import Program, Script
+from planner.errors import VplanError, did_you_mean, nearest, quoted
+from planner.spec.job import SPLIT, Job, Strategy
+from planner.spec.plan import Plan
+from planner.spec.rules import DEEPSPEED
+from planner.untrusted import flat
+
+ACCELERATE = "accelerate 16cb6eb"
+
+GPUS = Value("gpus", "gpus", 1, int)
+NODES = Value("nodes", "nodes", 1, int)
+EXPANDABLE = Choice("expandable_segments", {False: {}, True: {"env:expandable_segments": True}})
+"""torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks for it."""
+
+ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def usual(*fields: str, why: str = "") -> list[Fixed]:
+    """Fields that a trainer has no word for and that it leaves as ours does."""
+    found = []
+    for field in fields:
+        if field == "references":  # how many a model takes; the data has them
+            found.append(Fixed(field, None, why))
+            continue
+        record = Job if field in Job.model_fields else Strategy
+        found.append(Fixed(field, record.model_fields[field].get_default(), why))
+    return found
+
+
+# ---- models
+
+
+ALIKE = {
+    "cogvideox-fun-2b-inp": "cogvideox-2b",
+    "cogvideox-fun-5b-inp": "cogvideox-5b",
+    "cogvideox-fun-v1.1-2b-inp": "cogvideox-2b",
+    "cogvideox-fun-v1.1-5b-inp": "cogvideox-5b",
+    "flux.1-fill-dev": "flux.1-dev",
+    "flux.1-krea-dev": "flux.1-dev",
+    "flux.1-schnell": "flux.1-dev",
+    "flux1-krea-dev": "flux.1-dev",
+    "ltx-2-repackage": "ltx-2",
+    "qwen-image-edit-2511": "qwen-image-edit",
+    "stable-diffusion-v1-4": "sd1.5",
+    "stable-diffusion-v1-5": "sd1.5",
+    "vace-wan2.1-1.3b-preview": "wan2.1-vace-1.3b",
+    "wan2.1-flf2v-14b-720p": "wan2.1-i2v-14b-720p",
+    "wan2.1-fun-14b-control": "wan2.1-i2v-14b-480p",
+    "wan2.1-fun-14b-inp": "wan2.1-i2v-14b-480p",
+    "wan2.1-fun-v1.1-14b-control": "wan2.1-i2v-14b-480p",
+    "wan2.1-fun-v1.1-14b-inp": "wan2.1-i2v-14b-480p",
+    "wan2.2-fun-a14b-control": "wan2.2-i2v-a14b",
+    "wan2.2-fun-a14b-inp": "wan2.2-i2v-a14b",
+}
+"""Other weights of the same shape, but for what goes in and a few layers around the blocks, by the names that trainers
+give them -> our model."""
+
+
+@functools.cache
+def _known_models() -> dict[str, str]:
+    """Last part of every name and alias, in lower case -> our name."""
+    names = dict(ALIKE)
+    for name in lookup.model_names():
+        for alias in (name, *lookup.model(name).aliases):
+            names.setdefault(alias.lower().rpartition("/")[2], name)
+    return names
+
+
+def known_model(*texts: object) -> str | None:
+    """The model that one of these paths, repository ids or file names names; the longest name in it wins."""
+    for text in texts:
+        parts = re.split(r"[\\/:,;\"'\[\]\s*]+", str(text or "").lower())
+        stems = [stem for part in parts for stem in (part, re.sub(r"\.(safetensors|ckpt|pth|pt|gguf)$", "", part))]
+        found = [stem for stem in stems if stem in _known_models()]
+        if found:
+            return _known_models()[max(found, key=len)]
+    return None
+
+
+def the_model(settings: Settings, *names: str) -> str:
+    """The model that these settings name; a VplanError when none of them does."""
+    if "model" in settings:  # said to us, because the command does not tell
+        return str(settings["model"])
+    found = known_model(*(settings.get(name) for name in names))
+    if found is None:
+        said = ", ".join(f"{name} {quoted(settings[name])}" for name in names if settings.get(name))
+        fault = f"cannot tell the model from {said or ' or '.join(names)}"
+        stem = str(next((settings[name] for name in names if settings.get(name)), "")).partition(":")[0]
+        close = nearest(stem.rpartition("/")[2], lookup.model_names())
+        like = f", as {' or '.join(close)} if it has that shape" if close else " (`vplan models` lists them)"
+        raise VplanError(fault, f"add --model NAME{like}")
+    return found
+
+
+# ---- accelerate
+
+
+def launched(program: Program, script: Script, shipped: Mapping[str, Settings]) -> tuple[Settings, list[str]]:
+    """A launcher's flags, with what the files they name say: `launch:--zero_stage` whoever says it.
+
+    `shipped`: the launch settings of config files that come with the trainer, by the end of their paths.
+    """
+    notes: list[str] = []
+    said = {f"launch:{name}": value for name, value in program.launch.items()}
+    for flag, reader in (("--config_file", _of_yaml), ("--deepspeed_config_file", _of_deepspeed)):
+        path = str(said.get(f"launch:{flag}", ""))
+        if not path:
+            continue
+        document = script.document(path)
+        known = next((settings for tail, settings in shipped.items() if _ends(path, tail)), None)
+        if document is not None:
+            inside = reader(flat(document, path))
+        elif known is not None:
+            inside = known
+        else:
+            inside = {}
+            notes.append(f"{path} is not here: launched as its command line says, else as accelerate does by itself")
+        said = inside | said
+    for name, found in (("gpus", program.gpus), ("nodes", program.nodes)):
+        if found is not None:
+            said[name] = found
+    if "gpus" not in said and said.get("launch:--num_processes"):
+        said["gpus"] = max(1, int(said["launch:--num_processes"]) // int(said.get("nodes", 1)))
+    if program.visible and program.launcher in ("accelerate", "deepspeed"):
+        said["visible"] = program.visible
+    if any("expandable_segments:true" in program.environment.get(name, "").lower() for name in ALLOC_CONF):
+        said["env:expandable_segments"] = True
+    return said, notes
+
+
+def _ends(path: str, tail: str) -> bool:
+    parts, wanted = PurePosixPath(path).parts, PurePosixPath(tail).parts
+    return parts[-len(wanted) :] == wanted or parts[-1:] == wanted[-1:]
+
+
+def _of_yaml(document: Settings) -> Settings:
+    """accelerate's own config file: its keys are its flags' names, in tables by engine."""
+    found: Settings = {}
+    for key, value in document.items():
+        name = key.rpartition(".")[2]
+        found[f"launch:--{name}"] = value
+    kind = str(document.get("distributed_type", "")).upper()
+    found |= {"launch:--use_deepspeed": True} if kind == "DEEPSPEED" else {}
+    found |= {"launch:--use_fsdp": True} if kind == "FSDP" else {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _of_deepspeed(document: Settings) -> Settings:
+    """DeepSpeed's JSON."""
+    keys = {
+        "zero_optimization.stage": "launch:--zero_stage",
+        "zero_optimization.offload_optimizer.device": "launch:--offload_optimizer_device",
+        "zero_optimization.offload_param.device": "launch:--offload_param_device",
+    }
+    return {name: document[key] for key, name in keys.items() if key in document}
+
+
+ENGINE = (
+    *("sharding", "weights_dtype", "adapter_dtype", "autocast", "master_weights"),
+    *("offload_optimizer", "offload_gradients", "offload_params"),
+)
+"""Fields that the launcher decides together."""
+
+_LAUNCH = (
+    *("launch:--use_deepspeed", "launch:--zero_stage", "launch:--use_fsdp", "launch:--mixed_precision"),
+    *("launch:--offload_optimizer_device", "launch:--offload_param_device", "launch:--fsdp_offload_params"),
+    "launch:--fsdp_version",
+)
+
+
+def engine(
+    plain: Callable[[Settings], Fields],
+    say: Callable[[Fields], Settings],
+    words: Mapping[str, str],
+    with_deepspeed: Settings | None = None,
+    context: Callable[[Fields], Settings] = lambda fields: {},
+) -> Several:
+    """What accelerate's launch decides: DDP, DeepSpeed's ZeRO or FSDP, and the number formats that go with them.
+
+    `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `say` writes them, or raises.
+    `with_deepspeed` are the script's own flags beside it; `context` gives the settings of other bindings that `plain`
+    reads. DeepSpeed in bf16 keeps an fp32 master and no autocast (accelerate sets `bf16.enabled`; planner.spec.rules
+    DEEPSPEED).
+    """
+
+    def of(given: Settings) -> Fields:
+        ours = plain(given)
+        alone = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
+        alone |= {"offload_gradients": "none"}
+        if given.get("launch:--use_deepspeed"):
+            stage = int(given.get("launch:--zero_stage", 2))  # accelerate utils/dataclasses.py DeepSpeedPlugin
+            where = {
+                field: _device(given.get(f"launch:--offload_{name}_device"))
+                for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param"))
+            }
+            if stage < 3:
+                where["offload_params"] = "none"  # only stage 3 splits them
+            trained = {"offload_gradients": where["offload_optimizer"]} if where["offload_optimizer"] != "none" else {}
+            return alone | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
+        if given.get("launch:--use_fsdp"):
+            offload = "cpu" if str(given.get("launch:--fsdp_offload_params", "")).lower() == "true" else "none"
+            both = {"offload_optimizer": offload, "offload_params": offload}
+            return alone | ours | both | {"sharding": "fsdp", "autocast": "none"}
+        several = int(given.get("gpus", 1)) * int(given.get("nodes", 1)) > 1
+        return alone | ours | {"sharding": "ddp" if several else "none"}
+
+    def write(fields: Fields) -> Settings:
+        sharding = str(fields["sharding"])
+        several = fields.get("gpus", 1) * fields.get("nodes", 1) > 1
+        if sharding not in SPLIT:
+            expected = "ddp" if several else "none"
+            if sharding != expected:
+                why = "accelerate wraps the model in DDP on several GPUs, and only there"
+                raise NotSaidError(Inexpressible("sharding", sharding, expected, why))
+            settings = say(fields)
+        elif sharding == "fsdp":
+            settings = say(fields | {"autocast": plain(context(fields))["autocast"]})
+            settings |= {"launch:--use_fsdp": True, "launch:--fsdp_version": 2}
+            if fields["offload_params"] == "cpu":
+                settings["launch:--fsdp_offload_params"] = "true"
+        else:
+            settings = {"launch:--use_deepspeed": True, "launch:--zero_stage": int(sharding[-1])}
+            settings |= {"launch:--mixed_precision": "bf16", **(with_deepspeed or {})}
+            for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
+                if fields[field] != "none":
+                    settings[f"launch:--offload_{name}_device"] = fields[field]
+        beside = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
+        said = of(settings | beside | context(fields))
+        wrong = [name for name in ENGINE if said[name] != fields[name]]
+        if wrong:
+            how = f"accelerate with {sharding}" if sharding in SPLIT else "without an engine this trainer"
+            why = f"{how} does it so ({ACCELERATE})"
+            raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
+        return settings
+
+    listed = dict.fromkeys(ENGINE, "accelerate launch") | dict(words)
+    return Several(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), of, write, listed)
+
+
+def _device(value: object) -> str:
+    text = str(value or "none").lower()
+    if text not in ("none", "cpu", "nvme"):
+        raise VplanError(f"offloading to {quoted(text)} is not known", "write none, cpu or nvme")
+    return text
+
+
+# ---- reading and writing commands
+
+
+def given_flags(trainer: str, program: Program, told: Settings, notes: Sequence[str] = ()) -> Given:
+    """A program's flags by the trainer's own list of them, beside what its launcher said."""
+    script = flags.script(trainer, program.script)
+    parsed = script.parse(program.arguments)
+    gone = tuple(Remark(name, why) for name, why in parsed.gone.items())
+    if script.removed:
+        gone = (Remark(script.path, script.removed), *gone)
+    return Given(trainer, {"script": script.path, **told, **parsed.given}, parsed.unknown, gone, tuple(notes))
+
+
+def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iterable[str]) -> str:
+    """One launchable command: the launcher, its flags, the script, its flags and `extra` that no Plan field carries."""
+    flags_of = {name: value for name, value in settings.items() if name.startswith("--")}
+    words = [*launcher]
+    for name, value in settings.items():
+        if name.startswith("launch:"):
+            words.append(_flag(name.removeprefix("launch:"), value))
+    lines = [" ".join([*words, str(settings["script"])])]
+    lines += [_flag(name, value) for name, value in {**flags_of, **extra}.items()]
+    return " \\\n  ".join(lines) + "\n"
+
+
+def own_settings(settings: Settings) -> Settings:
+    """Settings that stand in a command line: without the counts of GPUs and nodes, and what the environment says."""
+    return {name: value for name, value in settings.items() if ":" not in name or name.startswith("launch:")}
+
+
+def export_line(plan: Plan) -> str:
+    """The head of a shell script, with what the allocator is asked for."""
+    asked = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" if plan.strategy.expandable_segments else ""
+    return f"#!/bin/bash\nset -e\n{asked}"
+
+
+def _flag(name: str, value: object) -> str:
+    if value is True:
+        return name
+    values = value if isinstance(value, list | tuple) else [value]
+    return " ".join([name, *(shlex.quote(str(each)) for each in values)])
+
+
+def one_of(table: Mapping[str, Any], setting: str) -> Callable[[Any], Any]:
+    """Reads a setting whose values are words, in any case; a VplanError names the nearest."""
+    lower = {key.lower(): value for key, value in table.items()}
+
+    def read(value: Any) -> Any:
+        text = str(value).lower()
+        if text not in lower:
+            fix = did_you_mean(text, lower, "we know " + ", ".join(table))
+            raise VplanError(f"{setting} {quoted(value)} is not known", fix)
+        return lower[text]
+
+    return read
+
+
+def word_for(table: Mapping[str, Any], field: str, instead: Any, why: str = "it has no word for that") -> Any:
+    """Writes a value by the first word of the table that means it."""
+    words: dict[Any, str] = {}
+    for word, value in table.items():
+        words.setdefault(value, word)
+
+    def write(value: Any) -> str:
+        if value not in words:
+            raise NotSaidError(Inexpressible(field, value, instead, why))
+        return words[value]
+
+    return write

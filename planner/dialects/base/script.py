@@ -1,0 +1,219 @@
+"""What was given to `vplan check`: a command, or a file with one, as programs with their launchers.
+
+Nothing of it runs. Files it names are looked for beside it and here, and read only as data.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.dialects.base.shell import commands, joined
+from planner.errors import VplanError, quoted
+from planner.untrusted import FORMATS, read_document, read_text
+
+MOST_COMMANDS = 2_000
+BEFORE = frozenset({"nohup", "env", "exec", "sudo", "command", "stdbuf"})
+"""Words in front of a command that leave it what it is."""
+
+SWITCHES = frozenset({
+    *("--use_deepspeed", "--use_fsdp", "--multi_gpu", "--cpu", "--tpu", "--mps", "--quiet", "-q", "--debug"),
+    *("--use_megatron_lm", "--no_python", "--same_network", "--module", "-m", "--standalone", "--run_path"),
+    *("--no_local_rank", "--force_multi", "--save_pid", "--bind_cores_to_rank", "--use_xpu", "--enable_cpu_affinity"),
+    *("--use_parallelism_config", "-u", "-B", "-O"),
+})  # fmt: skip
+"""Launcher flags without a value (accelerate commands/launch.py, torch/distributed/run.py, deepspeed
+launcher/runner.py)."""
+
+LAUNCHERS = {
+    "accelerate": ("launch",),
+    "torchrun": (),
+    "deepspeed": (),
+}
+_PYTHON = re.compile(r"(.*/)?python[\d.]*")
+_DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One command that runs a Python script."""
+
+    launcher: str
+    """accelerate, torchrun, deepspeed or python; "" for what is none of them"""
+    launch: dict[str, Any]
+    """the launcher's own flags, `-` in names written `_`: "--num_processes" -> "4"; True without a value"""
+    script: str
+    """as written, a module as a path: scripts/train_unet.py"""
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    """what was exported or assigned for it"""
+
+    @property
+    def nodes(self) -> int | None:
+        """Computers, if the launcher says."""
+        return _count(self.launch, "--num_machines", "--nnodes", "--num_nodes")
+
+    @property
+    def gpus(self) -> int | None:
+        """Processes on each node, if the launcher says."""
+        each = _count(self.launch, "--nproc_per_node", "--num_gpus")
+        if each is None and (whole := _count(self.launch, "--num_processes")):
+            each = max(1, whole // (self.nodes or 1))
+        if each is None:  # accelerate's --gpu_ids 0,1; deepspeed's --include localhost:0,1
+            listed = self.launch.get("--gpu_ids") or str(self.launch.get("--include", "")).partition(":")[2]
+            each = len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", str(listed)) else None
+        if each is None and self.launcher in ("python", "torchrun"):
+            return 1  # torch/distributed/run.py: --nproc-per-node 1
+        return each
+
+    @property
+    def visible(self) -> int | None:
+        """GPUs in CUDA_VISIBLE_DEVICES, if it is set to a list."""
+        listed = [part for part in self.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        return len(listed) if listed and all("$" not in part for part in listed) else None
+
+
+def _count(launch: dict[str, Any], *names: str) -> int | None:
+    for name in names:
+        text = str(launch.get(name, ""))
+        if text:
+            found = re.fullmatch(r"(?:\d+:)?(\d{1,5})", text)  # torchrun's --nnodes 1:4
+            if found is None or not int(found[1]):
+                if text in ("gpu", "auto"):
+                    return None
+                raise VplanError(f"{name} {quoted(text)} is no count", "write a number of processes")
+            return int(found[1])
+    return None
+
+
+@dataclass(frozen=True)
+class Script:
+    """Everything that was given."""
+
+    name: str
+    """the file's name, or "the command" """
+    programs: tuple[Program, ...] = ()
+    config: dict[str, Any] | None = None
+    """of a config file that was given instead of a command: tables within tables"""
+    tree: ast.Module | None = None
+    """of a Python file"""
+    folder: Path | None = None
+    """where the file lies"""
+    notes: tuple[str, ...] = ()
+
+    def find(self, path: str) -> Path | None:
+        """A file that the script names, beside it or here; None when it is not there."""
+        if "\0" in path or "$" in path:
+            return None
+        folders = [Path(), *([self.folder, *self.folder.parents[:3]] if self.folder else [])]
+        try:
+            return next((found for folder in folders if (found := folder / path).is_file()), None)
+        except OSError:  # a name no file can have
+            return None
+
+    def document(self, path: str) -> dict[str, Any] | None:
+        """A config file that the script names, as tables; None when it is not there."""
+        found = self.find(path)
+        return read_document(found) if found else None
+
+
+def of_words(words: Sequence[str]) -> Script:
+    """A command as the shell has split it for us; `$NAME` in it is text."""
+    program = _program(tuple(words), {}) or Program("", {}, words[0], tuple(words[1:]))
+    return Script("the command", (program,))
+
+
+def of_file(path: Path) -> Script:
+    """A shell script, a config (TOML, YAML, JSON) or a Python file, by the ending of its name."""
+    suffix = path.suffix.lower()
+    folder = path.resolve().parent
+    if suffix in FORMATS:
+        return Script(path.name, config=read_document(path), folder=folder)
+    text = read_text(path)
+    if suffix == ".py":
+        return Script(path.name, tree=_tree(text, path.name), folder=folder)
+    text, loose = joined(text)
+    lines, variables = commands(text)
+    if len(lines) > MOST_COMMANDS:
+        raise VplanError(f"{quoted(path.name)} has {len(lines)} commands", f"{MOST_COMMANDS} are read at most")
+    exported = {name: " ".join(value) for name, value in variables.values.items()}
+    programs = [found for line in lines if (found := _program(line.words, exported | line.environment))]
+    if not programs:
+        fix = "name the script that starts the training"
+        if "out of memory" in text:
+            fix = f"a log with torch's out-of-memory message is explained by `vplan check --error {path.name}`"
+        raise VplanError(f"{quoted(path.name)} starts no Python script", fix)
+    used = {name for program in programs for name in variables.unset if f"${name}" in " ".join(program.arguments)}
+    unset = f"${', $'.join(sorted(used))} assigned nowhere in {path.name}: taken as written" if used else ""
+    ends = "lines that begin with -- are read with the command above: a shell wants a \\ before them" if loose else ""
+    return Script(path.name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends))))
+
+
+def _tree(text: str, name: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        fault = f"{quoted(name)} is no Python we can read: {error.msg} (line {error.lineno})"
+        raise VplanError(fault, "correct that line") from None
+    except (RecursionError, MemoryError, ValueError) as error:
+        fault = f"{quoted(name)} is no Python we can read: {str(error) or 'it is nested too deeply'}"
+        raise VplanError(fault, "give the file that is run") from None
+
+
+def _program(words: tuple[str, ...], environment: dict[str, str]) -> Program | None:
+    """The program that a command runs; None for what runs no Python."""
+    rest = list(words)
+    environment = dict(environment)
+    while rest:
+        if rest[0] in BEFORE or rest[:2] in (["uv", "run"], ["poetry", "run"], ["conda", "run"]):
+            rest = rest[2:] if rest[1:2] == ["run"] else rest[1:]
+        elif found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL):
+            environment[found[1]] = found[2]
+            rest = rest[1:]
+        else:
+            break
+    if not rest:
+        return None
+    name = rest.pop(0).rpartition("/")[2]
+    if name in LAUNCHERS:
+        verb = list(LAUNCHERS[name])
+        if rest[: len(verb)] != verb:
+            return None
+        return _launched(name, rest[len(verb) :], environment)
+    if not _PYTHON.fullmatch(name):
+        return None if not name.endswith(".py") else Program("python", {}, name, tuple(rest), environment)
+    return _launched("python", rest, environment)
+
+
+def _launched(launcher: str, words: list[str], environment: dict[str, str]) -> Program | None:
+    """A launcher's flags, then the script and its arguments."""
+    launch: dict[str, Any] = {}
+    module, at = False, 0
+    while at < len(words) and words[at].startswith("-"):
+        name, equals, value = words[at].partition("=")
+        name = name if not name.startswith("--") else "--" + name[2:].replace("-", "_")
+        at += 1
+        if name in ("-m", "--module"):
+            module = True
+        elif equals:
+            launch[name] = value
+        elif name in SWITCHES:
+            launch[name] = True
+        elif launcher == "python":  # -c and its like: no script
+            return None
+        else:
+            launch[name] = words[at] if at < len(words) else ""
+            at += 1
+    if at >= len(words):
+        return None
+    script, rest = words[at], words[at + 1 :]
+    if launcher == "python" and module and script in _DISTRIBUTED:
+        return _launched("torchrun", rest, environment)
+    if launcher == "python" and module and script in ("accelerate.commands.launch", "deepspeed.launcher.runner"):
+        return _launched(script.partition(".")[0], rest, environment)
+    path = script.replace(".", "/") + ".py" if module else script
+    return Program(launcher, launch, path, tuple(rest), environment)

@@ -1,0 +1,115 @@
+"""DiffSynth-Studio's names, read at fed7b18: folders, layers, files of models, optimizers, launch configs."""
+
+from __future__ import annotations
+
+from planner.catalog import lookup
+from planner.dialects.base.bindings import Fields, Inexpressible, NotSaidError, Settings
+
+AT = "DiffSynth-Studio fed7b18"
+SHIPPED: dict[str, Settings] = {
+    "model_training/full/accelerate_config_14B.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 2,
+        "launch:--offload_optimizer_device": "cpu",
+        "launch:--offload_param_device": "cpu",
+        "launch:--mixed_precision": "bf16",
+        "launch:--num_processes": 8,
+    },
+    "model_training/full/accelerate_config.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 2,
+        "launch:--mixed_precision": "bf16",
+        "launch:--num_processes": 8,
+    },
+    "low_vram_training/deepspeed_zero3_cpuoffload.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 3,
+        "launch:--offload_optimizer_device": "cpu",
+        "launch:--offload_param_device": "cpu",
+        "launch:--num_processes": 1,
+    },
+    "model_training/full/accelerate_config_zero3.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 3,
+        "launch:--mixed_precision": "bf16",
+        "launch:--num_processes": 8,
+    },
+    "model_training/full/accelerate_config_zero2offload.yaml": {
+        "launch:--use_deepspeed": True,
+        "launch:--zero_stage": 2,
+        "launch:--offload_optimizer_device": "cpu",
+        "launch:--mixed_precision": "bf16",
+        "launch:--num_processes": 8,
+    },
+}
+"""What its own accelerate configs say (examples/*/model_training/full)."""
+
+FOLDERS = {
+    "wan": "wanvideo",
+    "flux": "flux",
+    "flux2": "flux2",
+    "qwen-image": "qwen_image",
+    "z-image": "z_image",
+    "ltx2": "ltx2",
+    "krea2": "krea2",
+}
+"""Family -> folder of its example."""
+
+WAN_LAYERS = {
+    "q": "to_q",
+    "k": "to_k",
+    "v": "to_v",
+    "o": "to_out.0",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+}
+"""Its name of a Wan layer -> diffusers'."""
+
+_UMT5 = "models_t5_umt5-xxl-enc-bf16.pth"
+_CLIP = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+_WEIGHTS = "diffusion_pytorch_model*.safetensors"
+_T2V = (_WEIGHTS, _UMT5, "Wan2.1_VAE.pth")
+REPOSITORIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "wan2.1-t2v-1.3b": ("Wan-AI/Wan2.1-T2V-1.3B", _T2V),
+    "wan2.1-t2v-14b": ("Wan-AI/Wan2.1-T2V-14B", _T2V),
+    "wan2.1-i2v-14b-480p": ("Wan-AI/Wan2.1-I2V-14B-480P", (*_T2V, _CLIP)),
+    "wan2.1-i2v-14b-720p": ("Wan-AI/Wan2.1-I2V-14B-720P", (*_T2V, _CLIP)),
+    "wan2.1-vace-1.3b": ("Wan-AI/Wan2.1-VACE-1.3B", _T2V),
+    "wan2.1-vace-14b": ("Wan-AI/Wan2.1-VACE-14B", _T2V),
+    "wan2.2-ti2v-5b": ("Wan-AI/Wan2.2-TI2V-5B", (_WEIGHTS, _UMT5, "Wan2.2_VAE.pth")),
+    "wan2.2-i2v-a14b": ("Wan-AI/Wan2.2-I2V-A14B", _T2V),
+    "wan2.2-t2v-a14b": ("Wan-AI/Wan2.2-T2V-A14B", _T2V),
+}
+"""Model -> repository and files, the transformer's first (examples/wanvideo/model_training/lora/*.sh)."""
+
+EXPERTS = {"high": "high_noise_model/", "low": "low_noise_model/"}
+"""Expert of a two-expert model -> folder of its weights."""
+
+PATHS = ("--model_id_with_origin_paths", "--model_paths")
+ENCODERS = ("t5", "clip", "text_encoder", "gemma", "qwen3-vl", "qwen2.5")
+
+SPLIT_COST = (
+    "two commands: first the same one with --task sft:data_process writes every sample's latents and prompts to "
+    "--output_path, then this one reads them (--dataset_base_path); disk for the cache, no seconds a step"
+)
+OFFLOAD_NOTE = (
+    "--enable_model_cpu_offload: frozen weights, encoders and VAE wait in host RAM; 2 to 10 times slower, which the "
+    "seconds do not show"
+)
+OFFLOAD_COST = "slower: the copies are pageable and synchronous"
+
+
+def files_of(fields: Fields) -> list[str]:
+    """The files of a model as `--model_id_with_origin_paths` lists them."""
+    name = str(fields["model"])
+    if name not in REPOSITORIES:
+        why = f"its files' names are known for {', '.join(REPOSITORIES)}"
+        raise NotSaidError(Inexpressible("model", name, next(iter(REPOSITORIES)), why))
+    repository, files = REPOSITORIES[name]
+    experts = fields.get("experts")
+    if lookup.model(name).experts > 1:
+        if experts not in EXPERTS:
+            why = "a command trains one expert (boundaries of its timesteps)"
+            raise NotSaidError(Inexpressible("experts", experts, "high", why))
+        files = (EXPERTS[str(experts)] + files[0], *files[1:])
+    return [f"{repository}:{file}" for file in files]

@@ -1,0 +1,394 @@
+"""DiffSynth-Studio's words, read at fed7b18: the training scripts of its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.dialects.base.bindings import (
+    Binding,
+    Dialect,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    Move,
+    NotSaidError,
+    Remark,
+    Settings,
+    Several,
+    Value,
+    When,
+)
+from planner.dialects.base.launchers import (
+    EXPANDABLE,
+    GPUS,
+    NODES,
+    command_line,
+    engine,
+    export_line,
+    given_flags,
+    launched,
+    one_of,
+    own_settings,
+    the_model,
+    usual,
+    word_for,
+)
+from planner.dialects.base.script import Program, Script
+from planner.dialects.diffsynth.names import (
+    AT,
+    ENCODERS,
+    EXPERTS,
+    FOLDERS,
+    OFFLOAD_COST,
+    OFFLOAD_NOTE,
+    PATHS,
+    SHIPPED,
+    SPLIT_COST,
+    WAN_LAYERS,
+    files_of,
+)
+from planner.errors import VplanError
+from planner.layout.trainer_terms.diffsynth import OFFLOADED
+from planner.spec.plan import Plan
+from planner.spec.rules import DEEPSPEED
+from planner.units import format_gib
+
+
+def gather(script: Script) -> Given | None:
+    """A command of its training scripts."""
+    program, notes = training_program(script, "model_training/train.py", PATHS)
+    if program is None:
+        return None
+    told, said = launched(program, script, SHIPPED)
+    return given_flags("diffsynth", program, told, [*notes, *said])
+
+
+def training_program(script: Script, tail: str, needed: tuple[str, ...]) -> tuple[Program | None, list[str]]:
+    """The program that trains, where another one caches for it: of this script, with one of these flags."""
+    found = [program for program in script.programs if program.script.endswith(tail)]
+    found = [program for program in found if set(needed) & {word.partition("=")[0] for word in program.arguments}]
+    training = [program for program in found if not any("data_process" in word for word in program.arguments)]
+    notes = list(script.notes)
+    if len(training) > 1:
+        notes.append(f"{len(training)} commands train, one after the other: this is of the last")
+    return ((training or found)[-1] if found else None), notes
+
+
+def _profile(settings: Settings) -> ModelProfile:
+    return lookup.model(the_model(settings, *PATHS, "--dit_path"))
+
+
+def _is_wan(model: str) -> bool:
+    return lookup.model(model).family.startswith("wan")
+
+
+def _listed(settings: Settings) -> list[str]:
+    """The files of models that a command names."""
+    return [part.strip(' []"') for name in PATHS for part in str(settings.get(name) or "").split(",") if part.strip()]
+
+
+def _kind(path: str) -> str:
+    low = path.lower()
+    if any(name in low for name in ENCODERS):
+        return "text_encoder"
+    return "vae" if "vae" in low or low.endswith("ae.safetensors") else "weights"
+
+
+def _models(settings: Settings) -> Fields:
+    """The model, its expert, and where its encoders are: on the GPU, unless another command cached what they make."""
+    profile = _profile(settings)
+    listed, away = _listed(settings), set(str(settings.get("--offload_models") or "").split(","))
+    split = str(settings.get("--task", "sft")).endswith(":train")
+    fields: Fields = {"model": profile.name, "experts": None}
+    if profile.experts > 1:
+        inside = [name for name, folder in EXPERTS.items() if any(folder in path for path in listed)]
+        fields["experts"] = inside[0] if len(inside) == 1 else "both"
+    for kind in ("text_encoder", "vae"):
+        own = [path for path in listed if _kind(path) == kind]
+        gone = "cached" if split else "swapped"
+        fields[kind] = gone if all(path in away for path in own) and (own or split) else "resident"
+    return fields
+
+
+def _say_models(fields: Fields) -> Settings:
+    files = files_of(fields)
+    where = (fields["text_encoder"], fields["vae"])
+    settings: Settings = {PATHS[0]: ",".join(files)}
+    if where == ("cached", "cached"):
+        settings |= {"--task": "sft:train", "--offload_models": ",".join(files[1:])}
+    elif where != ("resident", "resident"):
+        why = "text encoders and VAE are cached together by --task sft:data_process, or stay on the GPU together"
+        both = "resident" if "resident" in where else "cached"
+        names = ("text_encoder", "vae")
+        raise NotSaidError(*(Inexpressible(name, fields[name], both, why) for name in names if fields[name] != both))
+    return settings
+
+
+def _frames(settings: Settings) -> Fields:
+    return {"frames": int(settings.get("--num_frames", 81)) if _profile(settings).kind == "video" else 1}
+
+
+def _say_frames(fields: Fields) -> Settings:
+    frames = fields["frames"]
+    if lookup.model(fields["model"]).kind == "image":
+        if frames != 1:
+            raise NotSaidError(Inexpressible("frames", frames, 1, "the model makes images"))
+        return {}
+    return {"--num_frames": frames} if frames != 81 else {}
+
+
+def _checkpointing(settings: Settings) -> Fields:
+    """Wan's is always on, with a warning; other families' obey the flags."""
+    if settings.get("--use_gradient_checkpointing_offload"):
+        return {"gradient_checkpointing": "offload"}
+    on = settings.get("--use_gradient_checkpointing") or _is_wan(_profile(settings).name)
+    return {"gradient_checkpointing": "full" if on else "none"}
+
+
+def _say_checkpointing(fields: Fields) -> Settings:
+    mode, wan = fields["gradient_checkpointing"], _is_wan(fields["model"])
+    if mode == "offload":
+        return {"--use_gradient_checkpointing_offload": True}
+    if mode == "partial" or (mode == "none" and wan):
+        why = f"every block is checkpointed, Wan's always ({AT} examples/wanvideo/model_training/train.py)"
+        raise NotSaidError(Inexpressible("gradient_checkpointing", mode, "full", why))
+    return {"--use_gradient_checkpointing": True} if mode == "full" and not wan else {}
+
+
+def targets(settings: Settings) -> Fields:
+    """Wan's layers by name; of other models those of their example scripts, which are the model's usual ones here."""
+    profile = _profile(settings)
+    if not _is_wan(profile.name):
+        return {"lora_targets": None}
+    names = str(settings.get("--lora_target_modules", ",".join(WAN_LAYERS))).split(",")
+    unknown = [name for name in names if name.strip() not in WAN_LAYERS]
+    if unknown:
+        fix = f"we price adapters on {','.join(WAN_LAYERS)}"
+        raise VplanError(f"--lora_target_modules: {', '.join(unknown)} of Wan is not known here", fix)
+    ours = {WAN_LAYERS[name.strip()] for name in names}
+    if ours == set(profile.lora.targets):
+        return {"lora_targets": None}
+    return {"lora_targets": tuple(layer for layer in WAN_LAYERS.values() if layer in ours)}
+
+
+def say_targets(fields: Fields) -> Settings:
+    """The layers of Wan by its own names."""
+    profile = lookup.model(fields["model"])
+    asked = fields["lora_targets"] or profile.lora.targets
+    names = [name for name, layer in WAN_LAYERS.items() if layer in asked]
+    if len(names) != len(asked):
+        why = f"it names layers its own way, and these we know: {', '.join(WAN_LAYERS.values())}"
+        raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], None, why))
+    return {"--lora_target_modules": ",".join(names)} if names != list(WAN_LAYERS) else {}
+
+
+OPTIMIZERS = {
+    "torch.optim.AdamW": "adamw",
+    "bitsandbytes.optim.AdamW8bit": "adamw-8bit",
+    "bitsandbytes.optim.Adam8bit": "adamw-8bit",
+    "bitsandbytes.optim.PagedAdamW8bit": "adamw-8bit-paged",
+    "prodigyopt.Prodigy": "prodigy",
+    "transformers.Adafactor": "adafactor",
+}
+QUANTISED = {"bitsandbytes_nf4": "nf4", "torchao_int8_w8a16": "int8"}
+
+
+def _plain(settings: Settings) -> Fields:
+    """Everything is loaded in bf16, adapters too; accelerate's mixed precision adds autocast. fp8 and 4 bits are for
+    frozen weights, by the name of their file."""
+    weights = "bf16"
+    base = [path for path in _listed(settings) if _kind(path) == "weights"]
+    if set(base) & set(str(settings.get("--fp8_models") or "").split(",")):
+        weights = "fp8"
+    for entry in str(settings.get("--quant_options") or "").split(";"):
+        path, _, method = entry.rpartition(":")
+        if path in base:
+            weights = one_of(QUANTISED, "--quant_options")(method.partition("/")[0])
+    precision = str(settings.get("launch:--mixed_precision", "no"))
+    return {
+        "weights_dtype": weights,
+        "adapter_dtype": "bf16",
+        "autocast": precision if precision in ("bf16", "fp16") else "none",
+    }
+
+
+def _say_plain(fields: Fields) -> Settings:
+    settings: Settings = {}
+    if fields["autocast"] != "none":
+        settings["launch:--mixed_precision"] = fields["autocast"]
+    weights, base = fields["weights_dtype"], files_of(fields)[0]
+    if weights == "fp8":
+        settings["--fp8_models"] = base
+    elif weights != "bf16":
+        why = "models are loaded in bf16, or quantised"
+        method = word_for(QUANTISED, "weights_dtype", "bf16", why)(weights)
+        settings["--quant_options"] = f"{base}:{method}"
+    return settings
+
+
+def _method(settings: Settings) -> Fields:
+    return {"method": "lora" if settings.get("--lora_base_model") or not settings.get("--trainable_models") else "full"}
+
+
+def _say_method(fields: Fields) -> Settings:
+    if fields["method"] == "sample":
+        raise NotSaidError(Inexpressible("method", "sample", "lora", "these scripts train"))
+    return {"--lora_base_model": "dit"} if fields["method"] == "lora" else {"--trainable_models": "dit"}
+
+
+def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
+    if settings.get("--use_gradient_checkpointing") and _is_wan(fields["model"]):
+        yield Remark("--use_gradient_checkpointing", f"Wan's blocks are always checkpointed, with or without it ({AT})")
+    if settings.get("--max_pixels") and settings.get("--height") and settings.get("--width"):
+        yield Remark("--max_pixels", "--height and --width fix the size of every clip")
+    offloaded = str(settings.get("launch:--offload_param_device", "none"))
+    if offloaded != "none" and fields["sharding"] in ("zero-1", "zero-2"):
+        why = f"{fields['sharding']} does not split parameters, so DeepSpeed ignores it: only stage 3 does"
+        yield Remark("offload_param_device", why)
+
+
+def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    profile = lookup.model(fields["model"])
+    if profile.kind == "video" and "--num_frames" not in settings:
+        yield "81 frames, the default of --num_frames"
+    if not (settings.get("--height") and settings.get("--width")):
+        yield "without --height and --width every clip keeps its size, up to --max_pixels"
+    if _is_wan(profile.name) and not settings.get("--use_gradient_checkpointing"):
+        yield f"checkpointing is on although no flag asks for it: forced for Wan since 72af7122 (2025-12-04, {AT})"
+    if settings.get("--enable_model_cpu_offload"):
+        yield OFFLOAD_NOTE
+    elif fields["text_encoder"] == fields["vae"] == "resident":
+        parameters = profile.vae.parameters + sum(encoder.parameters for encoder in profile.text_encoders)
+        names = ", ".join(encoder.name for encoder in profile.text_encoders)
+        yield f"{names} and VAE ({format_gib(2 * parameters)}) stay on the GPU beside the model in task sft"
+    if settings.get("--enable_optimizer_cpu_offload"):
+        yield "--enable_optimizer_cpu_offload is not priced: this is what it needs without"
+    yield "one sample a step: there is no batch-size flag"
+    if not _is_wan(profile.name) and fields["method"] == "lora":
+        yield "LoRA priced on the model's usual layers"
+
+
+def files(plan: Plan, settings: Settings) -> dict[str, str]:
+    """One shell script: the caching command where one is needed, then the training command."""
+    model = lookup.model(plan.job.model)
+    launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
+    if plan.machine.nodes > 1:
+        launcher.append(f"--num_machines {plan.machine.nodes}")
+    settings = {"script": f"examples/{FOLDERS[model.family.partition('-')[0]]}/model_training/train.py", **settings}
+    data = {"--dataset_base_path": "data/my_set", "--dataset_metadata_path": "data/my_set/metadata.csv"}
+    extra: dict[str, object] = {"--learning_rate": "1e-4", "--num_epochs": 5, "--output_path": "models/train/out"}
+    extra["--remove_prefix_in_ckpt"] = "pipe.dit."
+    if any(encoder.name.startswith("clip-vit") for encoder in model.text_encoders):
+        extra["--extra_inputs"] = "input_image"
+    text, train = export_line(plan), own_settings(settings)
+    if plan.strategy.text_encoder == "cached":
+        caching = train | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
+        text += command_line(caching, data | extra | {"--output_path": "models/train/cache"}, launcher)
+        data = {"--dataset_base_path": "models/train/cache"}
+    if plan.trainer.endswith(f"@{OFFLOADED}"):
+        extra["--enable_model_cpu_offload"] = True
+    return {"train.sh": text + command_line(train, data | extra, launcher)}
+
+
+def _table(*own: Binding | When) -> tuple[Binding | When, ...]:
+    return (
+        *own,
+        Value("height", "--height", None),
+        Value("width", "--width", None),
+        Fixed("batch_size", 1, "its dataloader gives one sample at a time (diffsynth/diffusion/runner.py)"),
+        Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
+        Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
+        EXPANDABLE,
+        GPUS,
+        NODES,
+        *usual("trainable", "lora_dropout", "buckets", "text_tokens", "references", "validation"),
+        *usual("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype", "vae_dtype"),
+        *usual("vae_tiling", "vae_slicing", "inactive_expert", "validation_mode", "group_offload"),
+        *usual("group_offload_stream", "attention", "compile", "context_parallel"),
+    )
+
+
+def _several(fields: Fields) -> bool:
+    return int(fields["gpus"]) * int(fields["nodes"]) > 1
+
+
+def _split_words(settings: Settings) -> list[str]:
+    """The two-command split with the user's own files."""
+    encoders = [path for path in _listed(settings) if _kind(path) != "weights"]
+    return ["--task sft:train", f"--offload_models {','.join(encoders)}"]
+
+
+DIALECT = Dialect(
+    name="diffsynth",
+    title="DiffSynth-Studio",
+    source="https://github.com/modelscope/DiffSynth-Studio at fed7b18",
+    scripts=tuple(f"examples/{folder}/model_training/train.py" for folder in FOLDERS.values()),
+    table=_table(
+        Several(
+            ("model", "experts", "text_encoder", "vae"),
+            (*PATHS, "--task", "--offload_models"),
+            _models,
+            _say_models,
+            {
+                "model": "--model_id_with_origin_paths",
+                "experts": "high or low, by the file",
+                "text_encoder": "resident, cached (with the VAE)",
+                "vae": "resident, cached (with the text encoder)",
+            },
+        ),
+        Several(
+            ("method",), ("--lora_base_model", "--trainable_models"), _method, _say_method, {"method": "lora, full"}
+        ),
+        When("method", frozenset({"lora"}), Value("lora_rank", "--lora_rank", 32)),
+        When(
+            "method",
+            frozenset({"lora"}),
+            Several(
+                ("lora_targets",),
+                ("--lora_target_modules",),
+                targets,
+                say_targets,
+                {"lora_targets": "--lora_target_modules (names known for Wan)"},
+            ),
+        ),
+        Several(("frames",), ("--num_frames",), _frames, _say_frames, {"frames": "--num_frames"}),
+        Several(
+            ("gradient_checkpointing",),
+            ("--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"),
+            _checkpointing,
+            _say_checkpointing,
+            {"gradient_checkpointing": "full, offload (none for models other than Wan)"},
+        ),
+        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
+        Value(
+            "optimizer",
+            "--customized_optimizer",
+            "adamw",
+            one_of(OPTIMIZERS, "--customized_optimizer"),
+            word_for(OPTIMIZERS, "optimizer", "adamw"),
+        ),
+        engine(
+            _plain,
+            _say_plain,
+            {"weights_dtype": "bf16; fp8, int8, nf4 for a frozen base", "adapter_dtype": "bf16"},
+            context=lambda fields: {PATHS[0]: ",".join(files_of(fields))},
+        ),
+    ),
+    gather=gather,
+    remarks=_remarks,
+    notes=_notes,
+    moves=(
+        Move({"expandable_segments": True}, "free"),
+        Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"gradient_checkpointing": "offload"}, OFFLOAD_COST),
+        Move({"text_encoder": "cached", "vae": "cached"}, SPLIT_COST, said=_split_words),
+        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+        Move({"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several),
+        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several),
+    ),
+    files=files,
+    version=lambda given, fields: OFFLOADED if given.get("--enable_model_cpu_offload") else "",
+)

@@ -1,0 +1,1 @@
+"""The dialect of DiffSynth-Studio's first Wan script."""

@@ -1,0 +1,371 @@
+"""diffusers' words, read at 58eb52c: the training scripts of its examples (FLUX, SD3, Qwen-Image, CogVideoX, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.catalog import lookup
+from planner.dialects.base import flags
+from planner.dialects.base.bindings import (
+    Choice,
+    Dialect,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    Move,
+    NotSaidError,
+    Settings,
+    Several,
+    Value,
+)
+from planner.dialects.base.launchers import (
+    EXPANDABLE,
+    GPUS,
+    NODES,
+    command_line,
+    engine,
+    export_line,
+    given_flags,
+    launched,
+    one_of,
+    own_settings,
+    the_model,
+    usual,
+)
+from planner.dialects.base.script import Script
+from planner.dialects.diffusers.models import AT, READ_TOO, SCRIPTS
+from planner.spec.plan import Plan
+from planner.spec.rules import DEEPSPEED
+
+
+def _script(fields: Fields) -> str:
+    return SCRIPTS.get((fields["model"], fields["method"]), "")
+
+
+def gather(script: Script) -> Given | None:
+    """A command of one of its examples."""
+    names = {path.rpartition("/")[2] for path in (*SCRIPTS.values(), *READ_TOO)}
+    found = [program for program in script.programs if program.script.rpartition("/")[2] in names]
+    if not found:
+        return None
+    told, notes = launched(found[-1], script, {})
+    words = list(found[-1].arguments)
+    for at, word in enumerate(words):  # the scripts take its value in any case
+        if word == "--optimizer" and at + 1 < len(words):
+            words[at + 1] = words[at + 1].lower()
+    program = replace(found[-1], arguments=tuple(words))
+    return given_flags("diffusers", program, told, [*script.notes, *notes])
+
+
+def _is_video(settings: Settings) -> bool:
+    return "cogvideo" in str(settings["script"])
+
+
+def _default(settings: Settings, flag: str) -> object:
+    return flags.script("diffusers", str(settings["script"])).default(flag)
+
+
+def _job(settings: Settings) -> Fields:
+    """What the script trains, by its name and flags; each script has defaults of its own."""
+    method = "lora" if "lora" in str(settings["script"]) else "full"
+    fields: Fields = {"model": lookup.model(the_model(settings, "--pretrained_model_name_or_path")).name}
+    fields |= {
+        "method": method,
+        "batch_size": int(settings.get("--train_batch_size", _default(settings, "--train_batch_size"))),
+    }
+    fields["lora_rank"] = int(settings.get("--rank", _default(settings, "--rank"))) if method == "lora" else 16
+    if _is_video(settings):
+        for field, flag in (("frames", "--max_num_frames"), ("height", "--height"), ("width", "--width")):
+            fields[field] = int(settings.get(flag, _default(settings, flag)))
+    else:
+        side = int(settings.get("--resolution", _default(settings, "--resolution")))
+        fields |= {"frames": 1, "height": side, "width": side}
+    return fields
+
+
+def _say_job(fields: Fields) -> Settings:
+    script = SCRIPTS.get((fields["model"], fields["method"]))
+    if script is None:
+        known = [model for model, method in SCRIPTS if method == fields["method"]] or ["flux.1-dev"]
+        instead = "lora" if fields["method"] not in ("lora", "full") else fields["method"]
+        if instead != fields["method"]:
+            raise NotSaidError(Inexpressible("method", fields["method"], instead, "its examples train"))
+        why = f"its {fields['method']} examples are for {', '.join(known)}"
+        raise NotSaidError(Inexpressible("model", fields["model"], known[0], why))
+    name = next(alias for alias in lookup.model(fields["model"]).aliases if "/" in alias)
+    settings: Settings = {"script": script, "--pretrained_model_name_or_path": name}
+    settings["--train_batch_size"] = fields["batch_size"]
+    if fields["method"] == "lora":
+        settings["--rank"] = fields["lora_rank"]
+    if _is_video(settings):
+        return settings | {
+            "--max_num_frames": fields["frames"],
+            "--height": fields["height"],
+            "--width": fields["width"],
+        }
+    if fields["frames"] != 1:
+        raise NotSaidError(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
+    if fields["height"] != fields["width"]:
+        raise NotSaidError(Inexpressible("width", fields["width"], fields["height"], "--resolution is a square's side"))
+    return settings | {"--resolution": fields["height"]}
+
+
+def _plain(settings: Settings) -> Fields:
+    """A frozen base has the mixed precision's format, and so have its adapters, but fp32 ones under fp16; trained
+    weights are fp32. Mixed precision is autocast (`cast_training_params`, `accelerator.prepare`)."""
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    half = precision if precision in ("bf16", "fp16") else "fp32"
+    full = "lora" not in str(settings["script"])
+    return {
+        "weights_dtype": "fp32" if full else half,
+        "adapter_dtype": "bf16" if half == "bf16" and not full else "fp32",
+        "autocast": half if half != "fp32" else "none",
+    }
+
+
+def _say_plain(fields: Fields) -> Settings:
+    return {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {}
+
+
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "prodigy": "prodigy"}
+
+
+def _optimizer(settings: Settings) -> Fields:
+    name = one_of(OPTIMIZERS, "--optimizer")(settings.get("--optimizer", "adamw"))
+    return {"optimizer": "adamw-8bit" if settings.get("--use_8bit_adam") and name == "adamw" else name}
+
+
+def _say_optimizer(fields: Fields) -> Settings:
+    said: dict[str, Settings] = {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}}
+    said["prodigy"] = {"--optimizer": "prodigy"}
+    if fields["optimizer"] not in said:
+        why = "its examples have AdamW, its 8-bit form and Prodigy"
+        raise NotSaidError(Inexpressible("optimizer", fields["optimizer"], "adamw", why))
+    return said[fields["optimizer"]]
+
+
+def _kept(script: str) -> str:
+    """Where a script has its text encoders. Prompts are encoded once where they are all alike, and SDXL in full
+    computes every embedding before; then their encoders are gone. CogVideoX's stay, and those of texts to images
+    (`encode_prompt` in the loop)."""
+    in_the_loop = "cogvideo" in script or "text_to_image" in script
+    return "resident" if in_the_loop and not script.endswith(BEFORE) else "cached"
+
+
+BEFORE = "train_text_to_image_sdxl.py"
+"""Computes embeddings and latents before training."""
+
+
+def _residence(settings: Settings) -> Fields:
+    """Latents are cached by --cache_latents; --offload takes the VAE off the GPU between its turns."""
+    script = str(settings["script"])
+    vae = "cached" if settings.get("--cache_latents") else "swapped" if settings.get("--offload") else "resident"
+    return {"text_encoder": _kept(script), "vae": "cached" if script.endswith(BEFORE) else vae}
+
+
+def _say_residence(fields: Fields) -> Settings:
+    script = _script(fields)
+    known = flags.script("diffusers", script).flags if script else {}
+    text = _kept(script)
+    if fields["text_encoder"] != text:
+        why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
+        raise NotSaidError(Inexpressible("text_encoder", fields["text_encoder"], text, why))
+    usual = "cached" if script.endswith(BEFORE) else "resident"
+    flag = {"cached": "--cache_latents", "swapped": "--offload"}.get(fields["vae"], "")
+    if fields["vae"] == usual:
+        return {}
+    if flag not in known:
+        why = f"that example has no {flag}" if flag else "that example caches latents"
+        raise NotSaidError(Inexpressible("vae", fields["vae"], usual, why))
+    return {flag: True}
+
+
+def _switch(field: str, flag: str) -> Several:
+    """A switch that only some examples have."""
+
+    def say(fields: Fields) -> Settings:
+        script = _script(fields)
+        if fields[field] and (not script or flag not in flags.script("diffusers", script).flags):
+            raise NotSaidError(Inexpressible(field, True, False, f"that example has no {flag}"))
+        return {flag: True} if fields[field] else {}
+
+    return Several((field,), (flag,), lambda given: {field: bool(given.get(flag))}, say, {field: f"{flag} (CogVideoX)"})
+
+
+def _ema(settings: Settings) -> Fields:
+    where = "cpu" if settings.get("--offload_ema") else "gpu"
+    return {"ema": where if settings.get("--use_ema") else "none"}
+
+
+def _say_ema(fields: Fields) -> Settings:
+    script, where = _script(fields), fields["ema"]
+    said: dict[str, Settings] = {"none": {}, "gpu": {"--use_ema": True}}
+    said["cpu"] = {"--use_ema": True, "--offload_ema": True}
+    if not script or not said[where].keys() <= flags.script("diffusers", script).flags.keys():
+        raise NotSaidError(Inexpressible("ema", where, "none", "that example keeps no average there"))
+    return said[where]
+
+
+def _validation(settings: Settings) -> Fields:
+    asked = settings.get("--validation_prompt") or settings.get("--validation_prompts")
+    return {"validation_mode": "on" if asked else "off"}
+
+
+def _say_validation(fields: Fields) -> Settings:
+    if fields["validation_mode"] == "offload":
+        raise NotSaidError(Inexpressible("validation_mode", "offload", "on", "its pipeline is put on the GPU whole"))
+    if fields["validation_mode"] == "off":
+        return {}
+    flag, prompt = "--validation_prompt", "a cat walks"
+    several = _script(fields).endswith("train_text_to_image.py")
+    return {"--validation_prompts": [prompt]} if several else {flag: prompt}
+
+
+def _vae_dtype(settings: Settings) -> Fields:
+    """SDXL's own VAE overflows in half precision, and is fp32 (`vae.to(accelerator.device, dtype=torch.float32)`);
+    another one that is named has the mixed precision's format."""
+    own = settings.get("--pretrained_vae_model_name_or_path") is None
+    return {"vae_dtype": "fp32" if "sdxl" in str(settings["script"]) and own else "bf16"}
+
+
+def _say_vae_dtype(fields: Fields) -> Settings:
+    sdxl = fields["model"] == "sdxl"
+    if fields["vae_dtype"] == "bf16" and sdxl:
+        return {"--pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}
+    if fields["vae_dtype"] != ("fp32" if sdxl else "bf16"):
+        raise NotSaidError(Inexpressible("vae_dtype", fields["vae_dtype"], "bf16", "the VAE has --mixed_precision"))
+    return {}
+
+
+def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    if "--train_batch_size" not in settings:
+        yield f"{fields['batch_size']} samples a step and GPU, the default of --train_batch_size"
+    if fields["text_encoder"] == "cached" and "text_to_image" in str(settings["script"]):
+        yield f"prompts and latents are computed before training ({AT})"
+    elif fields["text_encoder"] == "cached":
+        yield f"prompts are encoded once and their encoders deleted, as with one instance prompt ({AT})"
+    if settings.get("--train_text_encoder"):
+        yield "--train_text_encoder is not priced: this is what it needs without"
+    for flag in ("--do_fp8_training", "--bnb_quantization_config_path", "--fsdp_text_encoder"):
+        if settings.get(flag):
+            yield f"{flag} is not priced: this is what it needs without"
+
+
+def files(plan: Plan, settings: Settings) -> dict[str, str]:
+    """One shell script."""
+    launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
+    if plan.machine.nodes > 1:
+        launcher.append(f"--num_machines {plan.machine.nodes}")
+    extra: dict[str, object] = {"--output_dir": "out", "--learning_rate": "1e-4", "--max_train_steps": 1000}
+    if _is_video(settings):
+        extra |= {
+            "--instance_data_root": "data/my_set",
+            "--caption_column": "prompt.txt",
+            "--video_column": "videos.txt",
+        }
+    elif "text_to_image" in str(settings["script"]):
+        extra["--train_data_dir"] = "data/my_set"
+    else:
+        extra |= {"--instance_data_dir": "data/my_set", "--instance_prompt": "a photo of sks dog"}
+    return {"train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher)}
+
+
+JOB = ("model", "method", "lora_rank", "batch_size", "frames", "height", "width")
+
+DIALECT = Dialect(
+    name="diffusers",
+    title="diffusers' examples",
+    source="https://github.com/huggingface/diffusers at 58eb52c",
+    scripts=(*dict.fromkeys(SCRIPTS.values()), *READ_TOO),
+    table=(
+        Several(
+            JOB,
+            (
+                *("script", "--pretrained_model_name_or_path", "--train_batch_size", "--rank", "--resolution"),
+                *("--max_num_frames", "--height", "--width"),
+            ),
+            _job,
+            _say_job,
+            {
+                "model": ", ".join(sorted({model for model, _ in SCRIPTS})),
+                "method": "lora, full (FLUX.1, SD3, SDXL, SD 1.5), by the script",
+                "lora_rank": "--rank",
+                "batch_size": "--train_batch_size",
+                "frames": "--max_num_frames",
+                "height": "--resolution, --height",
+                "width": "--resolution, --width",
+            },
+        ),
+        Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
+        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
+        Several(
+            ("optimizer",),
+            ("--optimizer", "--use_8bit_adam"),
+            _optimizer,
+            _say_optimizer,
+            {"optimizer": "adamw, adamw-8bit, prodigy"},
+        ),
+        Several(
+            ("text_encoder", "vae"),
+            ("--cache_latents", "--offload"),
+            _residence,
+            _say_residence,
+            {"text_encoder": "cached (CogVideoX, SD 1.5: resident)", "vae": "resident, cached, swapped"},
+        ),
+        Several(("ema",), ("--use_ema", "--offload_ema"), _ema, _say_ema, {"ema": "--use_ema (SD 1.5, SDXL in full)"}),
+        _switch("vae_tiling", "--enable_tiling"),
+        _switch("vae_slicing", "--enable_slicing"),
+        Several(
+            ("validation_mode",),
+            ("--validation_prompt", "--validation_prompts"),
+            _validation,
+            _say_validation,
+            {"validation_mode": "off, on"},
+        ),
+        engine(
+            _plain,
+            _say_plain,
+            {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
+            context=lambda fields: {"script": _script(fields)},
+        ),
+        Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
+        Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
+        EXPANDABLE,
+        GPUS,
+        NODES,
+        *usual("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *usual("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype"),
+        Several(
+            ("vae_dtype",),
+            ("--pretrained_vae_model_name_or_path",),
+            _vae_dtype,
+            _say_vae_dtype,
+            {"vae_dtype": "bf16; SDXL: fp32"},
+        ),
+        *usual("inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
+        *usual("context_parallel"),
+    ),
+    gather=gather,
+    notes=_notes,
+    moves=(
+        Move({"expandable_segments": True}, "free"),
+        Move({"vae": "cached"}, "latents are encoded once", when=lambda fields: fields["vae"] != "cached"),
+        Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+        Move({"vae_tiling": True}, "tiles are blended where they meet"),
+        Move({"vae_slicing": True}, "one sample at a time"),
+        Move(
+            {"sharding": "zero-2", **DEEPSPEED},
+            "gradients and states are split over the GPUs, with an fp32 master",
+            when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
+        ),
+        Move(
+            {"sharding": "zero-3", **DEEPSPEED},
+            "weights too are split over the GPUs and gathered for every block",
+            when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
+        ),
+    ),
+    files=files,
+)

@@ -1,0 +1,1 @@
+"""The dialect of a diffusers pipeline in a Python file."""

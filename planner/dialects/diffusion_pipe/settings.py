@@ -1,0 +1,371 @@
+"""diffusion-pipe's words and ours, both ways, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from planner.catalog import lookup
+from planner.dialects.base import config_text, flags
+from planner.dialects.base.bindings import (
+    Binding,
+    Choice,
+    Dialect,
+    Fields,
+    Fixed,
+    Given,
+    Inexpressible,
+    Move,
+    NotSaidError,
+    Remark,
+    Settings,
+    Several,
+    Value,
+    When,
+)
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launched, one_of, usual, word_for
+from planner.dialects.base.script import Program, Script
+from planner.dialects.base.values import number, whole
+from planner.dialects.diffusion_pipe.models import (
+    AT,
+    BATCH,
+    BUCKETS,
+    TYPES,
+    WHICH,
+    model_of,
+    rows_of,
+    say_model,
+    say_shape,
+    shape_of,
+)
+from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.lora_layers import note, on_all_linear
+from planner.spec.job import QUANTISED
+from planner.spec.plan import Plan
+from planner.untrusted import flat
+
+# ---- numbers, adapters, steps
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+OPTIMIZERS = {
+    "adamw_optimi": "adamw",
+    "adamw": "adamw",
+    "AdamW8bitKahan": "adamw-8bit",
+    "adamw8bit": "adamw-8bit",
+    "Prodigy": "prodigy",
+    "Lion": "lion",
+    "CAME": "came",
+    "Muon": "muon",
+    "offload": "adamw",
+}
+"""Behind the named ones any class of pytorch_optimizer (train.py)."""
+
+
+def _formats_of(given: Settings) -> Fields:
+    dtype = one_of(DTYPES, "model.dtype")(given.get("config:model.dtype", "bfloat16"))
+    held = str(given.get("config:model.transformer_dtype") or given.get("config:model.diffusion_model_dtype") or "")
+    weights = "fp8" if held.startswith("float8") else held if held == "nf4" else dtype
+    adapter = DTYPES.get(str(given.get("config:adapter.dtype")), dtype)
+    lora = "config:adapter.type" in given
+    return {
+        "weights_dtype": weights if lora else dtype,
+        "compute_dtype": dtype,
+        "autocast": dtype if dtype != "fp32" else "none",
+        "adapter_dtype": "fp32" if lora and weights in QUANTISED else adapter,  # recorded so, see planner.tape.variants
+    }
+
+
+def _say_formats(fields: Fields) -> Settings:
+    compute, weights = fields["compute_dtype"], fields["weights_dtype"]
+    refused = []
+    if fields["autocast"] != (compute if compute != "fp32" else "none"):
+        instead = compute if compute != "fp32" else "none"
+        refused.append(
+            Inexpressible("autocast", fields["autocast"], instead, "layers run under autocast to model.dtype")
+        )
+    quantised = weights == "fp8" and fields["method"] == "lora"
+    if weights != compute and not quantised:
+        refused.append(
+            Inexpressible("weights_dtype", weights, compute, "weights are model.dtype, or float8 under LoRA")
+        )
+    if fields["method"] == "full" and fields["adapter_dtype"] != compute:  # there are none
+        refused.append(
+            Inexpressible("adapter_dtype", fields["adapter_dtype"], compute, "full training has no adapters")
+        )
+    if quantised and fields["adapter_dtype"] != "fp32":
+        why = "adapters over a quantised base are counted in fp32"
+        refused.append(Inexpressible("adapter_dtype", fields["adapter_dtype"], "fp32", why))
+    if refused:
+        raise NotSaidError(*refused)
+    word = word_for(DTYPES, "compute_dtype", "bf16")
+    said: Settings = {"config:model.dtype": word(compute)}
+    if quantised:
+        said["config:model.transformer_dtype"] = "float8"
+    if fields["method"] == "lora":
+        said["config:adapter.dtype"] = word(fields["adapter_dtype"])
+    return said
+
+
+def _method_of(given: Settings) -> Fields:
+    kind = given.get("config:adapter.type")
+    if kind not in (None, "lora"):
+        raise VplanError(f"adapter.type {quoted(kind)} is not priced here", "we price lora, and no adapter at all")
+    return {
+        "method": "lora" if kind else "full",
+        "lora_rank": whole(given.get("config:adapter.rank", 16), "adapter.rank"),
+        "lora_dropout": number(given.get("config:adapter.dropout", 0.0), "adapter.dropout"),
+    }
+
+
+def _say_method(fields: Fields) -> Settings:
+    if fields["method"] == "sample":
+        raise NotSaidError(Inexpressible("method", "sample", "lora", "it trains"))
+    if fields["method"] == "full":
+        return {}
+    said: Settings = {"config:adapter.type": "lora", "config:adapter.rank": fields["lora_rank"]}
+    return said | ({"config:adapter.dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
+
+
+def _targets_of(given: Settings) -> Fields:
+    if "config:adapter.type" not in given:
+        return {"lora_targets": None}
+    profile = lookup.model(model_of(given)["model"])
+    return {"lora_targets": on_all_linear(profile, _formats_of(given)["weights_dtype"])}
+
+
+def _say_targets(fields: Fields) -> Settings:
+    profile = lookup.model(fields["model"])
+    own = on_all_linear(profile, fields["weights_dtype"]) if fields["method"] == "lora" else None
+    if fields["lora_targets"] != own:
+        why = f"adapters are on every linear layer of the blocks ({AT} models/base.py get_target_modules)"
+        raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], own, why))
+    return {}
+
+
+def _steps_of(given: Settings) -> Fields:
+    name = given.get("config:optimizer.type", "adamw_optimi")
+    release = given.get("config:optimizer.gradient_release")
+    return {
+        "optimizer": one_of(OPTIMIZERS, "optimizer.type")(name),
+        "optimizer_step": "backward" if release else "foreach",
+        "offload_optimizer": "cpu" if str(name).lower() == "offload" else "none",
+    }
+
+
+def _say_steps(fields: Fields) -> Settings:
+    optimizer, step, where = fields["optimizer"], fields["optimizer_step"], fields["offload_optimizer"]
+    refused = []
+    if step not in ("foreach", "backward"):
+        refused.append(
+            Inexpressible("optimizer_step", step, "foreach", "it has gradient_release, or steps after backward")
+        )
+    elif step == "backward" and (fields["gpus"] * fields["nodes"] > 1 or where != "none"):
+        why = f"gradient_release needs one GPU per stage ({AT} train.py)"
+        refused.append(Inexpressible("optimizer_step", step, "foreach", why))
+    if where == "nvme" or (where == "cpu" and optimizer != "adamw"):
+        refused.append(
+            Inexpressible("offload_optimizer", where, "none", "type = 'offload' keeps AdamW's states in host RAM")
+        )
+    if refused:
+        raise NotSaidError(*refused)
+    word = "offload" if where == "cpu" else word_for(OPTIMIZERS, "optimizer", "adamw")(optimizer)
+    said: Settings = {"config:optimizer.type": word}
+    return said | ({"config:optimizer.gradient_release": True} if step == "backward" else {})
+
+
+def _spread_of(given: Settings) -> Fields:
+    stages = whole(given.get("config:pipeline_stages", 1), "pipeline_stages")
+    if stages > 1:
+        fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not priced here"
+        raise VplanError(fault, "write pipeline_stages = 1")
+    world = given.get("gpus", 1) * given.get("nodes", 1)
+    return {
+        "sharding": "ddp" if world > 1 else "none",
+        "swap_blocks": whole(given.get("config:blocks_to_swap", 0), "blocks_to_swap"),
+    }
+
+
+def _say_spread(fields: Fields) -> Settings:
+    expected = "ddp" if fields["gpus"] * fields["nodes"] > 1 else "none"
+    refused = []
+    if fields["sharding"] != expected:
+        why = f"it splits models by pipeline stages, not by ZeRO or FSDP ({AT} train.py)"
+        refused.append(Inexpressible("sharding", fields["sharding"], expected, why))
+    if fields["swap_blocks"] and fields["method"] != "lora":
+        refused.append(
+            Inexpressible("swap_blocks", fields["swap_blocks"], 0, f"only LoRA swaps blocks ({AT} train.py)")
+        )
+    if refused:
+        raise NotSaidError(*refused)
+    said: Settings = {"config:pipeline_stages": 1}
+    return said | ({"config:blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {})
+
+
+def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
+    return Several(tuple(words), settings, of, say, words)
+
+
+CARRIES: config_text.Carries = {
+    BUCKETS: ("frames", "height", "width", "buckets"),
+    BATCH: ("batch_size",),
+    "config:model.type": ("model",),
+    "config:model.dtype": ("compute_dtype", "autocast", "weights_dtype"),
+    "config:model.transformer_dtype": ("weights_dtype",),
+    "config:adapter.dtype": ("adapter_dtype",),
+    "config:adapter.type": ("method",),
+    "config:adapter.rank": ("lora_rank",),
+    "config:adapter.dropout": ("lora_dropout",),
+    "config:optimizer.type": ("optimizer", "offload_optimizer"),
+    "config:optimizer.gradient_release": ("optimizer_step",),
+    "config:pipeline_stages": ("sharding",),
+    "config:blocks_to_swap": ("swap_blocks",),
+}
+TABLE: tuple[Binding | When, ...] = (
+    *(GPUS, NODES, EXPANDABLE),
+    _several(_method_of, _say_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
+             method="lora, full", lora_rank="adapter.rank", lora_dropout="adapter.dropout"),
+    _several(model_of, say_model, WHICH, model=", ".join(TYPES), experts="one of two"),
+    _several(shape_of, say_shape, (BUCKETS, BATCH), frames="size_buckets", height="size_buckets",
+             width="size_buckets", batch_size="micro_batch_size_per_gpu", buckets="size_buckets"),
+    _several(_formats_of, _say_formats,
+             ("config:model.dtype", "config:model.transformer_dtype", "config:adapter.dtype"),
+             weights_dtype="model.dtype, float8 under LoRA", compute_dtype="model.dtype", autocast="model.dtype",
+             adapter_dtype="adapter.dtype"),
+    _several(_targets_of, _say_targets, (), lora_targets="all linear layers"),
+    Choice("gradient_checkpointing", {
+        "none": {"config:activation_checkpointing": False},
+        "full": {"config:activation_checkpointing": True},
+        "offload": {"config:activation_checkpointing": "unsloth"},
+    }, "every layer is checkpointed, or none"),
+    Fixed("checkpointed_blocks", None),
+    _several(_steps_of, _say_steps, ("config:optimizer.type", "config:optimizer.gradient_release"),
+             optimizer="optimizer.type", optimizer_step="foreach; backward by gradient_release on one GPU",
+             offload_optimizer="none, cpu with adamw"),
+    Value("gradient_accumulation", "config:gradient_accumulation_steps", 1,
+          lambda value: whole(value, "gradient_accumulation_steps")),
+    _several(_spread_of, _say_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
+             sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
+    When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),
+    Fixed("text_encoder", "cached", "prompts are cached on disk before training"),
+    Fixed("vae", "cached", "latents are cached on disk before training"),
+    Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
+    Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
+    Fixed("attention", "sdpa"),
+    *usual("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_gradients",
+           "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
+           "group_offload", "group_offload_stream", "context_parallel"),
+)  # fmt: skip
+
+
+def gather(script: Script) -> Given | None:
+    """`deepspeed train.py --deepspeed --config FILE`, or that config itself; the dataset's file is read too."""
+    told: Settings = {}
+    notes = list(script.notes)
+    config = script.config
+    if config is None:
+        found = [one for one in script.programs if PurePosixPath(one.script).name == "train.py" and _is_own(one)]
+        if not found:
+            return None
+        told, more = launched(found[-1], script, {})
+        parsed = flags.script("diffusion-pipe", "train.py").parse(_without_deepspeed(found[-1].arguments))
+        notes += more
+        path = str(parsed.given["--config"])
+        config = script.document(path)
+        if config is None:
+            raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where it is")
+    said = flat(config, script.name)
+    if not {"model.type", "optimizer.type"} <= said.keys():
+        return None
+    read = flags.script("diffusion-pipe", "config.toml").parse_config(config)
+    settings: Settings = {"script": "train.py", **told}
+    settings |= {f"config:{key}": value for key, value in said.items()}
+    settings.setdefault("config:activation_checkpointing", False)
+    path = str(config.get("dataset", ""))
+    data = script.document(path) if path else None
+    if data is None:
+        notes.append(f"the dataset {path} is not here: priced at the model's usual shape")
+    else:
+        settings["dataset"] = True
+        settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
+    gone = tuple(Remark(name, why) for name, why in read.gone.items())
+    return Given("diffusion-pipe", settings, read.unknown, gone, tuple(notes))
+
+
+def _is_own(program: Program) -> bool:
+    words = {word.partition("=")[0] for word in program.arguments}
+    return "--config" in words and (program.launcher == "deepspeed" or "--deepspeed" in words)
+
+
+def _without_deepspeed(words: Sequence[str]) -> list[str]:
+    return [word for word in words if word != "--deepspeed"]  # deepspeed.add_config_arguments
+
+
+def notes(given: Settings, fields: Fields) -> Iterator[str]:
+    """What it does without being asked."""
+    yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
+    if fields["method"] == "lora" and (said := note(lookup.model(fields["model"]), fields["lora_targets"])):
+        yield said
+    if fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED:
+        yield "adapters over a quantised base are counted in fp32"
+    if str(given.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
+        yield "priced with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
+    if rows_of(given, "dataset:resolutions") and not rows_of(given, BUCKETS):
+        yield "resolutions are areas: priced as squares, and buckets of other sides have as many pixels"
+
+
+def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
+    """What does nothing."""
+    if given.get("config:reentrant_activation_checkpointing") and not given.get("config:activation_checkpointing"):
+        yield Remark("reentrant_activation_checkpointing", "it acts with activation_checkpointing only")
+    if given.get("config:disable_block_swap_for_eval") and not fields["swap_blocks"]:
+        yield Remark("disable_block_swap_for_eval", "no blocks are swapped")
+
+
+MOVES = (
+    Move({"expandable_segments": True}, "free"),
+    Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+    Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
+    Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 38)),
+    Move({"optimizer_step": "backward"}, "no gradient accumulation"),
+    Move({"optimizer": "adamw-8bit"}),
+    Move({"weights_dtype": "fp8"}),
+    Move({"offload_optimizer": "cpu"}, "slower, and host RAM for the states"),
+)
+
+
+def _files(plan: Plan, settings: Settings) -> dict[str, str]:
+    """dataset.toml, config.toml and train.sh."""
+    said = config_text.carried(DIALECT, settings, CARRIES)
+    data = {"size_buckets": settings[BUCKETS], "directory": [{"path": "data/my_set", "num_repeats": 1}]}
+    head = "The dataset. Behind each line: the Plan field that it carries. The folder is yours to fill in."
+    dataset = config_text.toml(data, config_text.comments(said, "dataset:"), head)
+    own = config_text.tree(settings, "config:")
+    config: Settings = {"output_dir": "out", "dataset": "dataset.toml", "epochs": 100, "warmup_steps": 10}
+    config |= {"gradient_clipping": 1.0, "save_every_n_epochs": 5, "checkpoint_every_n_minutes": 120, **own}
+    config["optimizer"] |= {"lr": 2e-5, "betas": [0.9, 0.99], "weight_decay": 0.01}
+    head = "Behind each line: the Plan field that it carries. Paths are yours to fill in."
+    nodes = f" --num_nodes={plan.machine.nodes}" if plan.machine.nodes > 1 else ""
+    lines = ["#!/bin/bash", "set -e"]
+    if plan.strategy.expandable_segments:
+        lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    lines += [f"deepspeed --num_gpus={plan.machine.gpus}{nodes} train.py --deepspeed --config config.toml"]
+    return {
+        "dataset.toml": dataset,
+        "config.toml": config_text.toml(config, config_text.comments(said, "config:"), head),
+        "train.sh": "\n".join(lines) + "\n",
+    }
+
+
+DIALECT: Dialect = Dialect(
+    name="diffusion-pipe",
+    title="diffusion-pipe",
+    source="https://github.com/tdrussell/diffusion-pipe at 8f83dbf",
+    scripts=("train.py",),
+    table=TABLE,
+    gather=gather,
+    remarks=remarks,
+    notes=notes,
+    moves=MOVES,
+    files=_files,
+)

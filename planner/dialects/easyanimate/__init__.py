@@ -1,0 +1,1 @@
+"""The dialect of EasyAnimate and VideoX-Fun."""

@@ -1,0 +1,84 @@
+"""What musubi-tuner is started with: the dataset's file, and a script that caches latents and prompts, then trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.catalog import lookup
+from planner.dialects.base import config_text
+from planner.dialects.base.bindings import Dialect, Settings
+from planner.dialects.base.launchers import command_line
+from planner.spec.plan import Plan
+
+ENCODERS: dict[str, dict[str, object]] = {
+    "wan": {"--t5": "models/t5.pth"},
+    "hv": {"--text_encoder1": "models/text_encoder1", "--text_encoder2": "models/text_encoder2"},
+    "flux_kontext": {"--text_encoder1": "models/text_encoder1", "--text_encoder2": "models/text_encoder2"},
+    "hv_1_5": {"--text_encoder": "models/text_encoder", "--byt5": "models/byt5"},
+}
+"""Script family -> its flags for text encoders; `--text_encoder` of all others."""
+
+VAE: dict[str, object] = {"--vae": "models/vae.safetensors"}
+EXTRA: dict[str, object] = {
+    "--dataset_config": "dataset.toml",
+    "--learning_rate": "2e-4",
+    "--max_train_epochs": 16,
+    "--save_every_n_epochs": 1,
+    "--timestep_sampling": "shift",
+    "--discrete_flow_shift": 3.0,
+    "--seed": 42,
+    "--output_dir": "out",
+    "--output_name": "lora",
+}
+"""What no field of a plan carries, as its documentation begins (docs/wan.md)."""
+
+
+def files(dialect: Dialect, plan: Plan, settings: Settings, carries: config_text.Carries) -> dict[str, str]:
+    """dataset.toml, the prompts of samples where some are made, and train.sh."""
+    found = {"dataset.toml": _dataset(config_text.carried(dialect, settings, carries), plan, settings)}
+    if "--sample_prompts" in settings:
+        shape = plan.job.validation or plan.job
+        found["prompts.txt"] = f"a prompt of yours --w {shape.width} --h {shape.height} --f {shape.frames} --s 20\n"
+    found["train.sh"] = _script(plan, settings)
+    return found
+
+
+def _dataset(carried: Mapping[str, tuple[str, ...]], plan: Plan, settings: Settings) -> str:
+    kind = lookup.model(plan.job.model).kind
+    data = config_text.tree(settings, "dataset:")
+    first = {f"{kind}_directory": "data/my_set", "cache_directory": "data/my_cache", **data.get("datasets", [{}])[0]}
+    first |= {"frame_extraction": "head"} if kind == "video" else {}
+    general = {**data["general"], "caption_extension": ".txt", "enable_bucket": True}
+    said = config_text.comments(carried, "dataset:")
+    head = "The dataset. Behind each line: the Plan field that it carries. The folders are yours to fill in."
+    return config_text.toml({"general": general, "datasets": [first]}, said, head)
+
+
+def _script(plan: Plan, settings: Settings) -> str:
+    script = str(settings["script"])
+    family = script.rpartition("/")[2].removesuffix("_train_network.py")
+    caching = script.rpartition("/")[0] + "/" + ("" if family == "hv" else f"{family}_") + "cache_{}.py"
+    encoders = ENCODERS.get(family, {"--text_encoder": "models/text_encoder.safetensors"})
+    own = {name: value for name, value in settings.items() if name.startswith("--")}
+    fp8 = {name: value for name, value in own.items() if name in ("--fp8_t5", "--fp8_llm", "--fp8_vl", *_FP8)}
+    data: dict[str, object] = {"--dataset_config": "dataset.toml"}
+    latents: Settings = {"script": caching.format("latents")}
+    if family == "wan" and "i2v" in plan.job.model:
+        latents["--i2v"] = True
+    if "--vae_dtype" in own:
+        latents["--vae_dtype"] = own["--vae_dtype"]
+    prompts: Settings = {"script": caching.format("text_encoder_outputs"), **fp8}
+    launcher = ["accelerate", "launch", "--num_cpu_threads_per_process 1", f"--num_processes {plan.machine.world}"]
+    launcher += ["--multi_gpu"] if plan.machine.world > 1 else []
+    launcher += [f"--num_machines {plan.machine.nodes}"] if plan.machine.nodes > 1 else []
+    launcher += [f"--mixed_precision {settings['--mixed_precision']}"]
+    text = "#!/bin/bash\nset -e\n"
+    if plan.strategy.expandable_segments:
+        text += "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    text += command_line(latents, data | VAE, ["python"])
+    text += command_line(prompts, data | encoders, ["python"])
+    extra = EXTRA | (VAE | encoders if "--sample_prompts" in own else {})
+    return text + command_line({"script": script, **own}, extra, launcher)
+
+
+_FP8 = ("--fp8_text_encoder",)

@@ -1,0 +1,161 @@
+"""musubi-tuner's models and datasets, in its words and in ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.catalog import lookup
+from planner.dialects.base.bindings import (
+    Fields,
+    Inexpressible,
+    NotSaidError,
+    Settings,
+)
+from planner.dialects.base.launchers import known_model
+from planner.dialects.base.values import listed, whole
+from planner.errors import VplanError, quoted
+from planner.spec.job import Bucket
+
+AT = "musubi-tuner 30c658c"
+FAMILIES: dict[str, tuple[str, Settings]] = {
+    "wan2.1-t2v-1.3b": ("wan", {"--task": "t2v-1.3B"}),
+    "wan2.1-t2v-14b": ("wan", {"--task": "t2v-14B"}),
+    "wan2.1-i2v-14b-480p": ("wan", {"--task": "i2v-14B"}),
+    "wan2.1-i2v-14b-720p": ("wan", {"--task": "i2v-14B"}),
+    "wan2.2-t2v-a14b": ("wan", {"--task": "t2v-A14B"}),
+    "wan2.2-i2v-a14b": ("wan", {"--task": "i2v-A14B"}),
+    "hunyuan-video": ("hv", {}),
+    "hunyuan-video-1.5": ("hv_1_5", {"--task": "t2v"}),
+    "qwen-image": ("qwen_image", {}),
+    "qwen-image-edit": ("qwen_image", {"--model_version": "edit"}),
+    "z-image": ("zimage", {}),
+    "flux.1-kontext-dev": ("flux_kontext", {}),
+    "flux.2-dev": ("flux_2", {"--model_version": "dev"}),
+    "flux.2-klein-4b": ("flux_2", {"--model_version": "klein-base-4b"}),
+    "flux.2-klein-9b": ("flux_2", {"--model_version": "klein-base-9b"}),
+    "krea-2": ("krea2", {}),
+}
+"""Model -> the beginning of its script's name (src/musubi_tuner/*_train_network.py), and what names it there."""
+
+MEANT = {"edit-2509": "edit", "edit-2511": "edit", "i2v": "t2v"}
+"""Words for models of the same shape -> those of the model we price (Qwen-Image-Edit's later versions; HunyuanVideo 1.5
+has one transformer for both tasks)."""
+
+ENCODER_FP8 = {
+    "wan": "--fp8_t5",
+    "hv": "--fp8_llm",
+    "hv_1_5": "--fp8_vl",
+    "qwen_image": "--fp8_vl",
+    "zimage": "--fp8_llm",
+    "flux_kontext": "--fp8_t5",
+    "flux_2": "--fp8_text_encoder",
+}
+NETWORKS = {"hv": "lora", "zimage": "lora_zimage", "flux_kontext": "lora_flux"}
+SCALED = frozenset({"wan", "qwen_image", "zimage", "hv_1_5", "flux_2", "flux_kontext", "krea2"})
+SCRIPT = "src/musubi_tuner/{}_train_network.py"
+WHICH = ("script", "--task", "--model_version", "--dit", "--dit_high_noise", "--offload_inactive_dit")
+
+
+def family_of(model: str) -> str:
+    """The beginning of the name of a model's scripts."""
+    return FAMILIES.get(model, ("wan", {}))[0]  # of a model it has not, another binding says so
+
+
+def candidates_of(given: Settings) -> list[str]:
+    """The models that a command may mean by its script and task."""
+    script = str(given.get("script", ""))
+    found = []
+    for name, (family, words) in FAMILIES.items():
+        plain = words or {"--model_version": None}
+        plain = {key: value for key, value in plain.items() if value is not None or given.get(key) != "original"}
+        if script.endswith(SCRIPT.format(family)) and all(given.get(key) == value for key, value in plain.items()):
+            found.append(name)
+    return found
+
+
+def model_of(given: Settings) -> Fields:
+    """The model that the settings mean, and its expert."""
+    given = given | {name: MEANT[value] for name in WHICH if (value := given.get(name)) in MEANT}
+    candidates = candidates_of(given)
+    named = given.get("model") or known_model(given.get("--dit"))
+    if not candidates:
+        said = given.get("--task") or given.get("--model_version") or given.get("script")
+        fix = "we price " + ", ".join(FAMILIES)
+        raise VplanError(f"which model {quoted(said)} trains is not known here", fix)
+    model = named if named in candidates else candidates[0]
+    fields: Fields = {"model": model, "experts": None, "inactive_expert": "absent"}
+    if lookup.model(model).experts > 1:
+        fields["experts"] = "high" if "high" in str(given.get("--dit", "")).lower() else "low"
+        if given.get("--dit_high_noise"):
+            fields["experts"] = "both"
+            fields["inactive_expert"] = "cpu" if given.get("--offload_inactive_dit") else "gpu"
+    return fields
+
+
+def say_model(fields: Fields) -> Settings:
+    """What names a model, or a NotSaidError."""
+    model, experts, inactive = fields["model"], fields["experts"], fields["inactive_expert"]
+    if model not in FAMILIES:
+        why = f"of our models it trains {', '.join(FAMILIES)}"
+        raise NotSaidError(Inexpressible("model", model, next(iter(FAMILIES)), why))
+    family, words = FAMILIES[model]
+    said: Settings = {"script": SCRIPT.format(family), **words, "--dit": f"models/{model}.safetensors"}
+    if lookup.model(model).experts == 1 or experts != "both":
+        if inactive != "absent":
+            why = (
+                "there is no other expert" if lookup.model(model).experts == 1 else "one expert is loaded, which trains"
+            )
+            raise NotSaidError(Inexpressible("inactive_expert", inactive, "absent", why))
+        if lookup.model(model).experts == 1:
+            return said
+        return said | {"--dit": f"models/{model}-{experts or 'low'}.safetensors"}
+    if inactive == "cpu" and fields["swap_blocks"]:
+        why = f"--offload_inactive_dit does not go with --blocks_to_swap ({AT} wan_train_network.py)"
+        raise NotSaidError(Inexpressible("inactive_expert", inactive, "gpu", why))
+    said |= {"--dit": f"models/{model}-low.safetensors", "--dit_high_noise": f"models/{model}-high.safetensors"}
+    return said | ({"--offload_inactive_dit": True} if inactive == "cpu" else {})
+
+
+# ---- the dataset's file
+
+SIZE, BATCH = "dataset:general.resolution", "dataset:general.batch_size"
+FRAMES, EXTRACTION = "dataset:datasets[0].target_frames", "dataset:datasets[0].frame_extraction"
+SHAPE = ("frames", "height", "width", "batch_size", "buckets")
+LONGEST = 129
+"""``max_frames`` of datasets that take whole clips (dataset/config_utils.py)."""
+
+
+def shape_of(given: Settings) -> Fields:
+    """The samples' shapes."""
+    model = lookup.model(model_of(given)["model"])
+    usual = model.shape
+    size = listed(dataset_key(given, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]])
+    width, height = (whole(side, "resolution") for side in (size[0], size[-1]))
+    lengths = listed(dataset_key(given, "target_frames") or usual.default_frames)
+    if dataset_key(given, "frame_extraction") == "full":
+        lengths = [dataset_key(given, "max_frames") or LONGEST]
+    lengths = sorted({whole(each, "target_frames") for each in lengths}) if model.kind == "video" else [1]
+    shapes = tuple(Bucket.read({"frames": each, "height": height, "width": width}, "the dataset") for each in lengths)
+    buckets = shapes if len(shapes) > 1 else ()
+    batch = whole(dataset_key(given, "batch_size") or 1, "batch_size")
+    return {"frames": lengths[-1], "height": height, "width": width, "batch_size": batch, "buckets": buckets}
+
+
+def dataset_key(given: Settings, key: str) -> Any:
+    """A key of the first dataset, or of all of them."""
+    return given.get(f"dataset:datasets[0].{key}", given.get(f"dataset:general.{key}"))
+
+
+def say_shape(fields: Fields) -> Settings:
+    """What says the samples' shapes, or a NotSaidError."""
+    sizes = {(bucket.height, bucket.width) for bucket in fields["buckets"]}
+    lengths = sorted(bucket.frames for bucket in fields["buckets"]) or [fields["frames"]]
+    odd = len(sizes) > 1 or any(bucket.batch_size for bucket in fields["buckets"]) or len(set(lengths)) < len(lengths)
+    image = lookup.model(fields["model"]).kind == "image"
+    if odd or (sizes and (sizes != {(fields["height"], fields["width"])} or image or len(lengths) == 1)):
+        why = "a dataset has one size and one batch size, with several lengths"
+        raise NotSaidError(Inexpressible("buckets", fields["buckets"], (), why))
+    if fields["frames"] != lengths[-1]:
+        raise NotSaidError(Inexpressible("frames", fields["frames"], lengths[-1], "the longest bucket counts"))
+    said: Settings = {SIZE: [fields["width"], fields["height"]], BATCH: fields["batch_size"]}
+    return said if image else said | {FRAMES: lengths}

@@ -1,0 +1,80 @@
+"""Number formats and engines of sd-scripts' FLUX scripts, read at 48d368f (flux_train.py, deepspeed_utils.py)."""
+
+from __future__ import annotations
+
+from planner.dialects.base.bindings import Fields, Inexpressible, NotSaidError, Settings
+from planner.spec.job import SPLIT
+from planner.spec.rules import DEEPSPEED
+
+AT = "sd-scripts 48d368f"
+FULL, LORA = "flux_train.py", "flux_train_network.py"
+
+
+def engine(settings: Settings) -> Fields:
+    """Weights are loaded in the mixed precision's format and stay so in full training; adapters are fp32 unless all is
+    asked for in 16 bits; --fp8_base is for a frozen base. ZeRO by its own flags."""
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    half = precision if precision in ("bf16", "fp16") else "fp32"
+    fp8 = settings.get("--fp8_base") or settings.get("--fp8_base_unet")
+    lora = str(settings.get("script")).endswith(LORA)
+    sixteen = settings.get("--full_bf16") or settings.get("--full_fp16")
+    fields = {
+        "weights_dtype": "fp8" if fp8 and lora else half,
+        "adapter_dtype": half if sixteen else "fp32",
+        "autocast": half if half != "fp32" else "none",
+        "master_weights": "none",
+        "offload_optimizer": "none",
+        "offload_gradients": "none",
+        "offload_params": "none",
+        "sharding": "ddp" if int(settings.get("gpus", 1)) * int(settings.get("nodes", 1)) > 1 else "none",
+    }
+    if settings.get("--deepspeed") and int(settings.get("--zero_stage", 2)):
+        stage = int(settings.get("--zero_stage", 2))
+        where = str(settings.get("--offload_optimizer_device", "none"))
+        params = str(settings.get("--offload_param_device", "none")) if stage == 3 else "none"
+        fields |= {**DEEPSPEED, "sharding": f"zero-{stage}", "offload_optimizer": where, "offload_params": params}
+        fields["offload_gradients"] = where
+    return fields
+
+
+def say_engine(fields: Fields) -> Settings:
+    """The flags that say them; a NotSaidError for what they cannot."""
+    settings: Settings = {"script": FULL if fields["method"] == "full" else LORA}
+    if fields["sharding"] == "fsdp":
+        raise NotSaidError(Inexpressible("sharding", "fsdp", "zero-3", "its engine is DeepSpeed"))
+    if fields["sharding"] in SPLIT:
+        settings |= {"--deepspeed": True, "--zero_stage": str(fields["sharding"])[-1], "--mixed_precision": "bf16"}
+        for field, flag in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
+            if fields[field] != "none":
+                settings[f"--offload_{flag}_device"] = fields[field]
+    else:
+        half = fields["autocast"]
+        if half != "none":
+            settings["--mixed_precision"] = half
+        if fields["weights_dtype"] == "fp8":
+            settings["--fp8_base"] = True
+        if fields["method"] == "full" or fields["adapter_dtype"] == half:
+            settings |= {f"--full_{half}": True} if half != "none" else {}
+    said = engine(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
+    alone = {"adapter_dtype"} if fields["method"] == "full" else set()
+    wrong = [name for name in said if said[name] != fields[name] and name not in alone]
+    if wrong:
+        why = f"its number formats follow --mixed_precision, its engines --deepspeed ({AT})"
+        raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
+    del settings["script"]
+    if "--zero_stage" in settings:
+        settings["--zero_stage"] = int(settings["--zero_stage"])
+    return settings
+
+
+def swapped(blocks: int) -> int:
+    """Blocks in host RAM for --blocks_to_swap: half as many double blocks, and twice the rest of single ones, which are
+    half as large (library/flux_models.py enable_block_swap)."""
+    return blocks // 2 + (blocks - blocks // 2) * 2
+
+
+def swap_of(given: Settings) -> Fields:
+    """Blocks in host RAM. The older flags count halves of two (flux_train.py)."""
+    older = int(given.get("--double_blocks_to_swap") or 0) + int(given.get("--single_blocks_to_swap") or 0) // 2
+    asked = int(given.get("--blocks_to_swap") or older)
+    return {"swap_blocks": swapped(asked)}

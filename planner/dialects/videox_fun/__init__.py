@@ -1,0 +1,1 @@
+"""The dialect of VideoX-Fun, EasyAnimate's successor."""

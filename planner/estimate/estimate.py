@@ -1,0 +1,333 @@
+"""Job + Strategy + Machine -> Estimate. Pure: records in, record out; no clock, file, GPU or torch.
+
+The phases run in order on one replayed allocator, because what it holds carries over: load, first step (the optimizer
+creates its states), then a later step, which is where most runs die.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from planner.allocator.implementation import alive, held
+from planner.catalog.shapes import grid
+from planner.estimate import fragmentation, host_ram
+from planner.estimate.roofline import step_seconds, total_flops
+from planner.estimate.stages import Played, again, play
+from planner.estimate.traffic import step_work, traffic
+from planner.layout import attention_kernel, margin
+from planner.layout.correction import Correction
+from planner.layout.phases import decoder, encoders, validation_grid
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Facts, Run
+from planner.layout.single_gpu import NCCL_BYTES
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
+from planner.spec.rules import resolve
+from planner.tape.program import Moment
+from planner.tape.variants import UNPAGED
+from planner.units import format_gib
+
+Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
+"""Lays a run out, as ``planner.layout.pipeline.lay_out`` does."""
+
+BREAKDOWN = {
+    "weight": "weights",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+    "batch": "activations",
+    "activation": "activations",
+    "temporary": "temporary",
+    "workspace": "workspace",
+    "residents": "residents",
+    "buckets": "buckets",
+    "ema": "ema",
+}
+"""A buffer's category -> its part of the breakdown."""
+
+
+NAMED = {
+    "load": "loading the weights",
+    "encode": "encoding prompts and clips",
+    "denoise": "denoising a validation sample",
+    "decode": "decoding a validation sample",
+    "save": "saving a checkpoint",
+}
+"""Phases whose moment needs no other name."""
+
+SAMPLING = {"denoise": "denoising", "decode": "decoding the samples"}
+"""The same where sampling is all there is."""
+
+
+def estimate(
+    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
+) -> Estimate:
+    """What happens when ``job`` runs under ``strategy`` on ``machine``; the worst of the job's buckets.
+
+    ``layout`` may give runs from a cache, as a search does.
+    """
+    return of_run(*replayed(job, strategy, machine, facts, trainer, layout), trainer)
+
+
+class Judged(NamedTuple):
+    """What is told of one plan: its run replayed, the estimate, and what pieces of memory leave out of it."""
+
+    run: Run
+    played: list[Played]
+    estimate: Estimate
+    kept_bytes: int = 0
+    """on the device with what torch's allocator, as it comes, leaves in pieces; 0 where that decides too"""
+
+
+def judged(
+    job: Job,
+    strategy: Strategy,
+    machine: Machine,
+    facts: Facts,
+    trainer: str = "vplan",
+    layout: Layout = lay_out,
+    cached: bool = True,
+    like: Judged | None = None,
+) -> Judged:
+    """One plan's estimate and verdict, as every command that answers for plans tells it.
+
+    Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
+    back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
+    what lies in pieces, as long as the run is expected within the card with its pieces too. `estimate` is with them,
+    because that is what people measure. ``cached``: whether what is encoded before training is asked about too.
+    ``like``: the same plan on another card, whose replay holds where the very same is allocated here.
+    """
+    run, played = replayed(job, strategy, machine, facts, trainer, layout, cached, like.played if like else ())
+    found = of_run(run, played, trainer)
+    expected = found.verdict == "tight" and found.limit is None and found.peak.device_bytes <= found.budget_bytes
+    if not expected or found.strategy.expandable_segments or found.basis == "measured":
+        return Judged(run, played, found)
+    expandable = strategy.replace(expandable_segments=True)
+    lean = of_run(*replayed(job, expandable, machine, facts, trainer, layout, cached), trainer)
+    if lean.verdict != "fits":
+        return Judged(run, played, found)
+    kept = found.peak.device_bytes
+    pieces = (
+        f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
+        "gives unused memory back where it runs short (expandable_segments:True keeps less)"
+    )
+    told = lean.replace(strategy=found.strategy, assumptions=(pieces, *lean.assumptions))
+    return Judged(run, played, told, kept)
+
+
+def replayed(
+    job: Job,
+    strategy: Strategy,
+    machine: Machine,
+    facts: Facts,
+    trainer: str = "vplan",
+    layout: Layout = lay_out,
+    cached: bool = True,
+    known: Sequence[Played] = (),
+) -> tuple[Run, list[Played]]:
+    """The run at the worst of the job's buckets, and its stages replayed in the order they run.
+
+    ``known``: of a run that may be the same to the byte.
+    """
+    strategy = resolve(job, strategy, machine)
+    runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
+    if len(runs) == 1:
+        return runs[0], again(runs[0], known, cached=cached) or play(runs[0], cached=cached)
+    # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
+    runs.sort(key=lambda run: _reserved(play(run, cached=cached)))
+    return runs[-1], max(play(*runs, cached=cached), play(*reversed(runs), cached=cached), key=_reserved)
+
+
+def _reserved(played: list[Played]) -> int:
+    return max(entry.replayed.reserved_peak_bytes for entry in played)
+
+
+def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> int:
+    """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
+    strategy = resolve(job, strategy, machine)
+    run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)
+    return next(entry for entry in reversed(play(run)) if entry.phase == "optimizer").allocated_after_bytes
+
+
+def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
+    """The estimate of a replayed run."""
+    job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
+    correction, outside = facts.learned.correction, outside_bytes(run)
+    phases = {
+        phase: highest(phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
+        for phase in dict.fromkeys(entry.phase for entry in played)
+    }
+    top = peak_stage(played)
+    peak = highest(phases.values())
+    work = step_work(run)
+    seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
+    budget = facts.gpu.allocatable_bytes - machine.reserve
+    where = max(phases, key=lambda phase: phases[phase].device_bytes)
+    at_most, most = _most(played, correction, outside)
+    sides = _sides(played, correction, where, peak.device_bytes, most)
+    low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
+    usual, longest = correction.step_seconds(seconds.total, seconds.high)
+    ram = host_ram.host_ram(run, machine)
+    verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget, sides)
+    found = Estimate(
+        job=job,
+        strategy=strategy,
+        machine=machine,
+        peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
+        phases=phases,
+        breakdown=breakdown_at(top, peak, correction),
+        host_ram_bytes=ram.nbytes,
+        host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
+        disk_bytes=host_ram.disk_bytes(run),
+        step_seconds=usual * run.calls,
+        step_seconds_high=longest * run.calls,
+        flops=total_flops(work, strategy) * run.calls,
+        budget_bytes=budget,
+        verdict=verdict,
+        limit=limit,
+        low_bytes=low,
+        high_bytes=high,
+        basis=correction.basis(where),
+        lossy=strategy.lossy_fields(job),
+        attention_kernel=attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops),
+        assumptions=(*correction.words, *_splitting(at_most, most - peak.device_bytes), *_assumptions(run, played)),
+    )
+    return facts.learned.proved(found, trainer)
+
+
+def _sides(
+    played: list[Played], correction: Correction, where: PhaseName, device_bytes: int, most_bytes: int
+) -> margin.Sides:
+    """How sure the device peak is: what measurements or recordings say, around what holes may make of it, and the most
+    that may be there."""
+    lowest, highest = fragmentation.reserved_range(played)
+    found, share = _reserved(played), correction.share(where)
+    more = max(round(share * (highest - found)), most_bytes - device_bytes)
+    return fragmentation.widened(correction.sides_of(where), device_bytes, round(share * (found - lowest)), more)
+
+
+def _most(played: list[Played], correction: Correction, outside: int) -> tuple[Played, int]:
+    """The stage with the most device bytes where a VAE's split convolutions take the most that they can; and these."""
+
+    def most(entry: Played) -> int:
+        return phase_peak(entry, outside, correction).device_bytes + entry.run.split_bytes.get(entry.phase, 0)
+
+    highest = max(played, key=most)
+    return highest, most(highest)
+
+
+def _splitting(stage: Played, more_bytes: int) -> tuple[str, ...]:
+    """That a VAE's convolutions may make the peak so much higher, in words."""
+    if more_bytes <= 0:
+        return ()
+    vae, does = stage.run.facts.model.vae.class_name, f"{stage.phase}s"
+    over = "splits convolutions over 2 GiB and joins them, which is counted whole"
+    return (f"while it {does}, {vae} {over}: up to {format_gib(more_bytes)} more (--vae-tiling avoids it)",)
+
+
+def outside_bytes(run: Run) -> int:
+    """Device bytes that are not torch's: CUDA's context, communicators and what a trainer takes.
+
+    To sample, every GPU works alone; but GPUs that share a sample's tokens have a communicator of their own.
+    """
+    communicators = int(run.machine.world > 1 and not run.samples) + int(run.strategy.context_parallel > 1)
+    return run.facts.gpu.context_bytes + run.outside_bytes + communicators * NCCL_BYTES
+
+
+def highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
+    """The highest of each counter."""
+    known = list(peaks)
+    return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})
+
+
+def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
+    """What the estimate does not count, and what it takes for granted, in words."""
+    layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
+    words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
+    compiled = ("torch.compile chooses what backward keeps: priced as without it, 10 % less sure either way",)
+    more = compiled if run.strategy.compile != "none" else ()
+    part = ("activations are those of training everything, so the peak is at most this",) if run.job.trainable else ()
+    return (*_left_out(run), *words, *_elastic(run.strategy), *more, *part)
+
+
+def _left_out(run: Run) -> tuple[str, ...]:
+    """What the estimate does not count of text encoders and VAEs, in words."""
+    components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
+    if run.samples or run.validation:
+        components.append(decoder(run, run.grid if run.samples else validation_grid(run.job, run.facts.model), 1))
+    return tuple(
+        f"what {entry.name.partition('-')[0]} takes to {entry.piece} is not recorded: only its weights are counted"
+        for entry in components
+        if entry.tape is None
+    )
+
+
+def _elastic(strategy: Strategy) -> tuple[str, ...]:
+    """What takes GPU memory only where there is some to spare, in words."""
+    if strategy.optimizer not in UNPAGED:
+        return ()
+    return ("paged states are counted in host RAM; they use what the card has free, and move where it has not",)
+
+
+def _verdict(
+    run: Run, device_bytes: int, host_bytes: int, budget: int, sides: margin.Sides
+) -> tuple[Verdict, Literal["gpu", "host"] | None]:
+    """The verdict and what is short. On unified memory the host's share comes out of the same budget."""
+    machine = run.machine
+    unified = machine.unified or run.facts.gpu.unified
+    compiled = run.strategy.compile != "none"
+    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget, compiled, sides)
+    if verdict == "no":
+        return "no", "gpu"
+    if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
+        return "no", "host"
+    return ("tight" if verdict == "fits" and _left_out(run) else verdict), None
+
+
+def phase_peak(entry: Played, outside: int, correction: Correction) -> PhasePeak:
+    """The counters of one replayed stage; ``outside``: device bytes beside torch."""
+    replayed = entry.replayed
+    return correction.peak(replayed.allocated_peak_bytes, replayed.reserved_peak_bytes, outside, entry.phase)
+
+
+def peak_stage(played: list[Played]) -> Played:
+    """The stage whose tensors peak highest, the later among equals.
+
+    Reserved is no guide: what was reserved once stays.
+    """
+    return max(reversed(played), key=lambda entry: entry.replayed.allocated_peak_bytes)
+
+
+def describe(played: Played, strategy: Strategy) -> str:
+    """The moment of a stage's allocated peak, in words."""
+    index = played.replayed.allocated_peak_at
+    moment: Moment = played.stage.moment(max(index, 0))
+    what = moment.passes
+    every = moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload")
+    if what == "backward" and (every or (moment.module_list, moment.block) in played.run.checkpointed):
+        what = "recompute and backward"
+    if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
+        return "optimizer step"
+    if played.stage is played.run.leaving:  # all is still there that was loaded
+        return NAMED["load"]
+    if played.run.samples and played.phase in SAMPLING:
+        return SAMPLING[played.phase]
+    if played.phase in NAMED:
+        return NAMED[played.phase]
+    return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
+
+
+def breakdown_at(top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
+    """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
+    category = top.run.program.category
+    there: dict[str, list[int]] = {}
+    for buffer in alive(top.ops[: top.replayed.allocated_peak_at + 1], top.before):
+        there.setdefault(category[buffer], []).append(buffer)
+    parts: Counter[str] = Counter()
+    for kind, buffers in there.items():
+        parts[BREAKDOWN[kind]] += held(buffers, top.run.sizes)[0]
+    share = correction.share(top.phase)
+    counted = {name: int(nbytes * share) for name, nbytes in parts.items()}
+    fragmentation = peak.reserved_bytes - sum(counted.values())
+    return Breakdown(**counted, fragmentation=fragmentation, context=peak.device_bytes - peak.reserved_bytes)

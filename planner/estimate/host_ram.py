@@ -1,0 +1,305 @@
+"""Host RAM and disk of a run: budgets of their own, because a run can die in either.
+
+RAM is counted phase by phase like the GPU's, in parts. What a file maps (safetensors) is not counted: the kernel takes
+its pages back when they are wanted. What is copied or cast out of it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from planner.layout import experts
+from planner.layout.checkpoint_inputs import block_inputs, shared_inputs
+from planner.layout.encoders_vae import STORED
+from planner.layout.fp32_masters import master_bytes
+from planner.layout.group_offload import host_sizes
+from planner.layout.phases import caching, encoders, weights_on_gpu
+from planner.layout.run import Run
+from planner.layout.sharding import nvme
+from planner.layout.single_gpu import ema_bytes
+from planner.spec.job import SPLIT, Job, Machine, Strategy
+from planner.spec.plan import PhaseName
+from planner.tape.variants import UNPAGED, trained_storage
+from planner.units import GIB
+
+PROCESS_BYTES = 3 * GIB
+"""One training process: Python, torch and CUDA libraries. Assumed; the measured rows will tell."""
+
+HOST_STATES = {"adafactor": 0, "came": 4}
+"""Per parameter whose optimizer runs in host RAM, beside weight and gradient in the trained format
+(trainers/step/optimizers.py ``OnHost``, as torchao's CPUOffloadOptimizer): AdamW's two states have that format too,
+CAME's one is fp32, and rows and columns are next to nothing."""
+
+ZERO_OFFLOADED_BYTES = 18
+"""DeepSpeed keeps fp32 weight, gradient and two Adam states of its share, and beside them the new weights in 16 bits on
+their way back (stages 1 and 2: ``param_buffer_of_bit16_for_cpu_offload_groups``) or the gradients in 16 bits (stage 3:
+``grad_partitions_flat_buffer``)."""
+
+LION_LESS = 4
+"""Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py)."""
+
+SHARD_BYTES = 10 * 10**9
+"""A file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""
+
+PREFETCHED = 2
+"""Batches that each worker of a loader has ready (torch ``DataLoader``, ``prefetch_factor``)."""
+
+RGB = 3
+
+Parts = dict[str, int]
+"""Bytes by kind: process, weights, activations, optimizer, ema, data, loading, saving."""
+
+
+class HostRam(NamedTuple):
+    """Host RAM of all processes on one node."""
+
+    phase: PhaseName
+    """where most is needed, the later among equals"""
+    phases: dict[PhaseName, int]
+    parts: Parts
+    """of that phase; they sum to its bytes"""
+
+    @property
+    def nbytes(self) -> int:
+        """What the run needs."""
+        return self.phases[self.phase]
+
+
+def host_ram(run: Run, machine: Machine) -> HostRam:
+    """Every phase's need. What each process holds counts for every GPU of the node, what rank 0 alone does once."""
+    each, once = (_sampling(run), {}) if run.samples else (_training(run, machine), _rank_0(run))
+    by_phase: dict[PhaseName, Parts] = {}
+    for phase, parts in each.items():
+        total = {name: nbytes * machine.gpus for name, nbytes in {"process": PROCESS_BYTES, **parts}.items()}
+        for name, nbytes in once.get(phase, {}).items():
+            total[name] = total.get(name, 0) + nbytes
+        by_phase[phase] = {name: nbytes for name, nbytes in total.items() if nbytes}
+    phases = {phase: sum(parts.values()) for phase, parts in by_phase.items()}
+    top = max(reversed(phases), key=phases.__getitem__)
+    return HostRam(top, phases, by_phase[top])
+
+
+def ram_bytes(run: Run, machine: Machine) -> int:
+    """Host RAM of all processes on one node, at the worst phase."""
+    return host_ram(run, machine).nbytes
+
+
+# ---- training
+
+
+def _training(run: Run, machine: Machine) -> dict[PhaseName, Parts]:
+    strategy = run.strategy
+    held = _held(run, machine)
+    phases: dict[PhaseName, Parts] = {}
+    if waiting := _waiting(run):
+        phases["encode"] = {"weights": waiting}
+    phases["load"] = {"weights": held["weights"], "ema": held["ema"], "loading": _loading(run)}
+    phases["train"] = held
+    if strategy.validation_mode != "off":
+        # Where nothing is transformed yet, what is swapped is still there.
+        swapped = set(_swapped(run)) if strategy.swap_blocks else set()
+        model = run.total_bytes(buffer for buffer in weights_on_gpu(run) if buffer not in swapped)
+        grouped, applying = _groups(run)
+        phases["denoise"] = {**held, "weights": held["weights"] + max(grouped, applying)}
+        moved = grouped if strategy.group_offload != "none" else model if strategy.validation_mode == "offload" else 0
+        phases["decode"] = {**held, "weights": held["weights"] + moved}
+    phases["save"] = {**held, "saving": nvme.checkpoint_bytes(run)}
+    return phases
+
+
+def _rank_0(run: Run) -> dict[PhaseName, Parts]:
+    """What only the main process does: it validates and saves.
+
+    With a moving average validation runs on it, and the trained weights wait (diffusers ``EMAModel.store`` copies them
+    to the CPU, ``copy_to`` writes over them on the GPU).
+    """
+    stored = trained_bytes(run) if run.strategy.ema != "none" else 0
+    return {"denoise": {"ema": stored}, "decode": {"ema": stored}, "save": {"saving": _saving(run)}}
+
+
+def _held(run: Run, machine: Machine) -> Parts:
+    """What a process holds throughout training."""
+    strategy = run.strategy
+    weights = experts.host_bytes(run) + _swapped_encoders(run)
+    activations, optimizer = run.host_bytes, 0
+    if strategy.gradient_checkpointing == "offload":  # registered with CUDA as they lie (trainers/memory/pinned.py)
+        activations += sum(map(run.total_bytes, block_inputs(run).values()))
+        if run.copies_shared_inputs:
+            activations += run.facts.model.blocks * run.total_bytes(shared_inputs(run))
+    if strategy.swap_blocks:  # likewise
+        weights += _swapped_bytes(run)
+    if strategy.offload_optimizer == "nvme":
+        optimizer += nvme.optimizer_host_bytes(run)
+    if strategy.offload_params == "nvme":
+        weights += nvme.params_host_bytes(run)
+    if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
+        optimizer += _offloaded_bytes(strategy, machine, trained_bytes(run), run.trained_parameters)
+    if strategy.optimizer in UNPAGED:
+        optimizer += run.total_bytes(run.paged_states)
+    if strategy.offload_params == "cpu":
+        split = 2 * sum(run.elements.values())
+        if strategy.sharding == "fsdp":  # with the gradients and two states of what is trained
+            split += 4 * trained_bytes(run) - 2 * run.trained_parameters
+        weights += split // machine.world
+    ema = ema_bytes(run) if strategy.ema == "cpu" else 0
+    return {"weights": weights, "activations": activations, "optimizer": optimizer, "ema": ema, "data": _data(run)}
+
+
+def _offloaded_bytes(strategy: Strategy, machine: Machine, trained: int, parameters: int) -> int:
+    """What a process keeps of weights, gradients and states whose optimizer runs in host RAM, FSDP2's beside.
+    ``trained``: bytes of so many parameters as they are trained."""
+    if strategy.sharding.startswith("zero"):
+        parameter = ZERO_OFFLOADED_BYTES - (LION_LESS if strategy.optimizer == "lion" else 0)
+        return parameter * parameters // machine.world
+    states = HOST_STATES.get(strategy.optimizer)
+    return 2 * trained + (2 * trained if states is None else states * parameters)
+
+
+def floor_bytes(job: Job, strategy: Strategy, machine: Machine, parameters: int) -> int:
+    """What a node needs for certain, known without laying a run out, to train a model of so many parameters."""
+    whole = job.method == "full" and not job.trainable
+    offloaded = strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp"
+    if not whole or not offloaded:
+        return machine.gpus * PROCESS_BYTES
+    trained = (4 if trained_storage(job, strategy) == "fp32" else 2) * parameters
+    return machine.gpus * _offloaded_bytes(strategy, machine, trained, parameters)  # a few parameters may be missing
+
+
+def _data(run: Run) -> int:
+    """Batches that the loader has: those its workers have ready, and the one in use.
+
+    A sample is its latents in fp32; where the VAE encodes it every time, the decoded clip, and that clip in fp32.
+    """
+    model, grid = run.facts.model, run.grid
+    frames, rows, columns = (grid[atom] * patch for atom, patch in zip("FHW", model.shape.patch, strict=True))
+    vae = model.vae
+    sample = 4 * vae.latent_channels * frames * rows * columns
+    if run.strategy.vae != "cached":
+        sample = (1 + 4) * RGB * ((frames - 1) * vae.temporal + 1) * rows * columns * vae.spatial**2
+    return (PREFETCHED * run.loader_workers + 1) * grid["B"] * sample
+
+
+def _swapped_bytes(run: Run) -> int:
+    """What the swapped blocks wait with: an engine that splits casts to 16 bits what a recording keeps in fp32."""
+    split = run.strategy.sharding in SPLIT
+    cast = {run.parameters[name]: 2 * elements for name, elements in run.elements.items()} if split else {}
+    return sum(cast.get(buffer, run.sizes[buffer]) for buffer in _swapped(run))
+
+
+def _swapped(run: Run) -> list[int]:
+    return list(itertools.chain.from_iterable(run.swapped_blocks.values()))
+
+
+def _loading(run: Run) -> int:
+    """What the weights pass through on their way to the GPU.
+
+    Ours are read one by one out of mapped files (trainers/step/step.py ``materialise``), so it is the largest in the
+    GPU's format. ``from_pretrained`` makes the whole model on the CPU first (``run.loads_on_cpu``), cast shard by shard
+    (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is made,
+    unless a trainer quantises what is loaded (``run.quantises_loaded``).
+    """
+    sizes = list(map(run.sizes.__getitem__, run.named("weight").values()))
+    if run.loads_on_cpu and run.strategy.weights(run.job.method) in ("fp32", "bf16", "fp16"):
+        return sum(sizes)
+    if run.quantises_loaded:
+        return 2 * run.facts.model.parameters
+    if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
+        return 2 * max(run.elements.values())
+    return max(sizes, default=0)
+
+
+def _saving(run: Run) -> int:
+    """Copies on the CPU of what is written.
+
+    safetensors copies what is on the GPU before it writes (torch.py ``_to_ndarray``): the adapter (peft
+    ``get_peft_model_state_dict`` copies nothing itself), or a model file by file. Engines give the whole model: ZeRO-3
+    and FSDP2 gather every weight on rank 0 (``_zero3_consolidated_16bit_state_dict``, ``full_state_dict`` with
+    ``cpu_offload``), below it the module is cloned (accelerate ``get_state_dict``, ``clone_tensors_for_torch_save``).
+    A moving average is written as a model of its own, made on the CPU in fp32 (diffusers ``EMAModel.save_pretrained``).
+    """
+    strategy, trained = run.strategy, trained_bytes(run)
+    if strategy.sharding in ("zero-3", "fsdp"):
+        beyond = trained - 2 * run.trained_parameters if strategy.sharding == "fsdp" else 0
+        return 2 * sum(run.elements.values()) + beyond
+    if run.job.method == "lora" or strategy.sharding.startswith("zero"):
+        return trained
+    average = 4 * run.trained_parameters if strategy.ema != "none" else 0
+    return average + min(trained, SHARD_BYTES)
+
+
+def trained_bytes(run: Run) -> int:
+    """What is trained, in the storage it is trained in."""
+    return (4 if trained_storage(run.job, run.strategy) == "fp32" else 2) * run.trained_parameters
+
+
+# ---- sampling
+
+
+def _sampling(run: Run) -> dict[PhaseName, Parts]:
+    """What waits for its turn. With a part that is ``swapped`` the pipeline is whole in host RAM from the start."""
+    strategy, vae = run.strategy, run.facts.model.vae
+    grouped, applying = _groups(run)
+    held, model = _held(run, run.machine)["weights"], _weights(run)
+    if strategy.vae == "swapped":
+        held += int(vae.parameters * STORED[strategy.vae_dtype])
+    away = model if strategy.vae == "swapped" and not grouped else 0
+    before = model if strategy.text_encoder == "swapped" else 0
+    return {
+        "encode": {"weights": before + max(held, _waiting(run))},
+        "load": {"weights": held + max(applying, grouped), "loading": 0 if grouped else _loading(run)},
+        "denoise": {"weights": held + grouped},
+        "decode": {"weights": held + max(grouped, away)},
+    }
+
+
+def _weights(run: Run) -> int:
+    return run.total_bytes(run.named("weight").values())
+
+
+def _groups(run: Run) -> tuple[int, int]:
+    """What group offload holds, and the most while it is applied; 0 without it.
+
+    The first copy of a weight goes when its group is first let go: by leaf each at once, by block only when all groups
+    are made (``_apply_group_offloading_block_level``).
+    """
+    strategy = run.strategy
+    if strategy.group_offload == "none":
+        return 0, 0
+    sizes = {name: run.sizes[buffer] for name, buffer in run.named("weight").items()}
+    lists = {entry.module_list for entry in run.facts.step.runs}
+    pageable, pinned = host_sizes(strategy.group_offload, strategy.group_offload_stream, sizes, lists)
+    plain = sum(sizes.values())
+    return pageable + pinned, plain + pinned if strategy.group_offload == "block" else max(plain, pinned)
+
+
+# ---- text encoders
+
+
+def _waiting(run: Run) -> int:
+    """The most that a text encoder keeps in host RAM while it encodes before the model is there."""
+    return max((encoding.waiting_bytes for encoding in caching(run, may_wait=True)), default=0)
+
+
+def _swapped_encoders(run: Run) -> int:
+    """Encoders and, in training, the VAE that come to the GPU for each batch and wait in between."""
+    places = ["swapped"]
+    if run.samples and run.strategy.group_offload != "none":  # a resident one waits too, all but its turn
+        places.append("resident")
+    return sum(int(entry.parameters * STORED[entry.dtype]) for place in places for entry in encoders(run, place, 1))
+
+
+# ---- disk
+
+
+def disk_bytes(run: Run) -> int:
+    """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well, and
+    what an NVMe offload keeps there all the time."""
+    if run.strategy.sharding.startswith("zero"):
+        return 14 * run.trained_parameters + nvme.kept_bytes(run)
+    if run.strategy.sharding == "fsdp":
+        return 3 * trained_bytes(run)
+    gradients = run.named("gradient")
+    states = run.total_bytes(run.named("optimizer").values())
+    trained = run.total_bytes(gradients.values())
+    return run.trained_experts * (trained + states) + master_bytes(run)

@@ -1,0 +1,366 @@
+"""Seconds of a training step: what the tape counted, against what the card can do (a roofline, no measurement needed).
+
+FLOPs and bytes are exact sums over the recorded operators. Every efficiency below is a published measurement of that
+kind of kernel on that kind of card; none is fitted to a step time. A step's kernels are slower than those measured
+alone, see `USUAL`; a trainer's Python and data loading are not in here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from planner.catalog.profiles import GpuProfile
+from planner.layout.attention_kernel import attention_efficiency
+from planner.spec.job import Job, Machine, Strategy
+from planner.tape.format import KINDS, Tape
+from planner.tape.program import Block
+from planner.tape.templates import kept_template
+
+KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
+
+REACHED, USUAL = 0.79, 0.825
+"""The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
+configurations of torchtitan (pytorch/torchtitan#3828)."""
+
+LAUNCH_SECONDS, SLOW_LAUNCH_SECONDS = 42e-6, 66e-6
+"""CPU time of one operator of a model's forward or backward with all the Python around it, at its best and on a busy
+machine: a diffusers transformer with peft adapters under autocast, at toy width on one core of a 2.5 GHz Xeon: 42 to 66
+us without checkpointing, 53 to 73 with (tests/benchmarks/launches.py)."""
+
+COMPILED_LAUNCH_SECONDS = 7e-6
+"""The same where a compiler has traced the Python away: fitted on H100 steps (meta-pytorch/autoparallel#146)."""
+
+BARE_LAUNCH_SECONDS = 5e-6
+"""The same of an operator of an optimizer's step: in a bare loop without autograd (pytorch#41383)."""
+
+GAP_SECONDS, GRAPH_GAP_SECONDS = 2.1e-6, 1.3e-6
+"""Time of the GPU between the end of one kernel's work and the start of the next one's, on a stream and in a CUDA
+graph, even where both were launched long before: kernels that only sleep, on an H100 (Hazy Research, "Look Ma, No
+Bubbles", May 2025)."""
+
+MATMUL = {(8, 0): 0.859, (9, 0): 0.803, (10, 0): 0.776}
+"""Best bf16 matmul over the data sheet's rate, by compute capability: A100 267.9 of 312, H100 794.5 of 989, B200 1745
+of 2250 TFLOP/s (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS comparison table")."""
+
+MATMUL_GEFORCE = 0.96
+"""GeForce cards run above their quoted clock: RTX 4090 159 to 167 of 165.2 TFLOP/s (mli/transformers-benchmarks#4)."""
+
+DEFAULT_EFFICIENCY = 0.75
+"""Where nobody published one, and for convolutions: what torch's own RuntimeEstimator assumes of every operator
+(torch/distributed/_tools/runtime_estimator.py, pytorch#134243)."""
+
+COPY = 0.9
+"""Reached memory bandwidth over the data sheet's: H100 copies 3.0 of 3.35 TB/s; RTX 4090 918 to 924 of 1008 GB/s
+(tinygrad/open-gpu-kernel-modules#6)."""
+
+NVLINK = 0.8
+"""NCCL over NVLink: 20 % protocol overhead, 370 of 450 GB/s (a NCCL developer in NVIDIA/nccl-tests#212)."""
+
+PCIE_BETWEEN_GPUS = 0.5
+"""Without peer access each byte goes through host RAM: RTX 4090 25.8 GB/s for both directions together, where one copy
+to the host alone reaches 25 (tinygrad/open-gpu-kernel-modules#6)."""
+
+NODE_BYTES_PER_SECOND = 12.5e9
+"""Between nodes when nobody says: 100 Gbit/s Ethernet, shared by the node's GPUs; beside NVLink twice that for each GPU
+(DGX A100: one 200 Gbit/s adapter per GPU)."""
+
+HOST_ADAM_SECONDS = 0.26e-9
+"""Per parameter, DeepSpeed's CPU Adam: 1e9 in 0.22 s, 10e9 in 2.57 s (ZeRO-Offload, arXiv 2101.06840, table 4)."""
+
+DISK_BYTES_PER_SECOND = 3.2e9
+"""One NVMe drive on four lanes of PCIe 3: 3.94 GB/s on the wire, 3.2 to 3.5 on data sheets."""
+
+
+class Work(NamedTuple):
+    """What operators compute and move. Of the kind `kernels`, `flops` is the number of launches."""
+
+    flops: int
+    nbytes: int
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.flops - other.flops, self.nbytes - other.nbytes)
+
+
+Kind = tuple[str, int]
+"""(one of tape.KINDS, 1 when its arithmetic is bf16 or fp16)"""
+Term = tuple[str, int, tuple[int, ...]]
+"""A kind, and the exponents of the tape's atoms that its coefficients are multiplied with."""
+
+
+Choice = Callable[[Block | None], bool]
+"""Whether a block (module list, index) counts, or (None) what is outside the blocks."""
+
+
+class StepWork(NamedTuple):
+    """The work of one step on one GPU."""
+
+    passes: Mapping[Kind, Work]
+    """forward and backward of one micro-batch"""
+    optimizer: Mapping[Kind, Work] = {}
+    """one optimizer step over all trained parameters"""
+    forward: Mapping[Kind, Work] = {}
+    """what of the passes is forward; nothing: not told apart"""
+    head_size: int = 128
+    """of the model's attention"""
+
+
+class Traffic(NamedTuple):
+    """What one whole step (all accumulated micro-batches) moves for one GPU, bytes."""
+
+    host_bytes: int = 0
+    """over its link to host RAM, the fuller of both directions, while kernels run"""
+    gpu_bytes: int = 0
+    """sent to other GPUs while kernels run; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that
+    per all-reduce"""
+    host_waiting_bytes: int = 0
+    """over its link to host RAM while nothing else runs"""
+    gpu_waiting_bytes: int = 0
+    """sent to other GPUs while nothing else runs"""
+    host_parameters: int = 0
+    """parameters whose optimizer step the CPU does"""
+    disk_bytes: int = 0
+    """to and from an NVMe drive"""
+
+
+class Seconds(NamedTuple):
+    """Parts of a step. `total` is not their sum: what overlaps counts once."""
+
+    compute: float
+    """GPU busy"""
+    launch: float
+    """CPU busy launching kernels"""
+    transfer: float
+    """links busy"""
+    total: float
+    """kernels at the usual part of the roofline, launches at their best"""
+    host: float = 0.0
+    """optimizer in host RAM, drive"""
+    high: float = 0.0
+    """kernels at the least part of the roofline seen, every operator as slow to launch as ours, nothing hidden"""
+
+
+def symbolic_work(
+    tape: Tape, piece: str, counts: Sequence[int] | None = None, only: Choice | None = None, passes: str = ""
+) -> dict[Term, Work]:
+    """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
+
+    `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it, or that
+    is among the chosen. `passes`: of this pass alone.
+    """
+    counts = counts or [run.count for run in tape.runs]
+    sums: dict[Term, list[int]] = {}
+    for item in tape.pieces[piece]:
+        if passes not in ("", item["pass"]):
+            continue
+        templates = item["templates"]
+        run = None if item["run"] is None else tape.runs[item["run"]]
+        uses = [0] * len(templates)
+        depth = counts[item["run"]] if item.get("step") else 1
+        for block in range(depth):
+            index = block if item.get("step") else item.get("block", -1)
+            if only is None or only((run.module_list, run.start + index % run.count) if run else None):
+                uses[kept_template(item, block, depth) if item.get("step") else 0] += 1
+        for template, times in zip(templates, uses, strict=True):
+            for kind, half, flops, nbytes, *exponents in template["work"]:
+                cell = sums.setdefault((KINDS[kind], half, tuple(exponents)), [0, 0])
+                cell[0] += times * flops
+                cell[1] += times * nbytes
+    return {term: Work(*cell) for term, cell in sums.items()}
+
+
+def evaluate(terms: Mapping[Term, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
+    """Symbolic work at the given values of the tape's atoms."""
+    found: dict[Kind, Work] = {}
+    for (kind, half, exponents), (flops, nbytes) in terms.items():
+        factor = math.prod(atom**power for atom, power in zip(atoms, exponents, strict=True) if power)
+        before = found.get((kind, half), Work(0, 0))
+        found[kind, half] = Work(before.flops + flops * factor, before.nbytes + nbytes * factor)
+    return found
+
+
+def work_of(
+    tape: Tape,
+    piece: str,
+    grid: Mapping[str, int],
+    counts: Sequence[int] | None = None,
+    only: Choice | None = None,
+    passes: str = "",
+) -> dict[Kind, Work]:
+    """The work of one piece of a tape at one shape, over the full depth. `grid` as of `planner.catalog.shapes.grid`."""
+    return evaluate(symbolic_work(tape, piece, counts, only, passes), tape.values(grid))
+
+
+def add(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
+    """The work of both."""
+    found = dict(one)
+    for kind, amount in other.items():
+        before = found.get(kind, Work(0, 0))
+        found[kind] = Work(before.flops + amount.flops, before.nbytes + amount.nbytes)
+    return found
+
+
+def optimizer_work_of(
+    tape: Tape, piece: str, grid: Mapping[str, int], scale: float, one_by_one: bool
+) -> dict[Kind, Work]:
+    """The work of an optimizer step: its operators walk over all parameters together, or there are some for each
+    (`one_by_one`), so it grows with their bytes, not by block.
+
+    `scale`: bytes of trained parameters of the full model per byte recorded.
+    """
+    recorded = evaluate(_recorded_work(tape, piece), tape.values(grid))
+    grows = {kind: scale if one_by_one or kind[0] != KERNELS else 1.0 for kind in recorded}
+    return {
+        kind: Work(round(amount.flops * grows[kind]), round(amount.nbytes * grows[kind]))
+        for kind, amount in recorded.items()
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _recorded_work(tape: Tape, piece: str) -> dict[Term, Work]:
+    """Of the blocks that were recorded. A search asks for the same ones again and again."""
+    return symbolic_work(tape, piece, [run.recorded for run in tape.runs])
+
+
+def total_flops(work: StepWork, strategy: Strategy) -> int:
+    """Floating-point operations of one step, recomputation included."""
+    parts = (work.passes, work.optimizer)
+    passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in parts)
+    return passes * strategy.gradient_accumulation + optimizer
+
+
+def step_seconds(
+    work: StepWork, gpu: GpuProfile, strategy: Strategy, job: Job, machine: Machine, traffic: Traffic
+) -> Seconds:
+    """Seconds of one optimizer step: kernels, their launches and transfers.
+
+    The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
+    """
+    backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
+    each, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
+    turns = [
+        Turn.of(part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, each)
+        for part in (work.forward, backward)
+    ] * strategy.gradient_accumulation
+    if strategy.offload_optimizer == "none":
+        share = 1 if strategy.sharding in ("none", "ddp") else machine.world
+        stepping = _kernel_seconds(work.optimizer, gpu, strategy, job, size) / share
+        turns.append(Turn.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
+    hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
+    waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
+    host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
+    total = max(_busy(turns, USUAL, 1.0), hidden) + waiting + host
+    slow = _busy(turns, REACHED, SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
+    compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
+    return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
+
+
+class Turn(NamedTuple):
+    """Seconds of work that is launched in one go."""
+
+    kernels: float
+    gaps: float
+    """between them on the GPU"""
+    launches: float
+
+    @classmethod
+    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, each: float) -> Turn:
+        """The turn of some work whose kernels take so long together, and whose launches ``each``."""
+        recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
+        launches = recorded * _left_by_fusion(work, strategy)
+        if strategy.compile == "cudagraphs":  # one launch replays the whole graph
+            return cls(kernels, GRAPH_GAP_SECONDS * launches, 0.0)
+        return cls(kernels, GAP_SECONDS * launches, each * launches)
+
+
+def _busy(turns: Sequence[Turn], reached: float, slower: float) -> float:
+    """Seconds of turns whose kernels reach that part of their roofline, and whose launches take so many times as long:
+    a turn's kernels begin once its launches do and all kernels before them are done, and end no sooner than its last
+    launch."""
+    launched = done = 0.0
+    for turn in turns:
+        begin = max(launched, done)
+        launched += turn.launches * slower
+        done = max(begin + turn.kernels / reached + turn.gaps, launched)
+    return done
+
+
+def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine: Machine) -> float:
+    """Seconds that the links of one GPU are busy."""
+    between = gpu_bytes / _gpu_rate(gpu, machine) if machine.world > 1 else 0.0
+    return host_bytes / _host_rate(gpu, machine) + between
+
+
+def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job, head_size: int) -> float:
+    bandwidth = COPY * gpu.bandwidth_gbs * 1e9
+    seconds = 0.0
+    for (kind, half), amount in work.items():
+        if kind == KERNELS:
+            continue
+        nbytes: float = amount.nbytes
+        if kind == "pointwise":
+            nbytes *= _left_by_fusion(work, strategy)
+        rate = peak_flops(gpu, strategy, kind, half) * efficiency(gpu, strategy, job, kind, half, head_size)
+        seconds += max(amount.flops / rate, nbytes / bandwidth)
+    return seconds
+
+
+def _left_by_fusion(work: Mapping[Kind, Work], strategy: Strategy) -> float:
+    """Part of the pointwise bytes that is left when a compiler fuses them.
+
+    A fused chain reads what one matrix product wrote and writes what the next one reads, and nothing in between: the
+    same tensors that the matrix products move themselves.
+    """
+    pointwise = sum(amount.nbytes for (kind, _), amount in work.items() if kind == "pointwise")
+    others = sum(amount.nbytes for (kind, _), amount in work.items() if kind not in ("pointwise", KERNELS))
+    if strategy.compile == "none" or not others:  # an optimizer step has only pointwise work, fused by hand already
+        return 1.0
+    return min(1.0, others / max(pointwise, 1))
+
+
+def peak_flops(gpu: GpuProfile, strategy: Strategy, kind: str, half: int) -> float:
+    """The card's data-sheet rate for one kind of operator, FLOP/s."""
+    fp32 = gpu.fp32_tflops
+    if half:
+        dtype = strategy.compute_dtype if strategy.autocast == "none" else strategy.autocast
+        return (gpu.fp16_tflops if dtype == "fp16" else gpu.bf16_tflops or fp32) * 1e12
+    if kind == "convolution":  # cuDNN may use TF32 by default (torch.backends.cudnn.allow_tf32), at half the bf16 rate
+        return max(fp32, gpu.bf16_tflops / 2) * 1e12
+    return fp32 * 1e12
+
+
+def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: int = 1, head_size: int = 128) -> float:
+    """The part of the peak rate that kernels of a kind reach on a card, 0 to 1."""
+    if kind == "attention":
+        return attention_efficiency(gpu, strategy, job, half, head_size)
+    return matmul_efficiency(gpu) if kind == "matmul" and half else DEFAULT_EFFICIENCY
+
+
+def matmul_efficiency(gpu: GpuProfile) -> float:
+    """The part of the peak rate that the best matrix products in 16 bits reach."""
+    return MATMUL_GEFORCE if "GeForce" in gpu.title else MATMUL.get(gpu.capability, DEFAULT_EFFICIENCY)
+
+
+def _host_rate(gpu: GpuProfile, machine: Machine) -> float:
+    """Bytes per second between a GPU and host RAM, one direction."""
+    if machine.links and machine.links.host_gbs:
+        return machine.links.host_gbs * 1e9
+    if gpu.unified or machine.unified:  # the same memory reads and writes every byte
+        return COPY * gpu.bandwidth_gbs * 1e9 / 2
+    return gpu.link_gbs * 1e9
+
+
+def _gpu_rate(gpu: GpuProfile, machine: Machine) -> float:
+    """Bytes per second that one GPU sends in a ring; the slowest link of the ring decides."""
+    links = machine.links
+    within = NVLINK * gpu.nvlink_gbs * 1e9 if gpu.nvlink_gbs else PCIE_BETWEEN_GPUS * gpu.link_gbs * 1e9
+    if links and links.gpu_gbs:
+        within = links.gpu_gbs * 1e9
+    if machine.nodes == 1:
+        return within
+    between = 2 * NODE_BYTES_PER_SECOND if gpu.nvlink_gbs else NODE_BYTES_PER_SECOND / machine.gpus
+    if links and links.node_gbs:
+        between = links.node_gbs * 1e9
+    return between if machine.gpus == 1 else min(within, between)

@@ -1,0 +1,119 @@
+"""A run's stages replayed in the order they run, on one allocator, because what it holds carries over."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from planner.allocator.caching import Replayed
+from planner.allocator.implementation import CachingAllocator
+from planner.layout.phases import caching
+from planner.layout.run import Run
+from planner.spec.plan import PhaseName
+from planner.tape.program import Stage
+
+
+class Played(NamedTuple):
+    """One stage replayed: its phase, its peaks, and what stayed allocated behind it."""
+
+    run: Run
+    phase: PhaseName
+    stage: Stage
+    ops: list[int]
+    """all events of the stage, in order"""
+
+    before: list[int]
+    """buffers that were there when it began"""
+
+    replayed: Replayed
+    allocated_after_bytes: int
+
+
+def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Played]:
+    """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
+    fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
+    ``cached``: with what is encoded before training. ``spare``: bytes of segments that lie free in the cache when the
+    first step begins.
+    """
+    first = runs[0]
+    allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
+    stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
+    later = [entry for entry in stages if entry[1] in ("train", "optimizer")]
+    if first.samples:
+        later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
+    if len(runs) > 1:
+        stages = [entry for entry in stages if entry[0] is first] + later + later
+    played: list[Played] = []
+    flat: dict[int, list[int]] = {}
+    with without_garbage_collection():
+        for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
+            assert encoding.encode is not None
+            replayed = replayed_alone(encoding)
+            played.append(Played(encoding, "encode", encoding.encode, encoding.encode.ops, [], replayed, 0))
+        for run, phase, stage in stages:
+            around = phase == "encode" and run.empty_cache_around_encode
+            if around:
+                allocator.empty_cache()
+            if spare and stage is first.begins:
+                made = range(len(run.sizes), len(run.sizes) + len(spare))
+                allocator.run([*made, *(~number for number in made)], [*run.sizes, *spare])
+                spare = ()
+            if id(stage) not in flat:
+                flat[id(stage)] = stage.ops
+            ops = flat[id(stage)]
+            before = allocator.live
+            replayed = allocator.run(ops, run.sizes)
+            played.append(Played(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
+            emptied = any(stage is entry for entry in run.emptied_after)
+            loaded = phase == "load" and run.empty_cache_after_load
+            trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation
+            if emptied or around or loaded or trained:
+                allocator.empty_cache()
+    return played
+
+
+def again(run: Run, known: Sequence[Played], cached: bool = True) -> list[Played]:
+    """The replay of a run in which stage by stage the same happens as in one that is known; empty where it does not."""
+    here: list[tuple[Run, PhaseName, Stage]] = []
+    for encoding in caching(run) if cached else ():
+        assert encoding.encode is not None
+        here.append((encoding, "encode", encoding.encode))
+    here += [(run, phase, stage) for phase, stage in run.stages]
+    if [(phase, stage) for _, phase, stage in here] != [(entry.phase, entry.stage) for entry in known]:
+        return []
+    if any(each.sizes != entry.run.sizes for (each, _, _), entry in zip(here, known, strict=True)):
+        return []
+    return [entry._replace(run=each, stage=stage) for (each, _, stage), entry in zip(here, known, strict=True)]
+
+
+def replayed_alone(encoding: Run) -> Replayed:
+    """What is encoded before training, on an allocator of its own."""
+    assert encoding.encode is not None
+    return _alone(encoding.strategy.expandable_segments, tuple(encoding.encode.ops), tuple(encoding.sizes))
+
+
+@functools.lru_cache(maxsize=16)
+def _alone(expandable: bool, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
+    """Encoders do the same whatever the strategy of training, which a search asks about again and again."""
+    return CachingAllocator(expandable_segments=expandable).run(ops, sizes)
+
+
+def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:
+    """The stages of a run whose model was loaded before."""
+    stages = [entry for entry in run.stages if entry[1] is not run.load]
+    return [("load", run.returning), *stages] if run.returning else stages
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Python's collector takes 40 % of a replay and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,187 @@
+"""Memory through a run: what it is made of in every phase, and how it rises and falls through one step.
+
+The same replay that an estimate comes from, told in more detail. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.allocator.implementation import CachingAllocator
+from planner.catalog.shapes import grid
+from planner.estimate.estimate import BREAKDOWN, NAMED, breakdown_at, describe, highest, outside_bytes, phase_peak
+from planner.estimate.stages import play
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Facts, Run
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Breakdown, PhaseName
+from planner.tape.program import Stage
+
+POINTS = 360
+"""Moments of a step that are told. The peaks are among them."""
+LEAST = 24
+"""The same of a short stage."""
+STEADY: tuple[PhaseName, ...] = ("train", "optimizer")
+"""What a later step is made of; of a job that only samples, a noise level."""
+
+
+@dataclass(frozen=True)
+class PhaseParts:
+    """One phase at its highest: what the device's bytes are."""
+
+    phase: PhaseName
+    moment: str
+    breakdown: Breakdown
+
+
+@dataclass(frozen=True)
+class Point:
+    """One moment of a step."""
+
+    at: int
+    """events of the allocator since the step began"""
+    parts: tuple[int, ...]
+    """allocated bytes by part, as in ``Timeline.parts``"""
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a stretch of the step begins."""
+
+    at: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A steady step from its first event to its last."""
+
+    parts: tuple[str, ...]
+    points: tuple[Point, ...]
+    marks: tuple[Mark, ...]
+    events: int
+    peak: Point
+    peak_moment: str
+    outside_bytes: int
+    """on the device beside torch: CUDA's context and libraries"""
+
+
+def laid_out(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> Run:
+    """The run of a resolved plan; with buckets, of the largest shape."""
+    shapes = [grid(facts.model, job, shape) for shape in job.shapes]
+    largest = max(shapes, key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
+    return lay_out(job, strategy, machine, facts, largest, trainer)
+
+
+def phases(run: Run) -> tuple[PhaseParts, ...]:
+    """Every phase at its highest, in the order they run."""
+    strategy, correction = run.strategy, run.facts.learned.correction
+    played, outside = play(run), outside_bytes(run)
+    found = []
+    for phase in dict.fromkeys(entry.phase for entry in played):
+        own = [entry for entry in played if entry.phase == phase]
+        top = max(reversed(own), key=lambda entry: entry.replayed.allocated_peak_bytes)
+        peak = highest(phase_peak(entry, outside, correction) for entry in own)
+        parts = breakdown_at(top, peak, correction)
+        moment = describe(top, strategy) if top.stage.ops else NAMED.get(phase, phase)
+        found.append(PhaseParts(phase, moment, parts))
+    return tuple(found)
+
+
+def timeline(run: Run, points: int = POINTS) -> Timeline:
+    """The steady step of a run: allocated bytes by part, and what is reserved around them."""
+    allocator = CachingAllocator(expandable_segments=run.strategy.expandable_segments)
+    steady = ("denoise",) if run.samples else STEADY
+    wanted = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
+    # Of sampling, the second of two calls: it finds what the first left.
+    wanted = wanted[-1:] if run.samples else wanted
+    live: dict[int, None] = {}
+    found: list[Point] = []
+    marks: list[Mark] = []
+    names = tuple(dict.fromkeys(BREAKDOWN.values()))
+    events = 0
+    total = sum(len(run.stages[index][1].ops) for index in wanted) or 1
+    for index, (_, stage) in enumerate(run.stages[: wanted[-1] + 1]):
+        if index in wanted:
+            share = points * len(stage.ops) // total
+            history = thin(allocator.timeline(stage.ops, run.sizes), max(share, LEAST))
+            found += _told(run, stage, history, live, names, events)
+            marks += _marks(stage, events)
+            events += len(stage.ops)
+        else:
+            allocator.run(stage.ops, run.sizes)
+        _follow(stage.ops, live)
+        if any(stage is entry for entry in run.emptied_after) or (stage is run.load and run.empty_cache_after_load):
+            allocator.empty_cache()
+    peak = max(found, key=lambda point: sum(point.parts))
+    used = [place for place in range(len(names)) if any(point.parts[place] for point in found)]
+    shown = tuple(
+        Point(point.at, tuple(point.parts[place] for place in used), point.reserved_bytes) for point in (*found, peak)
+    )
+    moment = next(mark.name for mark in reversed(marks) if mark.at <= peak.at)
+    return Timeline(
+        tuple(names[place] for place in used), shown[:-1], tuple(marks), events, shown[-1], moment, outside_bytes(run)
+    )
+
+
+def thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, int, int]]:
+    """At most `points` (but 4 at least) of `history`, with both peaks, the first and the last."""
+    points = max(points, 4)
+    if len(history) <= points:
+        return history
+    # The first and the last take two points; each stretch gives two, its highest allocated and its highest reserved.
+    stretch = -(-len(history) // ((points - 2) // 2))
+    kept = {0, len(history) - 1}
+    for start in range(0, len(history), stretch):
+        indices = range(start, min(start + stretch, len(history)))
+        kept.add(max(indices, key=lambda index: history[index][1]))
+        kept.add(max(indices, key=lambda index: history[index][2]))
+    return [history[index] for index in sorted(kept)]
+
+
+def _follow(ops: Sequence[int], live: dict[int, None]) -> None:
+    for event in ops:
+        if event >= 0:
+            live[event] = None
+        else:
+            live.pop(~event, None)
+
+
+def _told(
+    run: Run,
+    stage: Stage,
+    history: Sequence[tuple[int, int, int]],
+    before: dict[int, None],
+    names: Sequence[str],
+    first: int,
+) -> list[Point]:
+    """The points of a stage's history with what is allocated at each by part."""
+    place = {name: index for index, name in enumerate(names)}
+    part = [place[BREAKDOWN[category]] for category in run.program.category]
+    rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes]
+    held = [0] * len(names)
+    for buffer in before:
+        held[part[buffer]] += rounded[buffer]
+    found, ops, at = [], stage.ops, 0
+    for index, _, reserved in history:
+        for event in ops[at : index + 1]:
+            buffer = event if event >= 0 else ~event
+            held[part[buffer]] += rounded[buffer] if event >= 0 else -rounded[buffer]
+        at = index + 1
+        found.append(Point(first + index, tuple(held), reserved))
+    return found
+
+
+def _marks(stage: Stage, first: int) -> list[Mark]:
+    """Where forward, backward and the optimizer's step begin; blocks that recompute belong to backward."""
+    found: list[Mark] = []
+    at = first
+    for moment, events in stage.stretches:
+        name = "optimizer" if stage.name.startswith("optimizer") else moment.passes
+        if name in ("forward", "backward", "optimizer") and events and (not found or found[-1].name != name):
+            found.append(Mark(at, name))
+        at += len(events)
+    return found or [Mark(first, "step")]

@@ -1,0 +1,100 @@
+"""What a strategy moves in one step for one GPU: over the link to host RAM, and to other GPUs."""
+
+from __future__ import annotations
+
+from planner.estimate.roofline import KERNELS, Kind, StepWork, Traffic, Work, add, optimizer_work_of, work_of
+from planner.layout.checkpoint_inputs import block_inputs, shared_inputs
+from planner.layout.experts import exchanged_bytes
+from planner.layout.run import Run, main_piece
+from planner.layout.sharding import nvme
+from planner.layout.sharding.zero import FULL, HALF
+from planner.spec.job import SPLIT
+
+Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
+"""The work of one forward and backward, and what of it is forward."""
+
+
+def step_work(run: Run, passes: Passes | None = None) -> StepWork:
+    """The work of one step. ``passes``: when they are known already."""
+    both, forward = passes or passes_work(run)
+    one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
+    optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
+    own = {(KERNELS, 0): Work(run.optimizer_launches, 0), ("pointwise", 0): Work(0, run.optimizer_bytes)}
+    return StepWork(both, add(optimizer, own), forward, run.facts.model.head_size)
+
+
+def passes_work(run: Run) -> Passes:
+    """The work of one forward and backward; blocks that alone are checkpointed as they are in that recording."""
+    return _passes_work(run, ""), _passes_work(run, "forward")
+
+
+def _passes_work(run: Run, passes: str) -> dict[Kind, Work]:
+    facts, blocks = run.facts, run.checkpointed
+    if not blocks:
+        return work_of(facts.step, main_piece(facts.step), run.grid, passes=passes)
+    assert facts.checkpointed is not None
+    others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks, passes=passes)
+    chosen = work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks, passes=passes)
+    return add(others, chosen)
+
+
+def traffic(run: Run) -> Traffic:
+    """The traffic of one optimizer step. Swap, checkpoint offload and gathering copy beside the kernels; an optimizer
+    in host RAM takes gradients out and weights back while nothing else runs, and DeepSpeed's stages 1 and 2 send
+    nothing beside backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py)."""
+    strategy, world = run.strategy, run.machine.world
+    accumulation = strategy.gradient_accumulation
+    gradients = run.total_bytes(run.named("gradient").values())
+    host = gpu = host_waiting = gpu_waiting = parameters = 0
+    passes = 1 if run.samples else 2
+    if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
+        swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
+        host += passes * accumulation * swapped
+    if strategy.gradient_checkpointing == "offload":
+        inputs = (buffer for kept in block_inputs(run).values() for buffer in kept)
+        host += accumulation * run.total_bytes(inputs)
+        if run.copies_shared_inputs:
+            host += accumulation * run.facts.model.blocks * run.total_bytes(shared_inputs(run))
+    split = world if strategy.sharding in SPLIT else 1
+    if strategy.offload_optimizer != "none":
+        host_waiting = 2 * gradients // split
+        parameters = run.trained_parameters // split
+    if strategy.sharding in ("zero-1", "zero-2"):
+        gpu_waiting = _split_bytes(run) * (world - 1) // world
+    elif strategy.sharding in SPLIT:
+        gpu = _split_bytes(run) * (world - 1) // world
+    elif world > 1:  # all-reduce, in the last micro-batch only
+        gpu = 2 * gradients * (world - 1) // world
+    if (parts := strategy.context_parallel) > 1:  # attention waits for what it is sent
+        gpu_waiting += accumulation * run.exchanged_bytes * (parts - 1) // parts
+    if strategy.offload_params != "none":
+        host += 2 * accumulation * HALF * sum(run.elements.values()) // world
+    if run.samples and strategy.group_offload != "none":
+        # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
+        weights = run.total_bytes(run.named("weight").values())
+        host += weights if strategy.group_offload_stream else 0
+        host_waiting += 0 if strategy.group_offload_stream else 2 * weights
+    host_waiting += exchanged_bytes(run)
+    return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.moved_bytes(run))
+
+
+def _split_bytes(run: Run) -> int:
+    """What engines that split send in a step, as if to all GPUs.
+
+    DeepSpeed: stages 1 and 2 all-reduce gradients (``use_multi_rank_bucket_allreduce``), stage 1 behind the last
+    micro-batch, and gather the new weights; stage 3 reduce-scatters, and gathers weights for forward and again for
+    backward. FSDP2 the same, with gradients in fp32, and weights outside the blocks gathered once.
+    """
+    accumulation = run.strategy.gradient_accumulation
+    gradients = run.named("gradient")
+    trained = sum(elements for name, elements in run.elements.items() if name in gradients)
+    match run.strategy.sharding:
+        case "zero-1":
+            return 3 * HALF * trained
+        case "zero-2":
+            return (2 * accumulation + 1) * HALF * trained
+        case "zero-3":
+            return accumulation * HALF * (trained + 2 * sum(run.elements.values()))
+    block_of = run.facts.step.block_of
+    gathered = sum(elements * (1 if block_of(name) is None else 2) for name, elements in run.elements.items())
+    return accumulation * (HALF * gathered + FULL * trained)

@@ -1,0 +1,362 @@
+"""How near the estimates are to what was measured: each row's error, and what the errors amount to (DESIGN section 9).
+
+The estimator is a parameter: this file knows how to compare, not how to predict.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, get_args
+
+from planner.catalog import lookup
+from planner.errors import VplanError, did_you_mean, quoted
+from planner.evidence.published import Counter, Interval, Row
+from planner.layout import margin
+from planner.layout.correction import APART
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import RAN, RAN_OUT, Estimate, PhaseName, PhasePeak, Verdict
+from planner.spec.rules import check, resolve
+from planner.units import gib
+
+PEAKS: tuple[Counter, ...] = ("allocated", "reserved", "device", "unknown")
+"""Counters of a run's peak; with `unknown`, whoever printed the number did not say which of the three it is."""
+
+AFTER_STEP: Counter = "allocated_after_step"
+"""No peak: what stays when a step is over. Its errors are never averaged with those of peaks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The part of an estimate that measurements can judge."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    verdict: Verdict
+    basis: str
+    low: float = 1.0
+    high: float = 1.0
+    """what the estimate allows for, as shares of the prediction: low_bytes and high_bytes by device_bytes"""
+    budget_bytes: int = 0
+    step_seconds: float | None = None
+    phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
+
+    def during(self, phases: Collection[str], *, judged: bool = False) -> Prediction:
+        """The peaks of these phases alone; ``judged``: the verdict as well."""
+        seen = [peak for phase, peak in self.phases.items() if phase in phases]
+        if not seen:
+            return self
+        device = max(peak.device_bytes for peak in seen)
+        return replace(
+            self,
+            allocated_bytes=max(peak.allocated_bytes for peak in seen),
+            reserved_bytes=max(peak.reserved_bytes for peak in seen),
+            device_bytes=device,
+            verdict=margin.verdict(device, self.budget_bytes) if judged else self.verdict,
+        )
+
+    def peaks_in(self, phases: Collection[str]) -> bool:
+        """Whether the highest phase is one of these."""
+        top = max(self.phases, key=lambda phase: self.phases[phase].device_bytes, default=None)
+        return top in phases
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Prediction:
+        """What an estimate predicts."""
+        return cls(
+            allocated_bytes=estimate.peak.allocated_bytes,
+            reserved_bytes=estimate.peak.reserved_bytes,
+            device_bytes=estimate.peak.device_bytes,
+            verdict=estimate.verdict,
+            basis=estimate.basis,
+            low=estimate.low_bytes / estimate.peak.device_bytes,
+            high=estimate.high_bytes / estimate.peak.device_bytes,
+            budget_bytes=estimate.budget_bytes,
+            step_seconds=estimate.step_seconds,
+            phases=estimate.phases,
+        )
+
+
+Predict = Callable[[Job, Strategy, Machine, str], Prediction]
+"""Of a run of the trainer the string names."""
+
+AfterStep = Callable[[Job, Strategy, Machine, str], int]
+"""Bytes that stay allocated when a step is over."""
+
+
+class Range(NamedTuple):
+    """A predicted number, GiB: three times the same, but for counter `unknown`."""
+
+    low: float
+    best: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One predicted number beside its measurement; with no `measured`, a verdict beside the outcome."""
+
+    row: Row
+    counter: Counter
+    measured: Interval | None
+    judges: bool
+    """the one of its run's numbers that counts in the summary of verdicts"""
+    predicted: Range | None = None
+    allowed: tuple[float, float] = (1.0, 1.0)
+    """shares of the prediction between which the measurement was promised to be"""
+    verdict: Verdict | None = None
+    predicted_seconds: float | None = None
+    """of a step, at its best"""
+    basis: str | None = None
+    family: str | None = None
+    unsupported: str | None = None
+    """why nothing is predicted"""
+
+    @property
+    def predicted_gib(self) -> float | None:
+        """The predicted number; of a predicted range, the value nearest to the measured interval."""
+        if self.predicted is None:
+            return None
+        low, best, high = self.predicted
+        return _clamp(_within(best, self.measured) if self.measured else best, low, high)
+
+    @property
+    def error_pct(self) -> float | None:
+        """Signed distance to the interval, relative to its nearer bound; 0 inside, negative when predicted too low."""
+        found = self.predicted_gib
+        if self.measured is None or found is None:
+            return None
+        bound = _within(found, self.measured)
+        return (found - bound) / bound * 100
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured interval meets low..high, taken around this counter as it is around the device's; None
+        without two numbers to compare."""
+        if self.measured is None or self.predicted is None:
+            return None
+        low, high = self.predicted.low * self.allowed[0], self.predicted.high * self.allowed[1]
+        return low <= self.measured.high_gib and self.measured.low_gib <= high
+
+    @property
+    def missed(self) -> str | None:
+        """`under`: said fits, ran out; `false_refusal`: said no, ran; None when the verdict was right."""
+        ran_out = self.row.outcome in RAN_OUT
+        if ran_out and self.verdict == "fits":
+            return "under"
+        return "false_refusal" if not ran_out and self.verdict == "no" else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row under the names of DESIGN section 9."""
+        return {
+            "id": self.row.id,
+            "counter": self.counter,
+            "predicted_gib": self.predicted_gib,
+            "low_gib": self.measured.low_gib if self.measured else None,
+            "high_gib": self.measured.high_gib if self.measured else None,
+            "error_pct": self.error_pct,
+            "outcome": self.row.outcome,
+            "verdict": self.verdict,
+            "implementation": self.row.implementation,
+            "basis": self.basis,
+            "unsupported": self.unsupported,
+        }
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def _within(value: float, interval: Interval) -> float:
+    """The value of the interval that is nearest to `value`."""
+    return _clamp(value, interval.low_gib, interval.high_gib)
+
+
+# ---- comparing
+
+
+def only(rows: Sequence[Row], text: str) -> list[Row]:
+    """The rows whose id or model contains the text, in any case; a VplanError when there are none."""
+    found = [row for row in rows if text.lower() in row.id.lower() or text.lower() in row.job.model.lower()]
+    if not found:
+        names = {row.job.model for row in rows} | {row.id for row in rows}
+        fix = did_you_mean(text, sorted(names), "write a part of a row's id or of its model's name")
+        raise VplanError(f"no row has {quoted(text)} in its id or model", fix)
+    return found
+
+
+def compare(rows: Iterable[Row], predict: Predict, after_step: AfterStep) -> list[Compared]:
+    """Every number of every row beside its prediction. What cannot be predicted says why, and is no error."""
+    return [compared for row in rows for compared in _compare(row, predict, after_step)]
+
+
+def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared]:
+    """The row's numbers, all from one prediction; one entry for the verdict alone where it has no numbers."""
+    numbers: list[tuple[Counter, Interval | None]] = [(found.counter, found) for found in row.intervals]
+    numbers = numbers or [(row.counter, None)]
+    try:
+        job, strategy, machine, family = _settle(row)
+        prediction = predict(job, strategy, machine, row.trainer)
+        skipped = APART - row.phases if row.phases else frozenset()
+        if prediction.peaks_in(skipped):  # a probe of ours encodes nothing, so that cannot be what it ran out of
+            prediction = prediction.during(prediction.phases.keys() - skipped, judged=True)
+        prediction = prediction.during(_seen(row, strategy), judged=row.states_come_last)
+        stays = after_step(job, strategy, machine, row.trainer) if numbers[0][0] == AFTER_STEP else 0
+    except VplanError as error:
+        reason = error.message
+        return [
+            Compared(row=row, counter=counter, measured=found, judges=False, unsupported=reason)
+            for counter, found in numbers
+        ]
+    return [
+        Compared(
+            row=row,
+            counter=counter,
+            measured=found,
+            judges=found == numbers[0][1],
+            predicted=_range(counter, prediction, stays),
+            allowed=(prediction.low, prediction.high),
+            verdict=prediction.verdict,
+            predicted_seconds=prediction.step_seconds,
+            basis=prediction.basis,
+            family=family,
+        )
+        for counter, found in numbers
+    ]
+
+
+def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
+    """The phases that a row's number is the peak of. Published ones are of training; what was cached before it is not
+    in them, unless the same run cached it."""
+    if row.phases:
+        return tuple(row.phases)
+    if row.whole_run:
+        return get_args(PhaseName)
+    encodes = ("encode",) if "cached" not in (strategy.text_encoder, strategy.vae) else ()
+    before = encodes if row.reset_after_load else ("load", *encodes)
+    if row.states_come_last:  # a forward or backward never saw optimizer states
+        return (*before, "first_step")
+    return (*before, "first_step", "train", "optimizer")
+
+
+def _settle(row: Row) -> tuple[Job, Strategy, Machine, str]:
+    """Names looked up and open fields filled in, as for a question typed by hand; last, the model's family."""
+    if row.unsupported:
+        raise VplanError(row.unsupported)
+    if row.outcome not in RAN | RAN_OUT:
+        raise VplanError(f"outcome {row.outcome} says nothing about memory")
+    model = lookup.model(row.job.model)
+    count, card = lookup.parse_gpus(row.machine.gpu)
+    lookup.check_job(model, row.job)
+    lookup.check_blocks(model, row.strategy)
+    machine = row.machine.replace(
+        gpu=card.name,
+        gpus=count if count > 1 else row.machine.gpus,
+        unified=row.machine.unified or card.unified,
+    )
+    if machine.host_ram is None:
+        machine = machine.replace(host_ram=lookup.default_host_ram(card, machine.gpus))
+    job = row.job.replace(model=model.name)
+    strategy = resolve(job, row.strategy, machine)
+    check(job, strategy, machine)
+    return job, strategy, machine, model.family
+
+
+def _range(counter: Counter, prediction: Prediction, after_step_bytes: int) -> Range:
+    allocated, reserved, device = (
+        gib(size) for size in (prediction.allocated_bytes, prediction.reserved_bytes, prediction.device_bytes)
+    )
+    if counter == "unknown":
+        return Range(allocated, reserved, device)
+    known = {"allocated": allocated, "reserved": reserved, "device": device, AFTER_STEP: gib(after_step_bytes)}
+    return Range(known[counter], known[counter], known[counter])
+
+
+# ---- summing up
+
+
+def answer(compared: Sequence[Compared]) -> dict[str, Any]:
+    """The whole JSON of `vplan accuracy`."""
+    return {"rows": [entry.to_json() for entry in compared], "summary": summary(compared)}
+
+
+def summary(compared: Sequence[Compared]) -> dict[str, Any]:
+    """Errors by counter, by implementation (all peaks, and each of its counters) and the verdicts against outcomes."""
+    implementations = dict.fromkeys(entry.row.implementation for entry in compared)
+    judged = [entry for entry in compared if entry.judges]
+    return {
+        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in PEAKS},
+        AFTER_STEP: spread(entry for entry in compared if entry.counter == AFTER_STEP),
+        "by_implementation": {
+            name: _by_counter([entry for entry in compared if entry.row.implementation == name])
+            for name in implementations
+        },
+        "verdict": {
+            "n": len(judged),
+            "under": sum(entry.missed == "under" for entry in judged),
+            "false_refusal": sum(entry.missed == "false_refusal" for entry in judged),
+        },
+        "coverage": coverage(compared),
+        "measured_peaks": _measured_peaks(compared),
+        "unsupported": sum(entry.unsupported is not None for entry in compared),
+    }
+
+
+def _measured_peaks(compared: Sequence[Compared]) -> dict[str, Any]:
+    """What is no measurement of a peak, with the reason, and the same figures by implementation without it."""
+    left_out = {entry.row.id: entry.row.not_a_peak for entry in compared if entry.row.not_a_peak}
+    without = sorted({entry.row.implementation for entry in compared if entry.row.not_a_peak})
+    kept = [entry for entry in compared if not entry.row.not_a_peak]
+    spreads = {name: _by_counter([entry for entry in kept if entry.row.implementation == name]) for name in without}
+    return {"left_out": left_out, "by_implementation": spreads}
+
+
+def coverage(compared: Iterable[Compared]) -> dict[str, Any]:
+    """Of measured peaks: how many, the share inside low..high and its median width in per cent of the prediction."""
+    peaks = [entry for entry in compared if entry.counter in PEAKS and entry.inside is not None]
+    widths = [100 * (entry.allowed[1] - entry.allowed[0]) for entry in peaks]
+    return {
+        "n": len(peaks),
+        "inside_pct": 100 * statistics.fmean(bool(entry.inside) for entry in peaks) if peaks else None,
+        "median_width_pct": statistics.median(widths) if widths else None,
+    }
+
+
+def _by_counter(compared: Sequence[Compared]) -> dict[str, Any]:
+    """The spread over all peaks, and beside it that of each counter there is."""
+    counters = [counter for counter in (*PEAKS, AFTER_STEP) if any(entry.counter == counter for entry in compared)]
+    return {
+        **spread(entry for entry in compared if entry.counter in PEAKS),
+        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in counters},
+    }
+
+
+def spread(compared: Iterable[Compared]) -> dict[str, Any]:
+    """How many errors and how large, sign left out, in per cent; null without any."""
+    errors = [abs(entry.error_pct) for entry in compared if entry.error_pct is not None]
+    return {
+        "n": len(errors),
+        "mean_abs_pct": statistics.fmean(errors) if errors else None,
+        "median_abs_pct": statistics.median(errors) if errors else None,
+        "max_abs_pct": max(errors, default=None),
+    }
+
+
+def by_family(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
+    """The spread over the peaks of each family of models, by its name."""
+    families = sorted({entry.family for entry in compared if entry.family})
+    return {
+        family: spread(entry for entry in compared if entry.family == family and entry.counter in PEAKS)
+        for family in families
+    }
+
+
+def worst_first(compared: Sequence[Compared]) -> list[Compared]:
+    """Missed verdicts, then numbers by the size of their error, then verdicts that were met."""
+
+    def badness(entry: Compared) -> tuple[bool, float]:
+        return entry.missed is None, -abs(entry.error_pct) if entry.error_pct is not None else 1.0
+
+    return sorted((entry for entry in compared if entry.unsupported is None), key=badness)

@@ -1,0 +1,267 @@
+"""Why an estimate is off: the events of the tape beside those that torch's allocator recorded on a GPU, in order.
+
+`vplan probe PLAN --record-history FILE` writes the second kind as JSON, out of `torch.cuda.memory._snapshot()` in the
+probe's own process: nobody reads a pickle. An entry of `device_traces` has `action`, `addr`, `size`, `stream` and
+`frames` (torch/cuda/memory.py, TraceEntry, alike in 2.11 and 2.13); `size` is what was asked for, before rounding
+(c10/cuda/CUDACachingAllocator.cpp, record_trace in alloc_found_block and free_block).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.catalog.shapes import grid
+from planner.errors import VplanError, quoted
+from planner.layout.inputs import facts
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Run
+from planner.spec.plan import Plan
+from planner.tape.program import Moment
+from planner.units import MIB
+
+LARGEST_BYTES = 1 << 30
+"""Of a history's file: some ten million events."""
+
+LEAST_BYTES = MIB
+"""Events below this are left out: a real step has scalars and seeds that no peak knows of."""
+
+WINDOW = 64
+"""Events on either side within which two histories are brought together again."""
+
+AGREED = 6
+"""Like events in a row that show that they are."""
+
+MOST = 20
+"""Differences of a phase that are told."""
+
+ACTIONS = {"alloc": "alloc", "free_completed": "free"}
+"""What of torch's actions the tape knows. `free_requested` comes first, where another stream still has the memory."""
+
+
+class Event(NamedTuple):
+    """One allocation or free, on either side."""
+
+    kind: str
+    nbytes: int
+    """rounded as the allocator rounds"""
+    where: str
+    """of the tape: pass, module, category and operator; of a run: the innermost line of Python"""
+
+
+class Difference(NamedTuple):
+    """Where the two do not agree."""
+
+    at: int
+    """place among the tape's events of that phase"""
+    what: str
+    """``size``, ``missing`` (the run does it, the tape does not), ``extra``, ``order`` or ``other``"""
+    tape: tuple[Event, ...]
+    run: tuple[Event, ...]
+    module: str
+    """where in the model"""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        sides = {side: [event._asdict() for event in getattr(self, side)] for side in ("tape", "run")}
+        return {"at": self.at, "what": self.what, "module": self.module, **sides}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One phase on both sides."""
+
+    phase: str
+    events: int
+    tape_events: int
+    peak_bytes: int
+    """highest sum of what the phase's own events allocated and freed"""
+    tape_peak_bytes: int
+    differences: tuple[Difference, ...]
+    parted: bool
+    """whether the two could not be brought together again behind the last difference"""
+
+
+@dataclass(frozen=True)
+class History:
+    """What a GPU's allocator did in a probe."""
+
+    plan: Plan
+    torch: str
+    gpu: str
+    phases: tuple[tuple[str, int], ...]
+    """(name, number of its first event)"""
+    events: list[list[Any]]
+    frames: tuple[str, ...]
+
+    def of(self, phase: str, least: int) -> list[Event]:
+        """The events of a phase."""
+        starts = [start for _, start in self.phases] + [len(self.events)]
+        found = []
+        for index, (name, start) in enumerate(self.phases):
+            if name == phase:
+                found += [event for row in self.events[start : starts[index + 1]] if (event := self._event(row, least))]
+        return found
+
+    def _event(self, row: list[Any], least: int) -> Event | None:
+        action, _, size, _, *frame = row
+        nbytes = _rounded(size)
+        if action not in ACTIONS or nbytes < least:
+            return None
+        known = bool(frame) and 0 <= frame[0] < len(self.frames)
+        return Event(ACTIONS[action], nbytes, self.frames[frame[0]] if known else "")
+
+
+def read_history(path: str | Path) -> History:
+    """The history in a file that a probe wrote; a VplanError that names the file and its fault."""
+    path = Path(path)
+    fix = "write it with `vplan probe PLAN.toml --record-history FILE`"
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise VplanError(f"{path.name} is larger than any history", fix)
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
+    except (ValueError, RecursionError):
+        raise VplanError(f"{path.name} is not JSON", fix) from None
+    if not isinstance(data, dict) or not _is_whole(data):
+        raise VplanError(f"{path.name} is no history of a probe, or an older vplan's without its plan", fix)
+    plan = Plan.read({"schema": 1, **data["plan"]}, path.name)
+    phases = tuple((str(name), int(start)) for name, start in data["phases"])
+    return History(plan, data["torch"], data["gpu"], phases, data["events"], tuple(data["frames"]))
+
+
+def _is_whole(data: Mapping[str, Any]) -> bool:
+    lists = all(isinstance(data.get(name), list) for name in ("phases", "events", "frames"))
+    said = (
+        isinstance(data.get("plan"), dict) and isinstance(data.get("torch"), str) and isinstance(data.get("gpu"), str)
+    )
+    return (
+        lists
+        and said
+        and all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int) for pair in data["phases"])
+        and all(isinstance(frame, str) for frame in data["frames"])
+        and all(
+            isinstance(row, list) and len(row) >= 4 and isinstance(row[0], str) and all(map(_is_whole_number, row[1:]))
+            for row in data["events"]
+        )
+    )
+
+
+def _is_whole_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
+
+
+# ---- the tape's side
+
+
+def laid_out(plan: Plan) -> Run:
+    """A plan's run at its largest shape, as a probe steps it."""
+    known = facts(plan.job, plan.strategy, plan.machine)
+    shapes = [grid(known.model, plan.job, shape) for shape in plan.job.shapes]
+    largest = max(shapes, key=lambda at: at["B"] * (at["F"] * at["H"] * at["W"] + at["T"]))
+    return lay_out(plan.job, plan.strategy, plan.machine, known, largest)
+
+
+def on_tape(run: Run, least: int = 0) -> dict[str, list[Event]]:
+    """Phase -> events, of a run that is laid out."""
+    found: dict[str, list[Event]] = {}
+    for phase, stage in run.stages:
+        events = found.setdefault(phase, [])
+        for moment, ops in stage.stretches:
+            for op in ops:
+                buffer = op if op >= 0 else ~op
+                nbytes = _rounded(run.sizes[buffer])
+                if nbytes >= max(least, 1):
+                    events.append(Event("alloc" if op >= 0 else "free", nbytes, _where(moment, run, buffer)))
+    return found
+
+
+def _where(moment: Moment, run: Run, buffer: int) -> str:
+    block = f" of {moment.module_list}.{moment.block}" if moment.block >= 0 else " outside the blocks"
+    what = f"{run.program.category[buffer]}, {run.program.op[buffer]}".rstrip(", ")
+    return f"{moment.passes}{block}: {what}" if moment.passes else what
+
+
+# ---- both sides
+
+
+def compare(history: History, least: int = LEAST_BYTES) -> Iterator[Compared]:
+    """Every phase that both sides have, in the order they run."""
+    tape = on_tape(laid_out(history.plan), least)
+    for phase in dict.fromkeys(name for name, _ in history.phases):
+        if phase in tape:
+            yield compare_phase(phase, tape[phase], history.of(phase, least))
+
+
+def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> Compared:
+    """The two sides of one phase, aligned by order, kind and size."""
+    found: list[Difference] = []
+    one = other = 0
+    parted = False
+    while one < len(tape) or other < len(run):
+        if one < len(tape) and other < len(run) and _alike(tape[one], run[other]):
+            one, other = one + 1, other + 1
+            continue
+        skipped = _together(tape, run, one, other)
+        parted = skipped is None
+        more, others = skipped or (1, 1)
+        sides = tuple(tape[one : one + more]), tuple(run[other : other + others])
+        found.append(Difference(one, _what(*sides), *sides, _module(tape, one)))
+        if parted or len(found) == MOST:
+            break
+        one, other = one + more, other + others
+    return Compared(phase, len(run), len(tape), _peak(run), _peak(tape), tuple(found), parted)
+
+
+def _alike(one: Event, other: Event) -> bool:
+    return one.kind == other.kind and one.nbytes == other.nbytes
+
+
+def _together(tape: Sequence[Event], run: Sequence[Event], one: int, other: int) -> tuple[int, int] | None:
+    """How many events to leave out on either side, as few as can be, so that those behind agree; None: no number does.
+
+    What is left of both sides may also end there.
+    """
+    for more in range(1, 2 * WINDOW + 1):
+        # A changed event before one that one side lacks: both explain as much, and the first is one cause.
+        for first in sorted(range(more + 1), key=lambda count: abs(2 * count - more)):
+            at, beside = one + first, other + more - first
+            if first > WINDOW or more - first > WINDOW or at > len(tape) or beside > len(run):
+                continue
+            ends = min(len(tape) - at, len(run) - beside)
+            same_rest = ends < AGREED and len(tape) - at == len(run) - beside
+            pairs = zip(tape[at : at + AGREED], run[beside : beside + AGREED], strict=False)
+            if (ends >= AGREED or same_rest) and all(_alike(*pair) for pair in pairs):
+                return first, more - first
+    return None
+
+
+def _what(tape: Sequence[Event], run: Sequence[Event]) -> str:
+    if not tape or not run:
+        return "missing" if not tape else "extra"
+    if len(tape) == len(run) == 1 and tape[0].kind == run[0].kind:
+        return "size"
+    same = sorted(event[:2] for event in tape) == sorted(event[:2] for event in run)
+    return "order" if same else "other"
+
+
+def _module(tape: Sequence[Event], at: int) -> str:
+    """Where in the model the tape is at one of its events, or behind its last."""
+    return tape[min(at, len(tape) - 1)].where if tape else ""
+
+
+def _peak(events: Sequence[Event]) -> int:
+    held = highest = 0
+    for event in events:
+        held += event.nbytes if event.kind == "alloc" else -event.nbytes
+        highest = max(highest, held)
+    return highest

@@ -1,0 +1,122 @@
+"""What `vplan calibrate` found out about a GPU under a driver and a torch, and where it is kept.
+
+One file each in the user's folder, replaced whole. `calibrated` puts what was measured in the place of what is listed.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from planner.catalog import user_data
+from planner.catalog.profiles import GpuProfile
+from planner.errors import VplanError, quoted
+from planner.estimate.roofline import COPY, matmul_efficiency
+from planner.evidence.measurement import Setup
+from planner.schema import Bytes, NotNegative, Record
+from planner.units import GIB, MIB
+from planner.worker_process import write_json
+
+FOLDER = "calibrations"
+
+
+class Rates(Record):
+    """What large kernels and copies reached."""
+
+    matmul_flops_per_second: NotNegative
+    """bf16, fp32 added up"""
+    attention_forward_flops_per_second: NotNegative
+    attention_backward_flops_per_second: NotNegative
+    copy_bytes_per_second: NotNegative
+    """on the device, read and written bytes together"""
+    to_device_bytes_per_second: NotNegative
+    to_host_bytes_per_second: NotNegative
+
+
+class Calibration(Record):
+    """Of one GPU under one driver, torch and diffusers."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    gpu: str
+    driver: str
+    torch: str
+    diffusers: str
+    time: str
+    """ISO 8601, UTC"""
+    total_bytes: Bytes | None = None
+    """what the card gives: torch `total_memory`"""
+    context_bytes: Bytes | None = None
+    """of a process that has done nothing yet; None where NVML does not tell"""
+    kernels: dict[str, Bytes | None] = {}
+    """what the first run of a kind of kernel adds beside torch's allocator"""
+    workspaces: dict[str, Bytes | None] = {}
+    """what it leaves inside"""
+    rates: Rates
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """Context and kernels together; None where NVML does not tell."""
+        if self.context_bytes is None or None in self.kernels.values():
+            return None
+        return self.context_bytes + sum(found or 0 for found in self.kernels.values())
+
+    @property
+    def setup(self) -> Setup:
+        """What it is of."""
+        return Setup(self.gpu, self.driver, self.torch, self.diffusers)
+
+
+def path_of(gpu: str, driver: str, torch: str) -> Path:
+    """Where the calibration of a GPU under a driver and a torch is kept, whether or not there is one."""
+    return user_data.folder() / FOLDER / f"{user_data.name_for(f'{gpu}-{driver}-{torch}')}.json"
+
+
+def write(found: Calibration) -> Path:
+    """Keeps a calibration in the place of the one before; a VplanError where it cannot be written."""
+    path = path_of(found.gpu, found.driver, found.torch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found.to_json())
+    except OSError as error:
+        fix = f"make room there, or set {user_data.VARIABLE} to a folder that can be written"
+        raise VplanError(f"cannot write {quoted(str(path))}: {error.strerror}", fix) from None
+    return path
+
+
+def read(gpu: str, driver: str, torch: str) -> Calibration | None:
+    """The calibration of a GPU under a driver and a torch; None when there is none. A damaged one is a VplanError."""
+    path = path_of(gpu, driver, torch)
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        raise VplanError(f"{path.name} is damaged", f"remove it and run `vplan calibrate` again: {path}") from None
+    if not isinstance(data, Mapping):
+        raise VplanError(f"{path.name} is damaged", f"remove it and run `vplan calibrate` again: {path}")
+    return Calibration.read(data, path.name)
+
+
+def calibrated(card: GpuProfile, found: Calibration) -> GpuProfile:
+    """A card with what was measured of it: memory, context, rates. Rates of other formats keep their proportion."""
+    rates = found.rates
+    matmul = rates.matmul_flops_per_second / matmul_efficiency(card) / 1e12
+    share = matmul / card.bf16_tflops if card.bf16_tflops else 1.0
+    changes: dict[str, object] = {
+        "bf16_tflops": matmul if card.bf16_tflops else 0.0,
+        "fp16_tflops": card.fp16_tflops * share,
+        "bandwidth_gbs": rates.copy_bytes_per_second / COPY / 1e9,
+        "link_gbs": min(rates.to_device_bytes_per_second, rates.to_host_bytes_per_second) / 1e9,
+        "source": f"{card.source}; calibrated {found.time}",
+    }
+    if card.bf16_tflops:
+        passes = rates.attention_forward_flops_per_second, rates.attention_backward_flops_per_second
+        changes["attention_tflops"] = tuple(rate / 1e12 for rate in passes)
+    if found.outside_bytes:
+        changes["context_mib"] = found.outside_bytes / MIB
+    if found.total_bytes:
+        changes["allocatable_gib"] = found.total_bytes / GIB
+    return card.replace(**changes)

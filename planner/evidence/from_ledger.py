@@ -1,0 +1,233 @@
+"""What the ledgers say about one model on one card: their rows, each beside what the recordings alone say of it.
+
+Estimating every row again would take longer than the question, so what was said is kept in the user's folder, for as
+long as nothing that says it has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import planner
+import profiles
+from planner.catalog import lookup, user_data
+from planner.catalog.profiles import GpuProfile
+from planner.errors import VplanError
+from planner.estimate.estimate import estimate
+from planner.evidence.ledger import OURS, Ledger, default_path
+from planner.evidence.measurement import ProbeRow, held_out, is_of_a_gpu, peaks_of, phases_of
+from planner.layout.correction import APART, NOTHING, Learned, Proof, Seen, fit
+from planner.layout.inputs import facts
+from planner.layout.run import Facts
+from planner.spec.plan import RAN_OUT, Environment, Measured, PhaseName, PhasePeak
+
+NEWEST = 48
+"""Rows of one model on one class of card that are looked at, the newest ones."""
+
+KEPT = "predictions.json"
+"""What was said of rows, in the user's folder."""
+
+_said_here: dict[str, dict[str, Any]] = {}
+"""Fingerprint -> the same, in this process: a computer that only reads rows has no such folder."""
+
+
+class Here(NamedTuple):
+    """This computer, as far as it says: None for what it does not have."""
+
+    gpu: str | None
+    driver: str | None
+    torch: str | None
+    diffusers: str | None
+
+    def agrees(self, env: Environment) -> bool:
+        """Whether nothing here contradicts that a measurement would come out the same: libraries, and of the same card
+        its driver. (A computer without the card plans for one that has it.)"""
+        libraries = self.torch in (None, env.torch) and self.diffusers in (None, env.diffusers)
+        return libraries and (self.gpu != env.gpu or self.driver in (None, env.driver))
+
+
+@functools.cache
+def here() -> Here:
+    """What is installed, and the first card."""
+    from planner.hardware import doctor  # NVML is asked only where there are measurements
+
+    driver, cards = doctor.gpus()
+    gpu = next((card["name"] for card in cards), None)
+    versions = [doctor.package_version(name) for name in ("torch", "diffusers")]
+    return Here(gpu, driver["version"], *versions)
+
+
+def rows(model: str) -> list[ProbeRow]:
+    """Rows of our own of a model: those that came with vplan, then the user's, oldest first."""
+    paths = [*sorted(profiles.MEASUREMENTS.glob("*.jsonl")), default_path()]
+    return [row for path in paths if path.exists() for row in _read(path, path.stat().st_mtime_ns, model)]
+
+
+@functools.cache
+def _read(path: Path, written_ns: int, model: str) -> list[ProbeRow]:
+    return Ledger(path).rows(OURS, model)
+
+
+def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence[ProbeRow] | None = None) -> Learned:
+    """What measurements say about a bundled or own model on a card; nothing about other people's trainers.
+
+    `known` in place of the ledgers' rows. Simulated rows, and those without numbers of a GPU, say nothing; the half of
+    a grid that is held out says only what became of the very plan.
+    """
+    if trainer != "vplan":
+        return NOTHING
+    name = lookup.model(model).name
+    found = [row for row in (rows(name) if known is None else known) if row.job.model == name and is_of_a_gpu(row)]
+    found = [row for row in found if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
+    told = [(row, own) for row in found if (own := stands_for(row, gpu)) is not None][-NEWEST:]
+    if not told:
+        return NOTHING
+    said = _Said(gpu)
+    runs = [each for row, own in told if not held_out(row) for each in _seen(row, own, said)]
+    said.keep()
+    proofs: dict[str, tuple[Proof, ...]] = {}
+    for row, own in told:
+        if here().agrees(row.env):
+            proofs[row.id] = (*proofs.get(row.id, ()), Proof(row.measured, phases_of(row.details), own))
+    encoded = [each for part, each in runs if part == "encode"]
+    encoding = fit(encoded, gpu.title, "its encoders") if encoded else None
+    correction = fit([each for part, each in runs if part == "step"], gpu.title)
+    return Learned(replace(correction, encoding=encoding), proofs)
+
+
+def _minor(version: str) -> list[str]:
+    """2.13.0+cu130 as 2, 13: allocator and kernels are another version's only when these are."""
+    return version.split("+")[0].split(".")[:2]
+
+
+def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
+    """Whether a row is of such a card (True), or of one that was capped to what it gives (False); None: of neither.
+
+    A class of cards is what each of its reference cards is.
+    """
+    with contextlib.suppress(VplanError):
+        card, group = lookup.gpu(row.machine.gpu), lookup.gpu_class(gpu.name)
+        if card.name == gpu.name or (group and card.name in group.reference):
+            return True
+        planned = row.planned_gpu if row.capped_bytes is not None else None
+        if planned is not None and lookup.parse_gpus(planned)[1].name == gpu.name:
+            return card.architecture == gpu.architecture
+    return None
+
+
+def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, Seen]]:
+    """What a row tells of the `step`, and of what was gone through before (`encode`)."""
+    if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
+        return
+    if (prediction := said.of(row)) is None:
+        return
+    card = lookup.gpu(row.machine.gpu)
+    others = row.details.get("others_bytes") or 0
+    for part, measured in _parts(row):
+        if prediction[part] is not None:
+            yield (
+                part,
+                Seen(
+                    measured=measured,
+                    predicted=PhasePeak(**prediction[part]),
+                    predicted_seconds=prediction["seconds"],
+                    budget_bytes=row.capped_bytes or card.allocatable_bytes - others,
+                    own_card=own_card,
+                ),
+            )
+
+
+def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
+    """A row's numbers, those of encoding apart from those of the steps, which did not run where it ran out before."""
+    seen = row.measured
+    if not APART.intersection(phases_of(row.details)):
+        yield "step", seen
+        return
+    early = seen.outcome in RAN_OUT and seen.phase in APART
+    if not early:
+        yield "step", seen.replace(**peaks_of(row.details, APART, apart=True))
+    nothing = {"step_seconds": None, "outcome": seen.outcome if early else "ok"}
+    yield "encode", seen.replace(**nothing, **peaks_of(row.details, APART))
+
+
+def with_learned(known: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
+    """The facts of a question with what measurements say: the ledgers', or these."""
+    return replace(known, learned=learned(known.model.name, known.gpu, trainer, from_rows))
+
+
+class _Said:
+    """What recordings say of rows, kept between questions."""
+
+    def __init__(self, gpu: GpuProfile) -> None:
+        self._gpu = gpu
+        self._path = user_data.folder() / KEPT
+        self._print = _fingerprint()
+        self._found: dict[str, Any] = dict(_said_here.get(self._print, {}))
+        with contextlib.suppress(OSError, ValueError):  # not there, or of no use: it is made again
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            self._found |= kept["said"] if kept["of"] == self._print else {}
+        self._before = len(self._found)
+
+    def of(self, row: ProbeRow) -> dict[str, Any] | None:
+        """Peaks over the phases that a row's run went through, and the seconds of a step; None: no recording tells."""
+        # A card that was calibrated is not as it is listed, and what it has of its own must not count twice.
+        card = lookup.gpu(row.machine.gpu)
+        card = self._gpu if self._gpu.name == card.name else card
+        rates = card.context_mib, card.bf16_tflops, card.bandwidth_gbs, card.link_gbs
+        machine = f"{row.machine.gpu} {row.machine.torch} {row.capped_bytes}"
+        key = f"{row.id} {machine} {' '.join(sorted(phases_of(row.details)))} {rates}"
+        if key not in self._found:
+            self._found[key] = _predict(row, card)
+        found: dict[str, Any] | None = self._found[key]
+        return found
+
+    def keep(self) -> None:
+        """Writes down what is new, where it can."""
+        _said_here[self._print] = self._found
+        if len(self._found) > self._before and self._path.parent.is_dir():
+            from planner.worker_process import write_json  # slow to import
+
+            with contextlib.suppress(OSError):  # a folder that cannot be written: it is estimated again next time
+                write_json(self._path, {"of": self._print, "said": self._found})
+
+
+def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
+    try:
+        found = estimate(row.job, row.strategy, row.machine, facts(row.job, row.strategy, row.machine, gpu=card))
+    except VplanError:
+        return None
+    went = phases_of(row.details)
+    through = {phase: peak for phase, peak in found.phases.items() if phase in went} or found.phases
+    apart = {phase: peak for phase, peak in through.items() if phase in APART and phase in went}
+    step = {phase: peak for phase, peak in through.items() if phase not in apart}
+    return {"step": _highest(step), "encode": _highest(apart), "seconds": found.step_seconds}
+
+
+def _highest(phases: Mapping[PhaseName, PhasePeak]) -> dict[str, int] | None:
+    """The highest of each counter; None without phases."""
+    if not phases:
+        return None
+    return {name: max(getattr(peak, name) for peak in phases.values()) for name in PhasePeak.model_fields}
+
+
+def _fingerprint() -> str:
+    """Changes with whatever an estimate without measurements is made of."""
+    import hashlib
+
+    folders = (
+        Path(planner.__file__).parent,
+        profiles.GPUS.parent,
+        user_data.folder() / "models",
+        user_data.folder() / "tapes",
+    )
+    files = (
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".gz", ".json")
+    )
+    marks = sorted(f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in files)
+    return hashlib.sha256("\n".join(marks).encode()).hexdigest()

@@ -1,0 +1,139 @@
+"""How near estimates come to our own rows, half by half: what may be learned from one half is judged by the other.
+
+A grid's rows are halved by a hash of their ids, so nobody chooses which. All numbers are of estimates from recordings
+alone, which know no row of either half; where estimates learn, they learn from the other half only
+(`planner.evidence.from_ledger`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from planner.evidence.accuracy import Compared, spread
+from planner.spec.plan import Verdict
+
+COUNTERS = ("allocated", "reserved", "device")
+
+HALVES = (("held_out", "held out"), ("other", "other half"))
+BOTH = ("all", "both halves")
+NUMBERS = {
+    "allocated": "allocated",
+    "reserved": "reserved",
+    "reserved_expandable": "reserved, expandable segments",
+    "device": "device",
+    "step_seconds": "seconds of a step",
+}
+TAKEN = {
+    "measured": "our own trainer, estimates from recordings alone",
+    "simulated": "a simulated machine: a rehearsal, of which no accuracy follows",
+}
+NONE = (
+    "no row of our own trainer on a GPU is here, so nothing is said of its accuracy; "
+    "`vplan calibrate --grid one-gpu -o rows.jsonl` takes them"
+)
+"""What is said where no GPU was."""
+
+FEWEST = 3
+"""Ways of one job, of different speed, whose order says something."""
+
+
+def halves(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
+    """Taken how ("measured" on a GPU, "simulated") -> half ("held_out", "other", "all") -> what its errors amount to.
+
+    Only what there are rows of.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for taken in ("measured", "simulated"):
+        own = [entry for entry in compared if entry.row.taken == taken and entry.unsupported is None]
+        if own:
+            parts = {"held_out": [entry for entry in own if entry.row.held_out]}
+            parts |= {"other": [entry for entry in own if not entry.row.held_out], "all": own}
+            found[taken] = {name: _half(entries) for name, entries in parts.items()}
+    return found
+
+
+def verdicts(name: str, half: dict[str, Any]) -> str:
+    """What came of the verdicts of a half, and of its order of speed, in words."""
+    verdict, order = half["verdict"], half["order"]
+    words = f"{name}: of {verdict['n']} runs {verdict['under']} were said to fit and ran out, "
+    words += f"{verdict['false_refusal']} were refused and ran"
+    if order["jobs"]:
+        words += f"; order of speed in {order['jobs']} jobs: Spearman {order['mean_spearman']:.2f} on average, "
+        words += f"{order['min_spearman']:.2f} at least"
+    return words
+
+
+def _half(compared: Sequence[Compared]) -> dict[str, Any]:
+    judged = [entry for entry in compared if entry.judges]
+    ran = [entry for entry in judged if entry.row.step_seconds]
+    grown = [entry for entry in compared if entry.counter == "reserved" and entry.row.strategy.expandable_segments]
+    fits: dict[Verdict, int] = {"fits": 0, "tight": 0, "no": 0}
+    for entry in judged:
+        if entry.verdict:
+            fits[entry.verdict] += 1
+    return {
+        "rows": len(judged),
+        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in COUNTERS},
+        "reserved_expandable": spread(grown),
+        "step_seconds": _seconds(ran),
+        "order": _order(ran),
+        "verdict": {
+            "n": len(judged),
+            **fits,
+            "under": sum(entry.missed == "under" for entry in judged),
+            "false_refusal": sum(entry.missed == "false_refusal" for entry in judged),
+        },
+    }
+
+
+def _seconds(ran: Iterable[Compared]) -> dict[str, Any]:
+    """Errors of the seconds of a step, in per cent of what was measured."""
+    errors = [error for entry in ran if (error := seconds_error_pct(entry)) is not None]
+    sizes = [abs(error) for error in errors]
+    return {
+        "n": len(errors),
+        "mean_pct": statistics.fmean(errors) if errors else None,
+        "mean_abs_pct": statistics.fmean(sizes) if sizes else None,
+        "median_abs_pct": statistics.median(sizes) if sizes else None,
+        "max_abs_pct": max(sizes, default=None),
+    }
+
+
+def seconds_error_pct(entry: Compared) -> float | None:
+    """How far a step's predicted seconds are off, in per cent of the measured ones: below 0 it takes longer."""
+    measured, predicted = entry.row.step_seconds, entry.predicted_seconds
+    return 100 * (predicted - measured) / measured if measured and predicted else None
+
+
+def _order(ran: Iterable[Compared]) -> dict[str, Any]:
+    """Whether the ways of one job on one card are in the right order of speed: Spearman's coefficient of each job."""
+    jobs: dict[str, list[tuple[float, float]]] = {}
+    for entry in ran:
+        if entry.row.step_seconds and entry.predicted_seconds:
+            job = f"{entry.row.machine.gpu} {entry.row.job.model_dump_json()}"
+            jobs.setdefault(job, []).append((entry.row.step_seconds, entry.predicted_seconds))
+    known = [value for pairs in jobs.values() if (value := spearman(pairs)) is not None]
+    return {
+        "jobs": len(known),
+        "mean_spearman": statistics.fmean(known) if known else None,
+        "min_spearman": min(known, default=None),
+    }
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The rank correlation of pairs, -1 to 1: Pearson's of their ranks, equal values with their mean rank (Spearman
+    1904). None for fewer than `FEWEST`, and where one side is the same throughout."""
+    if len(pairs) < FEWEST:
+        return None
+    sides = [list(side) for side in zip(*pairs, strict=True)]
+    if any(len(set(side)) == 1 for side in sides):
+        return None
+    return statistics.correlation(*map(_ranks, sides))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """The place of each value in their order; equal ones have the mean of theirs. Python 3.12's `statistics` has it."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]

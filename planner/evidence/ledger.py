@@ -1,0 +1,145 @@
+"""The ledger: every measurement, one JSON object a line, only ever appended to.
+
+Whatever dies while it is written (a process, the disk's last room), no earlier line is lost or changed, and reading
+goes on: a line that is no row is passed over and named in `notes`. Several processes may append at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from planner.catalog import user_data
+from planner.catalog.plan_id import row_id
+from planner.errors import VplanError, quoted
+from planner.evidence.measurement import ProbeRow, Setup
+from planner.spec.plan import Plan
+
+NAME = "ledger.jsonl"
+"""In the folder of the user's own data."""
+
+OURS = "env"
+"""In every line of ours, and in no published one: on what it was measured."""
+
+LOCKED_AT = 1 << 40
+"""Windows locks a range of bytes, and nobody else may read them: this one is behind every ledger's end."""
+
+
+def default_path() -> Path:
+    """The user's own ledger, whether or not it is there yet."""
+    return user_data.folder() / NAME
+
+
+class Ledger:
+    """A file of measurements, which need not be there yet."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.notes: list[str] = []
+        """what the last reading passed over, in words"""
+
+    def append(self, row: ProbeRow) -> None:
+        """Adds a row and sees it to the disk; a VplanError when it cannot be kept, and then nothing of it is there.
+
+        Half a line that a dying process left at the end stays, with its own end of line.
+        """
+        line = json.dumps(row.to_json(), allow_nan=False).encode() + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+            try:
+                with _locked(descriptor):
+                    _add(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            fault = f"the measurement is not kept: cannot write {quoted(str(self.path))}: {error.strerror}"
+            fix = f"make room there, or set {user_data.VARIABLE} to a folder that can be written"
+            raise VplanError(fault, fix) from None
+
+    def rows(self, *having: str) -> list[ProbeRow]:
+        """All rows, oldest first; none without the file. What is no row is in `notes`.
+
+        `having`: only lines in which all of these stand as JSON texts, which costs less than reading the others.
+        """
+        wanted = [json.dumps(text).encode() for text in having]
+        self.notes = []
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            fix = "see who may read it, or name another file"
+            raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
+        found = []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or not all(text in line for text in wanted):
+                continue
+            try:
+                found.append(_row(line))
+            except VplanError as error:
+                self.notes.append(f"{self.path.name}:{number} is passed over: {error.message}")
+        return found
+
+    def find(self, plan: Plan, environment: Setup | None = None, runner: str = "real") -> list[ProbeRow]:
+        """The rows of this very plan (job, strategy, machine), oldest first; with an environment, those taken in it."""
+        name = row_id(plan)
+        return [
+            row
+            for row in self.rows()
+            if row.id == name and row.runner == runner and environment in (None, Setup.of(row.env))
+        ]
+
+
+def _row(line: bytes) -> ProbeRow:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        raise VplanError("it is not whole") from None
+    if not isinstance(data, dict):
+        raise VplanError("it is no JSON object")
+    if data.get("schema", 1) != 1:
+        raise VplanError(f"it has schema {quoted(data['schema'])}, and this vplan reads schema 1")
+    return ProbeRow.read(data)
+
+
+def _add(descriptor: int, line: bytes) -> None:
+    """Writes a line behind the last one; when the disk takes only a part of it, that part is taken away again."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    if end:
+        os.lseek(descriptor, end - 1, os.SEEK_SET)
+        if os.read(descriptor, 1) != b"\n":
+            line = b"\n" + line
+    try:
+        written = os.write(descriptor, line)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, end)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Holds the file's lock, which the system takes back when its process dies, however it dies."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, LOCKED_AT, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_LOCK, 1)
+        try:
+            yield
+        finally:
+            os.lseek(descriptor, LOCKED_AT, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield  # closing the file gives it back

@@ -1,0 +1,93 @@
+"""One measured run of our own: the row that a probe gives, a ledger keeps and estimates learn from."""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+from pydantic import Field
+
+from planner.schema import Bytes, Record
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Environment, Measured, PhaseName
+
+
+class ProbeRow(Record):
+    """One measured run of our own, as a line of a file of measurements (DESIGN section 9)."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    id: str
+    """of the plan that was run, see `row_id`"""
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    """on which it ran; of a process that was capped, with what it could not have as `reserve`"""
+    implementation: Literal["vplan"] = "vplan"
+    measured: Measured
+    env: Environment
+    runner: str = "real"
+    """`real`, or `simulate`: such rows say nothing about any GPU"""
+    planned_gpu: str | None = None
+    """the card or class that the plan is for, where it says another than `machine`"""
+    capped_bytes: Bytes | None = None
+    """the device bytes this process could have, where that is less than the card gives"""
+    requested_bytes: Bytes | None = None
+    """of the request that found no memory"""
+    grid: str | None = None
+    """the grid it was measured for, see `held_out`"""
+    details: dict[str, Any] = {}
+    """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
+
+
+def held_out(row: ProbeRow) -> bool:
+    """Whether nothing may be learned from a row: half of a grid's, by a hash of their ids, only judges."""
+    return row.grid is not None and in_held_out_half(row.id)
+
+
+def in_held_out_half(name: str) -> bool:
+    """Whether the id of a grid's row is in the half that only judges: the first bit of its SHA-256."""
+    import hashlib  # slow to import, and nobody without measurements asks
+
+    return hashlib.sha256(name.encode()).digest()[0] >= 128
+
+
+INSIDE = {"step": ("train", "optimizer")}
+"""Phases of a probe that are several of an estimate."""
+
+
+def phases_of(details: Mapping[str, Any]) -> frozenset[str]:
+    """The phases of an estimate that a probe went through, by its row's details; none of a row that does not say."""
+    told = details.get("phases")
+    names = {inner for name in told for inner in INSIDE.get(name, (name,))} if isinstance(told, dict) else set()
+    return frozenset(names.intersection(get_args(PhaseName)))
+
+
+def peaks_of(details: Mapping[str, Any], phases: Collection[str], apart: bool = False) -> dict[str, int]:
+    """The highest of each counter over some phases of a probe, or over all others (`apart`); none of a row that does
+    not say."""
+    told = details.get("phases")
+    chosen = [each for name, each in told.items() if (name in phases) != apart] if isinstance(told, dict) else []
+    found: dict[str, int] = {}
+    for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
+        counted = [each[name] for each in chosen if isinstance(each, dict) and isinstance(each.get(name), int)]
+        found |= {name: max(counted)} if counted else {}
+    return found
+
+
+def is_of_a_gpu(row: ProbeRow) -> bool:
+    """Whether a row says something of a card: not simulated, not stepped on the CPU, not of a model that was shrunk."""
+    return row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details
+
+
+class Setup(NamedTuple):
+    """On what two measurements of one plan give the same numbers."""
+
+    gpu: str
+    """as torch and NVML name it"""
+    driver: str
+    torch: str
+    diffusers: str
+
+    @classmethod
+    def of(cls, env: Environment) -> "Setup":
+        """Of a row's environment."""
+        return cls(env.gpu, env.driver, env.torch, env.diffusers)

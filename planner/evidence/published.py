@@ -1,0 +1,388 @@
+"""Rows of measurements as they lie in files: published ones and our own, as Job, Strategy, Machine and intervals.
+
+Published rows are other people's runs (`measured.counter` and an interval in GiB); our own hold a probe's counters in
+bytes. What a published row does not say is filled in as its own trainer would have done it, never as ours does.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import ConfigDict, Field
+
+import profiles
+from planner.errors import VplanError, quoted
+from planner.evidence.measurement import ProbeRow, in_held_out_half, phases_of
+from planner.schema import Positive, Record, choices
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import RAN, Measured, PhaseName
+from planner.units import gib
+
+Counter = Literal["allocated", "reserved", "device", "unknown", "allocated_after_step"]
+
+
+class Default(NamedTuple):
+    """What a trainer does where its user says nothing, and where that is written."""
+
+    implementation: str
+    """of the rows it fills; empty: every published row"""
+    field: str
+    value: object
+    source: str
+    models: str = ""
+    """start of the names of the models it holds for"""
+
+
+DEFAULTS = (
+    Default("", "expandable_segments", False, "torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks; no row says so"),
+    Default("", "grad_buckets", "copy", "torch DistributedDataParallel, accelerate: gradient_as_bucket_view=False"),
+    Default("", "optimizer_step", "foreach", "torch.optim.AdamW on CUDA: foreach when nothing is said"),
+    Default(
+        "diffusers",
+        "vae_tiling",
+        True,
+        "CogVideo finetune/schemas/args.py; --enable_tiling in the published "
+        "commands of finetrainers (docs/training) and cogvideox-factory",
+    ),
+    Default("diffsynth", "weights_dtype", "bf16", "DiffSynth-Studio fed7b18: all models are loaded in bf16"),
+    Default("diffsynth", "adapter_dtype", "bf16", "DiffSynth-Studio fed7b18: the peft adapters are cast to bf16"),
+    Default("diffsynth", "lora_rank", 32, "DiffSynth-Studio fed7b18 diffsynth/diffusion/parsers.py"),
+    Default(
+        "diffsynth",
+        "lora_targets",
+        ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
+        "DiffSynth-Studio fed7b18 diffsynth/diffusion/parsers.py: q,k,v,o,ffn.0,ffn.2",
+        models="wan",
+    ),
+    Default("diffsynth", "gradient_checkpointing", "full", "DiffSynth-Studio fed7b18: forced on for Wan", models="wan"),
+    Default("diffsynth", "text_encoder", "resident", "DiffSynth-Studio fed7b18: task sft keeps all on the GPU"),
+    Default("diffsynth", "vae", "resident", "DiffSynth-Studio fed7b18: task sft keeps all on the GPU"),
+    Default("easyanimate", "weights_dtype", "bf16", "EasyAnimate c2a70d1 from_pretrained_2d: bf16, in full as well"),
+    Default("easyanimate", "batch_size", 16, "EasyAnimate c2a70d1 scripts/train.py --train_batch_size"),
+    Default("easyanimate", "text_tokens", 256, "EasyAnimate c2a70d1 scripts/train.py --tokenizer_max_length"),
+    Default("easyanimate", "text_encoder", "resident", "EasyAnimate c2a70d1 scripts/train.py: --low_vram is off"),
+    Default("easyanimate", "vae", "resident", "EasyAnimate c2a70d1 scripts/train.py: --low_vram is off"),
+    Default("latentsync", "weights_dtype", "fp32", "LatentSync a229c39 scripts/train_unet.py"),
+    Default("latentsync", "autocast", "fp16", "LatentSync a229c39: run.mixed_precision_training, with GradScaler"),
+    Default("latentsync", "gradient_checkpointing", "full", "LatentSync a229c39: run.enable_gradient_checkpointing"),
+    Default("latentsync", "sharding", "ddp", "LatentSync a229c39: wraps the model in DDP on one GPU too"),
+    Default("latentsync", "text_encoder", "resident", "LatentSync a229c39: Whisper tiny stays on the GPU"),
+    Default("latentsync", "vae", "resident", "LatentSync a229c39: sd-vae-ft-mse stays on the GPU"),
+    Default("latentsync", "vae_dtype", "fp16", "LatentSync a229c39: sd-vae-ft-mse in fp16"),
+    Default("sd-scripts", "weights_dtype", "bf16", "sd-scripts 48d368f flux_train.py: the mixed-precision dtype"),
+    Default("sd-scripts", "text_encoder", "resident", "sd-scripts 48d368f: --cache_text_encoder_outputs is off"),
+    Default("sd-scripts", "vae", "resident", "sd-scripts 48d368f: --cache_latents is off"),
+    Default("simpletuner", "lora_dropout", 0.1, "SimpleTuner bc8e6ab field_registry/sections/lora.py: --lora_dropout"),
+    Default(
+        "simpletuner",
+        "text_tokens",
+        77 + 154,
+        "SimpleTuner bc8e6ab helpers/models/sd3/model.py check_user_config: T5 is cut at 154 tokens, behind CLIP's 77",
+        models="sd3",
+    ),
+    Default("ai-toolkit", "gradient_checkpointing", "full", "ai-toolkit 27a03a9 train.gradient_checkpointing"),
+)
+"""Documented defaults that differ from our trainer's (or might one day), each read in the source it names."""
+
+
+SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
+"""Publishers whose runs were a step or two long, and whose peak was reset between loading and training.
+
+cogvideox-factory trained MAX_TRAIN_STEPS=2 (metrics.sh) and printed its peak where the first epoch ends, which is after
+whole batches only (training/dataset.py ``BucketSampler``): a larger batch ends it earlier. At batch 4 its adapters of
+rank 256 peak alike with 0, 0.2 and 0.9 GiB of states, so there was no second step; at batch 1 they do not, so there
+was one. Full fine-tuning in fp16 begins with a loss scale of 65536, and a step whose gradients overflow makes no
+states (torch/amp/grad_scaler.py ``_maybe_opt_step``): of one shape it peaks within 14 MiB (2B) and 41 MiB (5B) whether
+the optimizer keeps nothing or 3.2 and 10.4 GiB on the GPU, so the one step that made states was the last.
+"""
+
+
+WHOLE_RUNS = (("zai-org/CogVideo", "finetune"),)
+"""Publishers whose process caches latents and prompts itself and never resets the peak before it trains (CogVideo
+finetune/trainer.py: ``prepare_dataset``, then ``get_memory_statistics``; the first reset is after a validation)."""
+
+
+HALF_ADAPTERS = (("finetrainers", "docs/training/ltx_video.md"),)
+"""Publishers whose LoRA adapters were in 16 bits, whatever a row says.
+
+finetrainers' page prints what is allocated before training: 13.486 GiB with the encoders (13.49 with adapters in bf16,
+13.71 in fp32); and 3.809 before and 4.260 after the steps of its cached run, which is two states of 117,440,512
+parameters in 2 bytes.
+"""
+
+
+class CardSize(NamedTuple):
+    """A publisher who prints the memory of the card a run fitted into where others print what the run took."""
+
+    publisher: tuple[str, ...]
+    cards: Mapping[float, str]
+    """GB -> the card named beside it"""
+    source: str
+
+    def reason(self, size: float) -> str:
+        """Why that number is no measurement of a peak."""
+        card = self.cards[size]
+        return (
+            f"no measurement of the peak but the memory of the card it fits into: {size:g} GB, {card} ({self.source})"
+        )
+
+
+CARD_SIZES = (
+    CardSize(
+        ("zai-org/CogVideo", "finetune/README.md"),
+        {16.0: "NVIDIA 4080", 24.0: "NVIDIA 4090"},
+        'finetune/README.md @f516938, column "Hardware Requirements"',
+    ),
+)
+"""Such rows are priced and shown as all others, and their errors count; beside them stand the figures without."""
+
+
+class Interval(NamedTuple):
+    """What one counter showed, GiB: a printed number allows an interval, our own counters are exact."""
+
+    counter: Counter
+    low_gib: float
+    high_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured run. `unsupported` is why we cannot price it, as far as reading it tells."""
+
+    id: str
+    implementation: str
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    outcome: str
+    intervals: tuple[Interval, ...]
+    """empty when the outcome is all there is"""
+    counter: Counter = "device"
+    """what to show where there is no interval"""
+    states_come_last: bool = False
+    """the run ended with the optimizer step that made the states, see SHORT_RUNS"""
+    reset_after_load: bool = False
+    """the peak was reset between loading and training, see SHORT_RUNS"""
+    whole_run: bool = False
+    """the number covers what was cached before training, see WHOLE_RUNS"""
+    unsupported: str | None = None
+    phases: frozenset[str] = frozenset()
+    """that a probe of ours went through"""
+    version: str = ""
+    """the implementation's, where its publisher says so"""
+    taken: Literal["published", "measured", "simulated"] = "published"
+    """by others, by our own trainer on a GPU, or on a machine that is not there"""
+    held_out: bool = False
+    """of a grid's half that only judges"""
+    step_seconds: float | None = None
+    not_a_peak: str | None = None
+    """why the number is no measurement of the run's peak, see CARD_SIZES"""
+
+    @property
+    def trainer(self) -> str:
+        """The implementation at its version, as `planner.dialects.terms` knows it."""
+        return f"{self.implementation}@{self.version}" if self.version else self.implementation
+
+
+class _Published(Record):
+    """`measured` of a published row; what else it holds (as printed, with which unit) is for people."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    outcome: Literal["measured", "oom", "fits"]
+    counter: Counter
+    low_gib: Positive | None = None
+    high_gib: Positive | None = None
+
+
+class _Line(Record):
+    """One line of a file of measurements."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: Annotated[str, Field(min_length=1)]
+    job: dict[str, Any]
+    strategy: dict[str, Any] = {}
+    machine: dict[str, Any]
+    measured: dict[str, Any]
+    implementation: Annotated[str, Field(min_length=1)] = "vplan"
+    source: Any = None
+    details: Any = None
+    env: dict[str, Any] = {}
+    runner: str = "real"
+    grid: str | None = None
+
+
+def shipped() -> list[Path]:
+    """The files of measurements that come with vplan."""
+    found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
+    if not found:
+        raise VplanError("no measurements came with this vplan", "reinstall vplan, or name a .jsonl file")
+    return found
+
+
+def shipped_rows() -> list[Row]:
+    """Their rows."""
+    return [row for path in shipped() for row in read_rows(path)[0]]
+
+
+def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> tuple[list[Row], list[str]]:
+    """The rows of a file, and what to tell the user about it. A damaged line is a VplanError naming file and line.
+
+    A last line that a dying process left unfinished is dropped. `expandable_segments`: the allocator of those
+    published rows that do not say.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "that is no file's name"
+        raise VplanError(f"cannot read {quoted(str(path))}: {reason}", "name a .jsonl file of measurements") from None
+    rows, notes = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path.name}:{number}"
+        data = _parse(line)
+        if data is not None:
+            rows.append(_row(data, where, expandable_segments))
+        elif number == len(lines):
+            notes.append(f"{where} is unfinished and left out")
+        else:
+            raise VplanError(f"{where} is damaged: it is not a JSON object", "delete that line, or restore it")
+    return rows, notes
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        data = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) -> Row:
+    line = _Line.read(data, where)
+    published = not line.measured.keys().isdisjoint({"counter", "low_gib", "high_gib"})
+    job, strategy, machine = (_said(fields) for fields in (line.job, line.strategy, line.machine))
+    unsupported = _take_unknown(job, Job) or _take_unknown(strategy, Strategy) if published else None
+    if published:
+        _fill(line.implementation, job, strategy)
+        if expandable_segments is not None and line.strategy.get("expandable_segments") is None:
+            strategy["expandable_segments"] = expandable_segments
+        if "adapter_dtype" in strategy and _published_by(line.source, HALF_ADAPTERS):
+            strategy["adapter_dtype"] = "bf16"
+    outcome, counter, intervals = (_published if published else _own)(line.measured, where)
+    if not published and (
+        line.env.get("gpu") == "cpu" or (isinstance(line.details, dict) and line.details.get("config"))
+    ):
+        unsupported = "a rehearsal on the CPU, or of a shrunk model, says nothing of a GPU"
+    settled, short = Job.read(job, where), _published_by(line.source, SHORT_RUNS)
+    return Row(
+        id=line.id,
+        implementation=line.implementation,
+        job=settled,
+        strategy=Strategy.read(strategy, where),
+        machine=Machine.read(machine, where),
+        outcome=outcome,
+        intervals=intervals,
+        counter=counter,
+        states_come_last=short and (settled.method == "full" or settled.batch_size > 1),
+        reset_after_load=short,
+        whole_run=_published_by(line.source, WHOLE_RUNS),
+        unsupported=unsupported,
+        phases=frozenset() if published else _phases(line),
+        version=_version(line.source),
+        taken="published" if published else "measured" if line.runner == "real" else "simulated",
+        held_out=line.grid is not None and in_held_out_half(line.id),
+        step_seconds=None if published else line.measured.get("step_seconds"),
+        not_a_peak=_not_a_peak(line.source, intervals) if published else None,
+    )
+
+
+def own_row(row: ProbeRow) -> Row:
+    """A row of a ledger."""
+    return _row(row.to_json(), row.id, None)
+
+
+def _phases(line: _Line) -> frozenset[str]:
+    """The phases that a probe went through; a simulated machine goes through all."""
+    if line.runner == "simulate":
+        return frozenset(get_args(PhaseName))
+    return phases_of(line.details) if isinstance(line.details, dict) else frozenset()
+
+
+def _version(source: object) -> str:
+    """The first word of what a published row says of the version: a commit, behind which stands its date."""
+    said = source.get("version") if isinstance(source, dict) else None
+    return said.split()[0] if isinstance(said, str) and said.strip() else ""
+
+
+def _published_by(source: object, publishers: tuple[tuple[str, ...], ...]) -> bool:
+    text = json.dumps(source)
+    return any(all(part in text for part in parts) for parts in publishers)
+
+
+def _not_a_peak(source: object, intervals: tuple[Interval, ...]) -> str | None:
+    """Why a published number is no measurement of the peak; None where it may be one."""
+    for publisher in CARD_SIZES:
+        for size in publisher.cards if _published_by(source, (publisher.publisher,)) else ():
+            if any(found.low_gib <= size <= found.high_gib for found in intervals):
+                return publisher.reason(size)
+    return None
+
+
+def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say something: null and absent are the same, as in plans."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _take_unknown(fields: dict[str, Any], record: type[Record]) -> str | None:
+    """Take out what another trainer has and our closed lists have not (an optimizer, say); the reason if there was."""
+    known = {name: choices(record, name) for name in fields if name in record.model_fields}
+    taken = {name: fields.pop(name) for name, values in known.items() if values and _unlisted(fields[name], values)}
+    return ", ".join(f"{name} {quoted(value)} is not in our vocabulary" for name, value in taken.items()) or None
+
+
+def _unlisted(value: object, values: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value not in values
+
+
+def _fill(implementation: str, job: dict[str, Any], strategy: dict[str, Any]) -> None:
+    """Fill in what a published row does not say as its trainer would have done it."""
+    model = str(job.get("model", "")).lower()
+    for default in DEFAULTS:
+        if default.implementation in ("", implementation) and model.startswith(default.models):
+            fields = job if default.field in Job.model_fields else strategy
+            fields.setdefault(default.field, default.value)
+    # These trainers have one "mixed precision" setting: inputs come in the dtype the matrix products run in.
+    computed = {"bf16", "fp16", "fp32"}.intersection([strategy.get("autocast"), strategy.get("weights_dtype")])
+    if strategy.get("autocast") in computed:
+        strategy.setdefault("compute_dtype", strategy["autocast"])
+    elif computed:
+        strategy.setdefault("compute_dtype", computed.pop())
+
+
+def _published(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+    found = _Published.read(measured, f"{where}: measured")
+    if found.outcome != "measured":
+        return found.outcome, found.counter, ()
+    if found.low_gib is None or found.high_gib is None or found.low_gib > found.high_gib:
+        fault = f"low_gib {found.low_gib} and high_gib {found.high_gib} are no interval"
+        raise VplanError(f"{where}: measured {fault}", "write the smaller one as low_gib, the larger as high_gib")
+    return found.outcome, found.counter, (Interval(found.counter, found.low_gib, found.high_gib),)
+
+
+def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+    """A probe's counters. A run that ended early saw only a part of its peak, so there its outcome alone counts."""
+    found = Measured.read(measured, f"{where}: measured")
+    seen: dict[Counter, int | None] = {
+        "allocated": found.allocated_bytes,
+        "reserved": found.reserved_bytes,
+        "device": found.device_bytes,
+    }
+    exact = [Interval(counter, gib(size), gib(size)) for counter, size in seen.items() if size]
+    return found.outcome, "device", tuple(exact) if found.outcome in RAN else ()

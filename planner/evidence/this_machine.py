@@ -1,0 +1,63 @@
+"""`--gpu auto`: the card that is here, as it is now, with what was calibrated of it in the place of what is listed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile
+from planner.errors import VplanError
+from planner.evidence import calibration
+from planner.hardware import doctor
+from planner.hardware.diagnoses import HELD_BYTES
+from planner.spec.job import Machine
+from planner.units import format_gib, gib
+
+
+class CardHere(NamedTuple):
+    """The card to plan for."""
+
+    card: GpuProfile
+    reserve_bytes: int
+    """what others hold of it now, and what is kept for them beside that"""
+    host_ram: int
+    torch: str | None
+    """the release that is installed"""
+    notes: tuple[str, ...]
+    """how it was understood"""
+
+
+RESERVE_BYTES = HELD_BYTES
+"""Kept for others on the card that is here, beside what they hold now (DESIGN section 3)."""
+
+
+def card_here(said: Machine) -> CardHere:
+    """The first card that CUDA shows a process started here; a VplanError when NVML answers for none.
+
+    `said` has the reserve and the torch that were typed, if they were.
+    """
+    driver, cards = doctor.visible()
+    if driver["error"] or not cards or cards[0]["name"] is None:
+        why = driver["error"] or "there is none"
+        raise VplanError(f"--gpu auto asks NVML for the card that is here, and it says {why}", "name one: --gpu 24GB")
+    here, ram = cards[0], doctor.host_ram()
+    host_ram = min(ram["total_bytes"], ram["limit_bytes"] or ram["total_bytes"])
+    name, total, used = here["name"], here["total_bytes"], here["used_bytes"] or 0
+    if here["known_as"]:
+        card = lookup.gpu(here["known_as"])
+    elif total:
+        card = lookup.gpu(f"{gib(total - (here['reserved_bytes'] or 0)):.4g}GiB")
+    else:
+        raise VplanError(f"NVML does not say how much memory {name} has", "say it: --gpu 24GiB")
+    notes = [f"{name}, {format_gib(used)} of it in use by others now"]
+    torch, release = doctor.package_version("torch"), doctor.torch_release()
+    if release and "torch" not in said.model_fields_set:
+        notes.append(f"torch {release}, which is installed")
+    with contextlib.suppress(VplanError):  # a damaged file: `vplan calibrate` writes it anew
+        found = calibration.read(name, driver["version"], torch) if torch and driver["version"] else None
+        if found:
+            card = calibration.calibrated(card, found)
+            notes.append(f"context and rates as calibrated {found.time[:10]}")
+    kept = said.reserve if "reserve" in said.model_fields_set else RESERVE_BYTES
+    return CardHere(card, used + kept, host_ram, release, tuple(notes))

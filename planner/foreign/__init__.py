@@ -1,0 +1,1 @@
+"""Other trainers' commands checked and written, and out-of-memory messages explained."""

@@ -1,0 +1,174 @@
+"""One command of another trainer on one machine, in our words: what was given, read and completed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.shapes import check_blocks, job_for
+from planner.dialects.base.bindings import Dialect, Fields, Given, NotSaidError, Reading, Settings, read
+from planner.errors import NotRecordedError, VplanError
+from planner.layout.inputs import facts
+from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
+from planner.spec.rules import check, resolve
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command on one machine, in our words."""
+
+    dialect: Dialect
+    given: Given
+    reading: Reading
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    model: ModelProfile
+    gpu: GpuProfile
+    notes: tuple[str, ...]
+    version: str = ""
+    """of the trainer's memory terms, where its code was edited or a setting decides"""
+
+    @property
+    def trainer(self) -> str:
+        """Whose memory terms apply."""
+        return f"{self.dialect.name}@{self.version}" if self.version else self.dialect.name
+
+    @property
+    def fields(self) -> Fields:
+        """Everything the dialect's table speaks of."""
+        machine = {"gpus": self.machine.gpus, "nodes": self.machine.nodes}
+        return {**self.job.__dict__, **self.strategy.__dict__, **machine, "version": self.version}
+
+    def changed(self, changes: Mapping[str, Any]) -> Case:
+        """The same command with some fields different."""
+        job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
+        inside = {name: value for name, value in changes.items() if name in Strategy.model_fields}
+        return replace(
+            self,
+            job=job,
+            strategy=self.strategy.replace(**inside),
+            version=str(changes.get("version", self.version)),
+        )
+
+
+def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
+    """The case of what was given. `told` says what the command does not (model, frames, height, width); `machine`
+    holds the fields of Machine that were typed, its card among them."""
+    settings = dict(given.settings)
+    settings |= {name: value for name, value in told.items() if value is not None}
+    notes: list[str] = []
+    count, card = lookup.parse_gpus(str(machine["gpu"]))
+    said = {name: value for name, value in machine.items() if value is not None}
+    settings["gpus"] = said["gpus"] = _gpus(settings, said, count, notes)
+    settings["nodes"] = said["nodes"] = int(said.get("nodes") or settings.get("nodes") or 1)
+    given = replace(given, settings=settings)
+    reading = read(dialect, given)
+    profile = lookup.model(reading.job["model"])
+    fields = {name: value for name, value in reading.job.items() if value is not None}
+    shape = {name: value for name, value in told.items() if value is not None and name != "model"}
+    fields |= shape
+    if shape and fields.get("buckets"):  # of which each has what was told instead of its own
+        buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
+        own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
+        fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
+    job = job_for(profile, fields)
+    if "height" not in fields and not job.buckets:
+        notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
+    if max(shape.frames for shape in job.shapes) > profile.shape.max_frames:
+        notes.append(f"{job.frames} frames is longer than the model was trained on ({profile.shape.max_frames})")
+    said |= {"gpu": card.name, "unified": said.get("unified", card.unified)}
+    where = Machine.read(said)
+    if where.host_ram is None:
+        notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
+    strategy = resolve(job, Strategy.read(reading.strategy), where)
+    try:
+        check_blocks(profile, strategy)
+        check(job, strategy, where)
+    except VplanError as error:
+        fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
+        fix = _its_words(dialect, fields, error.fix) or f"in our words: {error.fix}"
+        raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
+    try:
+        strategy = _recorded(job, strategy, where, notes)
+    except NotRecordedError as error:
+        raise _with_mixed_precision(dialect, job, strategy, where, error) from None
+    if not strategy.expandable_segments:
+        notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
+    words = (*reading.notes, *notes)
+    return Case(dialect, given, reading, job, strategy, where, profile, card, words, reading.version)
+
+
+_ASKED = re.compile(r"--([a-z][a-z-]*) ([a-z0-9-]+)")
+
+
+def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
+    """The first of our flags in a fix that the trainer has words for, in these; empty where it has none."""
+    for flag, value in _ASKED.findall(fix):
+        field = flag.replace("-", "_")
+        for binding in (each for each in dialect.bindings if field in each.fields and field in Strategy.model_fields):
+            with contextlib.suppress(NotSaidError):
+                said = binding.say(fields | {field: int(value) if value.isdigit() else value})
+                words = (name if value is True else f"{name} {value}" for name, value in said.items())
+                if typed := " ".join(word.removeprefix("launch:") for word in words):
+                    return f"add {typed}"
+    return ""
+
+
+def _with_mixed_precision(
+    dialect: Dialect, job: Job, strategy: Strategy, machine: Machine, error: NotRecordedError
+) -> NotRecordedError:
+    """The error in the trainer's words where nothing is recorded without mixed precision, and with it there is."""
+    known = any("--mixed_precision" in name for binding in dialect.bindings for name in binding.settings)
+    if not known or strategy.autocast != "none":
+        return error
+    try:
+        facts(_at_a_recorded_batch(job), strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
+    except NotRecordedError:
+        return error
+    fault = f"{job.method} of {job.model} without mixed precision is not recorded"
+    return NotRecordedError(fault, "add --mixed_precision bf16, if accelerate's own config does not say it already")
+
+
+def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:
+    """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
+    in bf16."""
+    wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
+    recorded = _at_a_recorded_batch(job)
+    for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
+        asked = strategy.replace(**changes)
+        try:
+            facts(recorded, asked, machine)
+        except NotRecordedError:
+            if strategy.weights_dtype not in QUANTISED:
+                raise
+            continue
+        if what:
+            notes.append(f"{strategy.weights_dtype} as this trainer has it is not recorded: priced with {what}")
+        return asked
+    raise AssertionError("bf16 is recorded of every model")
+
+
+def _at_a_recorded_batch(job: Job) -> Job:
+    """The job; one sample of it where its batch is not recorded, which pricing tells, with one that is."""
+    known = lookup.model(job.model).shape.batches
+    recorded = not known or max(shape.batch_size or job.batch_size for shape in job.shapes) in known
+    return job if recorded else job.replace(batch_size=1, buckets=())
+
+
+def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[str]) -> int:
+    """GPUs of one node: as typed, as the launcher says, as CUDA_VISIBLE_DEVICES lists, else one."""
+    if said.get("gpus") or count > 1:
+        return int(said.get("gpus") or count)
+    if settings.get("gpus"):
+        return int(settings["gpus"])
+    if visible := settings.get("visible"):
+        notes.append(f"{visible} GPU{'s' if int(visible) > 1 else ''}, as CUDA_VISIBLE_DEVICES lists")
+        return int(visible)
+    notes.append("1 GPU: the launcher and CUDA_VISIBLE_DEVICES do not say how many (--gpus)")
+    return 1

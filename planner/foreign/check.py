@@ -1,0 +1,397 @@
+"""What another trainer's command needs, where it dies, and the smallest change of it that fits.
+
+Pure but for looking recordings up: a dialect and what was given in, an answer out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from planner import dialects
+from planner.catalog.shapes import check_blocks
+from planner.dialects.base.bindings import (
+    EDIT,
+    Dialect,
+    Fields,
+    Fixed,
+    Move,
+    NotSaidError,
+    Remark,
+    Settings,
+    is_edit,
+    nearest,
+    write,
+)
+from planner.errors import NotRecordedError, VplanError
+from planner.estimate.estimate import NAMED, describe, judged, outside_bytes
+from planner.foreign.case import Case, settle
+from planner.layout import margin
+from planner.layout.inputs import facts
+from planner.layout.run import Facts
+from planner.search.screening import Screen
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Estimate, Plan
+from planner.spec.rules import check, resolve
+
+__all__ = ["Case", "Checked", "Fix", "Outcome", "Pricing", "check_case", "settle"]
+
+MOST_PARTS = 3
+"""Changes of more parts are another way of training, not a small change."""
+
+
+WORTH = 100 << 20
+"""Bytes that a change must save to be told of when it is not enough."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happens: the estimate, and the phase and moment that decide."""
+
+    estimate: Estimate
+    phase: str
+    moment: str
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change of the command that is enough, of which nothing can be left out."""
+
+    change: tuple[str, ...]
+    """flags or lines; what belongs together is one entry"""
+    cost: str
+    lossy: bool
+    case: Case
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The whole answer."""
+
+    case: Case
+    outcome: Outcome
+    fixes: tuple[Fix, ...] = ()
+    ineffective: tuple[Remark, ...] = ()
+    helps: tuple[Fix, ...] = ()
+    """changes that help and are not enough by themselves"""
+    searched: bool = True
+    today: str = ""
+    """the same by today's script, for one that is gone"""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """How the command was understood, and what its estimate takes for granted."""
+        return (*self.case.notes, *self.outcome.estimate.assumptions)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of DESIGN section 9."""
+        case, found = self.case, self.outcome.estimate
+        found = found.replace(assumptions=self.assumptions)
+        return {
+            "trainer": case.dialect.name,
+            "job": case.job.to_json(),
+            "strategy": found.strategy.to_json(),
+            "estimate": found.to_json(),
+            "verdict": found.verdict,
+            "limit": found.limit,
+            "phase": self.outcome.phase,
+            "moment": self.outcome.moment,
+            "ineffective": [each._asdict() for each in self.ineffective],
+            "gone": [each._asdict() for each in case.given.gone],
+            "unknown": list(case.given.unknown),
+            "fixes": [
+                {
+                    "change": list(fix.change),
+                    "lossy": fix.lossy,
+                    "cost": fix.cost,
+                    "estimate": fix.outcome.estimate.to_json(),
+                }
+                for fix in self.fixes
+            ],
+            "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
+            **({"today": self.today} if self.today else {}),
+        }
+
+
+# ---- what happens
+
+
+class Pricing:
+    """Estimates of one case and its changes; what they share is looked up once."""
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.gpu = case.model, case.gpu
+        self.screens: dict[str, Screen] = {}
+
+    def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        """What is known about a question."""
+        return facts(job, strategy, machine, self.model, self.gpu)
+
+    def may_be(self, verdict: str, case: Case) -> bool:
+        """Whether a replay could say that it fits, or is tight, by a cheap look; False for what cannot be priced."""
+        screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
+        try:
+            check(case.job, case.strategy, case.machine)
+            check_blocks(case.model, case.strategy)
+            look = screen.look(case.job, resolve(case.job, case.strategy, case.machine), case.machine)
+        except VplanError:  # a combination that contradicts itself, or that nothing was recorded of
+            return False
+        budget = self.gpu.allocatable_bytes - case.machine.reserve
+        held = case.machine.host_ram is None or look.host_ram_bytes <= case.machine.host_ram
+        low, high = margin.interval(look.device_bytes)
+        return held and (high if verdict == "fits" else low) <= budget
+
+    def outcome(self, case: Case) -> Outcome:
+        """What happens, and where it ends if it does not fit."""
+        known = self.facts(case.job, case.strategy, case.machine)
+        run, played, found, kept = judged(case.job, case.strategy, case.machine, known, case.trainer)
+        if kept:
+            return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
+        if found.verdict == "no" and found.limit == "host" and found.host:
+            return Outcome(found, found.host.phase, "host RAM")
+        room = found.budget_bytes - outside_bytes(run)
+        over = (entry for entry in played if entry.replayed.reserved_peak_bytes > room)
+        ended = next(over, None) if found.verdict != "fits" else None
+        if ended is None:
+            return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
+        moment = describe(ended, found.strategy)
+        phase = _phase(ended.phase, moment)
+        first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
+        if first is not ended:  # it had room before there were gradients and states beside it
+            return Outcome(found, "train", "encoding the next batch beside gradients and optimizer states")
+        return Outcome(found, phase, moment)
+
+
+def _phase(phase: str, moment: str) -> str:
+    """The phase as people count: the first step's own are training and its optimizer step."""
+    if phase != "first_step" or moment == NAMED["load"]:
+        return "load" if moment == NAMED["load"] else phase
+    return "optimizer" if "optimizer" in moment else "train"
+
+
+# ---- the smallest change
+
+
+def check_case(case: Case, search: bool = True) -> Checked:
+    """The whole answer for a case."""
+    pricing = Pricing(case)
+    try:
+        outcome = pricing.outcome(case)
+    except NotRecordedError as error:
+        raise _in_its_words(case, error, pricing) from None
+    fixes: tuple[Fix, ...] = ()
+    helps: tuple[Fix, ...] = ()
+    if outcome.estimate.verdict != "fits" and search:
+        fixes, helps = _fixes(case, outcome, pricing)
+    settled = fixes[0].case if fixes else case
+    return Checked(case, outcome, fixes, case.reading.ineffective, helps, search, _today(settled, outcome))
+
+
+def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotRecordedError:
+    """The error of a batch that is not recorded, with a smaller one that is, in the trainer's words."""
+    for move in smaller_batches(case.dialect):
+        for step in move.steps(case.fields):
+            other = case.changed(step)
+            with contextlib.suppress(NotRecordedError):
+                pricing.outcome(other)
+                said = " ".join(changed_words(case, other.fields, frozenset(step)))
+                return NotRecordedError(error.message, f"ask for {said}: {move.cost}")
+    return error
+
+
+def _today(case: Case, outcome: Outcome) -> str:
+    """The same job by today's script, of a trainer whose former script was given."""
+    if not case.dialect.successor:
+        return ""
+    today = dialects.dialect(case.dialect.successor)
+    assert today.files is not None
+    fields = nearest(today, {**case.fields, "expandable_segments": False})
+    plan = Plan(
+        job=Job.read({name: value for name, value in fields.items() if name in Job.model_fields}),
+        strategy=Strategy.read({name: value for name, value in fields.items() if name in Strategy.model_fields}),
+        machine=case.machine,
+        trainer=today.name,
+    )
+    text = list(today.files(plan, write(today, fields)).values())[-1]
+    return "\n".join(line for line in text.splitlines() if not line.startswith(("#!", "set -e")))
+
+
+def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
+    """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
+
+    Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
+    """
+    moves = [move for move in (*case.dialect.moves, *smaller_batches(case.dialect)) if _is_change(case, move)]
+    enough: dict[frozenset[int], Fix] = {}
+    tight: dict[frozenset[int], Fix] = {}
+    helps: list[Fix] = []
+    for size in range(1, MOST_PARTS + 1):
+        for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
+            if any(done <= chosen for done in enough):  # a part of it does
+                continue
+            fix = _tried(case, base, [moves[at] for at in sorted(chosen)], pricing)
+            verdict = fix.outcome.estimate.verdict if fix else ""
+            if fix is None or verdict == "no":
+                helps += [fix] if fix and size == 1 and _saved(base, fix) >= WORTH else []
+            elif verdict == "fits":
+                enough[chosen] = fix
+            elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):
+                tight[chosen] = fix
+        if any(not fix.lossy for fix in enough.values()):
+            break
+    told = _without_idle(enough or tight)
+    order = {id(fix): at for at, fix in enumerate(told.values())}
+    found = sorted(told.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
+    return tuple(found), tuple(helps)
+
+
+def _without_idle(found: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
+    """Without those that say all that another one says, and more: the rest of it is idle."""
+    words = {chosen: frozenset(_flags(fix)) for chosen, fix in found.items()}
+    return {chosen: fix for chosen, fix in found.items() if not any(other < words[chosen] for other in words.values())}
+
+
+def _flags(fix: Fix) -> list[str]:
+    """A change as single flags with their values, and lines."""
+    return [flag for part in fix.change for flag in re.split(r"\s(?=--)", part)]
+
+
+def _saved(base: Outcome, fix: Fix) -> int:
+    """Bytes less allocated where it ends."""
+    phases = (each.estimate.phases for each in (base, fix.outcome))
+    before, after = (found.get(base.phase) for found in phases)  # type: ignore[call-overload]  # any text may be asked
+    return before.allocated_bytes - after.allocated_bytes if before and after else 0
+
+
+def _size(fix: Fix) -> int:
+    """How much there is to type: flags, and lines of code."""
+    return sum(flag.startswith("--") for flag in _flags(fix)) or len(fix.change)
+
+
+def _is_change(case: Case, move: Move) -> bool:
+    fields = case.fields
+    changed = any(fields.get(name) != value for step in move.steps(fields) for name, value in step.items())
+    return move.when(fields) and changed
+
+
+def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fix | None:
+    """The fix that these moves together are, or None."""
+    changes: dict[str, Any] = {}
+    for move in moves:
+        if any(changes.get(name, value) != value for name, value in move.changes.items()):
+            return None
+        changes |= {} if move.counts else move.changes
+    counted = [move for move in moves if move.counts]
+    together = list(itertools.product(*(move.steps(case.fields) for move in counted)))
+    for at, steps in enumerate(together):
+        for step in steps:
+            changes |= step
+        other = case.changed(changes)
+        if not pricing.may_be("tight" if len(moves) == 1 and not counted else "fits", other):
+            continue
+        try:
+            outcome = pricing.outcome(other)
+        except NotRecordedError:
+            return None
+        if outcome.estimate.verdict != "fits" and at < len(together) - 1:
+            continue
+        lossy = bool(set(outcome.estimate.lossy) & changes.keys()) or _global_batch(other) != _global_batch(case)
+        cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
+        try:
+            words = tuple(word for move in moves for word in _words(case, other, move))
+        except NotSaidError:  # this script of the trainer has no word for it
+            return None
+        return Fix(words, cost, lossy, other, outcome)
+    return None
+
+
+def _global_batch(case: Case) -> int:
+    """Samples of one GPU in one optimizer step."""
+    return case.job.batch_size * case.strategy.gradient_accumulation
+
+
+def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
+    """Fewer samples in one pass, and as many more passes before the optimizer steps: the same mean gradient. Of a
+    trainer that does not accumulate, fewer samples, which is another training."""
+    said = {name for binding in dialect.bindings if not isinstance(binding, Fixed) for name in binding.fields}
+    if "batch_size" not in said:
+        return ()
+    accumulates = "gradient_accumulation" in said
+
+    def parts(fields: Fields) -> tuple[Fields, ...]:
+        batch, passes = int(fields["batch_size"]), int(fields["gradient_accumulation"])
+        found = []
+        for part in range(batch - 1, 0, -1):
+            if batch % part == 0:
+                more = {"gradient_accumulation": passes * batch // part} if accumulates else {}
+                found.append({"batch_size": part, **more})
+        return tuple(found)
+
+    cost = "as many samples a step, in several passes" if accumulates else "fewer samples a step: another training"
+    fields = ("batch_size", "gradient_accumulation") if accumulates else ("batch_size",)
+    return (Move(dict.fromkeys(fields), cost, by_fields=parts),)
+
+
+def _words(case: Case, other: Case, move: Move) -> Iterator[str]:
+    """One entry: what the move's own bindings write anew, and what goes with it."""
+    if move.said is not None:
+        said = move.said(case.given.settings)
+    else:
+        said = list(changed_words(case, other.fields, frozenset(move.changes)))
+    if words := [*said, *move.words]:
+        yield " ".join(words)
+
+
+def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator[str]:
+    """What the bindings of these fields write differently: flags as they are typed, launcher's flags behind it."""
+    old: Settings = {}
+    new: Settings = {}
+    for binding in case.dialect.bindings:
+        if not fields & set(binding.fields):
+            continue
+        with contextlib.suppress(NotSaidError):  # what it is now has no word: it came about by itself
+            old |= binding.say(case.fields)
+        new |= binding.say(after)
+    typed = {
+        name: _typed(_where(name, case.given.settings), value, case.dialect.assigns)
+        for name, value in new.items()
+        if old.get(name) != value
+    }
+    launcher = [words for name, words in typed.items() if name.startswith("launch:")]
+    if launcher:
+        yield " ".join(["accelerate launch", *launcher])
+    yield from (words for name, words in typed.items() if not name.startswith("launch:"))
+    for name in old if not new else ():  # else what is said now stands for what was said
+        yield f"without {name.rpartition(':')[2]}"
+
+
+FILES = ("config", "dataset")
+
+
+def _where(name: str, given: Settings) -> str:
+    """The setting, or what its user has for that key: the same key of another table, or a flag."""
+    file, _, path = name.partition(":")
+    if name in given or file not in FILES:
+        return name
+    key = path.rpartition(".")[2]
+    tables = (own for own in given if own.startswith(f"{file}:") and own.rpartition(".")[2] == key)
+    return next(itertools.chain(tables, (own for own in (f"--{key}", f"--train_{key}") if own in given)), name)
+
+
+def _typed(name: str, value: object, assigns: str) -> str:
+    """A setting as its user types it."""
+    if name == "env:expandable_segments":
+        return "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if is_edit(name):
+        return name.removeprefix(EDIT)
+    where, colon, key = name.rpartition(":")
+    if where in FILES:
+        return f"{key}{assigns}{json.dumps(value, ensure_ascii=False)}"
+    words = [] if value is True else value if isinstance(value, list | tuple) else [value]
+    return " ".join([key if colon else name, *map(str, words)])

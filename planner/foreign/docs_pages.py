@@ -1,0 +1,214 @@
+"""The pages of the docs that are made from what we know: `docs/models.md`, `docs/gpus.md` and `docs/trainers.md`.
+
+`vplan models --markdown`, `gpus` and `export` print them; a test holds the committed pages to that. They speak
+of what comes with vplan only, never of a user's own models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import profiles
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.dialects.base import bindings
+from planner.spec.job import Strategy
+from planner.units import MIB, gib
+
+
+def models_page() -> str:
+    """Everything we know of every bundled model, with its sources."""
+    models = [lookup.model(name) for name in profiles.model_names()]
+    lines = [
+        "# Models",
+        "",
+        f"The {len(models)} models vplan knows by name. Made from `profiles/models/` by `vplan models --markdown`.",
+        "",
+        "*Parameters* are those of the part that is trained (the transformer or UNet), counted. *Frames* are the usual",
+        "length, the longest trained on, and the rule for others: 4n+1 takes 1, 5, 9 and so on. Sizes are height x",
+        "width, the usual one first. A model of your own is added with `vplan record FOLDER`.",
+        "",
+        *_table(
+            ("model", ">parameters", "class", "frames", "sizes", "license"),
+            [_model_row(model) for model in models],
+        ),
+        "",
+        "## What trains it, and what stands beside it",
+        "",
+        "*LoRA layers* are the default targets; a second choice is recorded too where there is one. The VAE's numbers",
+        "are how much it shrinks time and sides, and its latent channels.",
+        "",
+        *_table(
+            ("model", "LoRA layers", "text encoders", "VAE"),
+            [_parts_row(model) for model in models],
+        ),
+        "",
+        "## Sources",
+        "",
+    ]
+    for model in models:
+        lines += [f"**{model.title}** (`{model.name}`), also " + _names(model.aliases), ""]
+        lines += [f"- {_text(source)}" for source in (*model.sources, f"training law: {model.training.source}")]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _model_row(model: ModelProfile) -> list[str]:
+    shape = model.shape
+    frames = "1 (image)"
+    if model.kind == "video":
+        frames = f"{shape.default_frames}, to {shape.max_frames}, {shape.frame_step}n+1"
+    experts = " x 2" if model.experts == 2 else ""
+    sizes = ", ".join(f"{height}x{width}" for height, width in shape.resolutions)
+    parameters = f"{model.parameters:,}{experts}"
+    return [f"`{model.name}`", parameters, f"`{model.diffusers_class}`", frames, sizes, model.license]
+
+
+def _parts_row(model: ModelProfile) -> list[str]:
+    encoders = ", ".join(
+        f"{encoder.name} ({encoder.parameters / 1e9:.2f} B, {encoder.max_tokens} tokens, {encoder.dtype})"
+        for encoder in model.text_encoders
+    )
+    vae = model.vae
+    size = f"{vae.parameters / 1e6:.0f} M, {vae.dtype}"
+    layers = _names(model.lora.targets)
+    if model.lora.wide:
+        layers += "; or " + _names(model.lora.wide)
+    shrinks = f"{vae.temporal}x{vae.spatial}x{vae.spatial} to {vae.latent_channels} channels"
+    return [f"`{model.name}`", layers, encoders or "none", f"`{vae.class_name}` ({size}): {shrinks}"]
+
+
+def trainers_page() -> str:
+    """What each trainer can be told of a plan, from the tables by which its commands are read and written."""
+    from planner import dialects
+
+    spoken = [dialect for name, dialect in dialects.spoken().items() if "@" not in name]
+    words = {dialect.name: bindings.expressed(dialect) for dialect in spoken}
+    lines = [
+        "# Trainers",
+        "",
+        f"The {len(spoken)} trainers whose words vplan speaks. Made from `planner/dialects/` by",
+        "`vplan export --markdown`.",
+        "",
+        "*Read* is `vplan check`, *written* is `vplan export`. Flags and keys were read in their sources at the commit",
+        "named (`profiles/trainers/`), and what is written is held to them.",
+        "",
+        *_table(
+            ("trainer", "name", "read", "written", "source"),
+            [
+                [each.title, f"`{each.name}`", _yes(each.gather), _yes(each.files), _text(each.source)]
+                for each in spoken
+            ],
+        ),
+        "",
+        "## Strategy fields that each can express",
+        "",
+        "`+` can be told, with other values than one; `=` is always the same there; empty: its script decides.",
+        "",
+        *_table(
+            ("field", *(f"{dialect.name}" for dialect in spoken)),
+            [[f"`{name}`", *(_mark(words[each.name].get(name)) for each in spoken)] for name in Strategy.model_fields],
+        ),
+    ]
+    for dialect in spoken:
+        told = {name: text for name, text in words[dialect.name].items() if not text.startswith("always")}
+        always = {name: text for name, text in words[dialect.name].items() if text.startswith("always")}
+        lines += ["", f"## {dialect.title}", ""]
+        lines += _table(("field", "how"), [[f"`{name}`", _text(text)] for name, text in told.items()])
+        if always:
+            fixed = ", ".join(f"`{name}` {_text(text.removeprefix('always '))}" for name, text in always.items())
+            lines += ["", f"Always: {fixed}."]
+    return "\n".join([*lines, ""])
+
+
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
+
+
+def _mark(words: str | None) -> str:
+    return "" if words is None else "=" if words.startswith("always") else "+"
+
+
+def gpus_page() -> str:
+    """Everything we know of every card and class of cards, with its sources."""
+    cards = [lookup.gpu(name) for name in lookup.gpu_names()]
+    cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
+    classes = [
+        [group.name, _names(group.reference), _names(group.smaller) if group.smaller else "none"]
+        for group in lookup.gpu_classes()
+    ]
+    lines = [
+        "# Cards",
+        "",
+        f"The {len(cards)} cards that vplan knows by name. Made from `profiles/gpus.toml` by `vplan gpus --markdown`.",
+        "",
+        "*Gives* is what a process can be given (torch's `total_memory`), which is the budget of a plan; *total* is",
+        "what `nvidia-smi` shows; *context* is what one process takes beside its tensors. Rates are dense, never",
+        "sparse: bf16 and fp16 with fp32 accumulation. The link is to host RAM, one direction, as measured. For any",
+        "other card name the memory itself, as `--gpu 23.5GiB`.",
+        "",
+        *_table(
+            (
+                "class",
+                "card",
+                "chip",
+                ">gives GiB",
+                ">total GiB",
+                ">context MiB",
+                ">bf16 TFLOPS",
+                ">fp16",
+                ">fp8",
+                ">fp32",
+                ">GB/s",
+                "link",
+                ">NVLink GB/s",
+            ),
+            [_card_row(card) for card in cards],
+        ),
+        "",
+        "## Classes",
+        "",
+        "`--gpu 24GB` is the card of its class that gives least. *Sold alike* are cards under the same label that give",
+        "less: an answer says so where the verdict differs for one of them.",
+        "",
+        *_table(("class", "stands for it", "sold alike"), classes),
+        "",
+        "## Sources",
+        "",
+        *(f"- **{card.title}** (`{card.name}`): {_text(card.source)}" for card in cards),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _card_row(card: GpuProfile) -> list[str]:
+    rates = (card.bf16_tflops, card.fp16_tflops, card.fp8_tflops, card.fp32_tflops)
+    return [
+        f"{card.class_gb}GB",
+        f"`{card.name}`",
+        f"{card.architecture} {card.compute_capability}",
+        f"{card.allocatable_gib:.2f}",
+        f"{gib(card.nvml_total_mib * MIB):.2f}",
+        f"{card.context_mib:.0f}",
+        *(f"{rate:g}" if rate else "-" for rate in rates),
+        f"{card.bandwidth_gbs:g}",
+        "one memory with the CPU" if card.unified else f"{card.link}, {card.link_gbs:g} GB/s",
+        f"{card.nvlink_gbs:g}" if card.nvlink_gbs else "-",
+    ]
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A Markdown table; a column whose name starts with `>` is right-aligned."""
+    yield "| " + " | ".join(column.removeprefix(">") for column in columns) + " |"
+    yield "|" + "|".join("---:" if column.startswith(">") else "---" for column in columns) + "|"
+    for row in rows:
+        yield "| " + " | ".join(map(_text, row)) + " |"
+
+
+def _text(value: str) -> str:
+    """A text as it may stand in a cell or a list, on one line."""
+    return " ".join(value.replace("|", "\\|").split())
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

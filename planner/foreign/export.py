@@ -1,0 +1,309 @@
+"""A plan as another trainer's files: complete, with the Plan field behind each line, or the nearest plan it can do."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner import dialects
+from planner.catalog import lookup
+from planner.catalog.shapes import check_blocks, check_job
+from planner.dialects.base import bindings, config_text
+from planner.dialects.base.bindings import Dialect, Fields, NotSaidError, Settings
+from planner.errors import NotEstimatedError, VplanError, quoted
+from planner.estimate.estimate import judged
+from planner.launch.slurm import slurm_script
+from planner.layout import trainer_terms
+from planner.layout.inputs import facts
+from planner.schema import Record
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Estimate, Plan, plan_to_toml
+from planner.spec.rules import check, resolve
+from planner.units import format_gib
+
+SLURM = "slurm"
+"""A target that is no trainer: a batch script that runs `vplan train`."""
+
+MOST_TRIES = 40
+"""Estimates that looking for a nearest plan that fits may take."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written for a plan."""
+
+    trainer: str
+    plan: Plan
+    """with its estimate under that trainer's memory terms, where there is one"""
+    files: dict[str, str]
+    """by name, the one to start last"""
+    carried: dict[str, tuple[str, ...]]
+    """the trainer's settings -> the Plan fields that they carry"""
+    left_out: dict[str, Any] = field(default_factory=dict)
+    """Plan fields that this target leaves to somebody else"""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """field -> value of the nearest plan, where the plan itself could not be said"""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def start(self) -> str:
+        """The command that starts it."""
+        name = list(self.files)[-1]
+        if self.trainer == SLURM:
+            return f"sbatch {name}"
+        return f"bash {name}" if name.endswith(".sh") else name
+
+
+def targets() -> tuple[str, ...]:
+    """Names that a plan can be exported to."""
+    return (*sorted(name for name, dialect in dialects.spoken().items() if dialect.files is not None), SLURM)
+
+
+def fields_of(plan: Plan) -> Fields:
+    """The plan in the names that bindings use: Job's, Strategy's once everything open is filled in, gpus and nodes."""
+    strategy = resolve(plan.job, plan.strategy, plan.machine)
+    found = {name: getattr(plan.job, name) for name in Job.model_fields}
+    found |= {name: getattr(strategy, name) for name in Strategy.model_fields}
+    version = plan.trainer.partition("@")[2]
+    return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes, "version": version}
+
+
+def idle(plan: Plan) -> frozenset[str]:
+    """Fields that say nothing in this plan, whatever they are: a trainer that does otherwise does the same."""
+    found: set[str] = set()
+    if plan.strategy.sharding != "ddp":
+        found.add("grad_buckets")
+    if plan.job.method != "lora":
+        found |= {"adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"}
+    if lookup.model(plan.job.model).experts == 1:
+        found |= {"experts", "inactive_expert"}
+    return frozenset(found)
+
+
+def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
+    """What the trainer is told for this plan, and the fields that says; a NotSaidError names what it cannot express
+    and that matters."""
+    fields, nothing = fields_of(plan), idle(plan)
+    for _ in fields:
+        try:
+            return bindings.write(dialect, fields), fields
+        except NotSaidError as error:
+            matters = [each for each in error.refused if each.field not in nothing]
+            if matters:
+                raise NotSaidError(*matters) from None
+            fields = fields | {each.field: each.instead for each in error.refused}
+    raise AssertionError(f"{dialect.name} has no way to say what it does instead")
+
+
+def plan_with(plan: Plan, wanted: Fields) -> Plan:
+    """The plan with other fields; a VplanError where they contradict each other."""
+    now = fields_of(plan)
+    changes = {name: value for name, value in wanted.items() if now[name] != value}
+
+    def of(record: type[Record]) -> Fields:
+        return {name: value for name, value in changes.items() if name in record.model_fields}
+
+    job = plan.job.replace(**of(Job))
+    strategy = resolve(plan.job, plan.strategy, plan.machine).replace(**of(Strategy))
+    machine = plan.machine.replace(**of(Machine))
+    check(job, strategy, machine)
+    profile = lookup.model(job.model)
+    check_job(profile, job)
+    check_blocks(profile, strategy)
+    return Plan(job=job, strategy=strategy, machine=machine, trainer=plan.trainer)
+
+
+def priced(plan: Plan, trainer: str) -> Estimate | None:
+    """The plan's estimate as that trainer holds memory; None where nothing answers."""
+    profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
+    try:
+        known = facts(plan.job, plan.strategy, plan.machine, profile, card)
+        return judged(plan.job, plan.strategy, plan.machine, known, trainer).estimate
+    except NotEstimatedError:
+        return None
+
+
+def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
+    """The files that make a trainer do this plan. What it cannot express is a VplanError that offers the nearest plan
+    that it can; with `take_nearest` that one is exported. One that does not fit as that trainer trains is exit 3."""
+    if name == SLURM:
+        return _slurm(plan)
+    dialect = dialects.dialect(name)
+    if dialect.files is None:
+        raise VplanError(f"plans are not exported to {name}", f"write one of {', '.join(targets())}")
+    changed: Fields = {}
+    before = fields_of(plan)
+    plan = plan_with(plan, before)
+    try:
+        settings, fields = said_by(dialect, plan)
+    except NotSaidError as error:
+        faults = "; ".join(each.message for each in error.refused)
+        if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
+            fix = f"plans are exported to {', '.join(targets())}"
+            raise VplanError(f"{dialect.title} cannot do this plan: {faults}", fix) from None
+        near = nearest(dialect, plan)
+        after = fields_of(near)
+        changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
+        if not take_nearest:
+            raise VplanError(f"{dialect.title} cannot do this plan: {faults}", _offer(near, changed, name)) from None
+        plan, (settings, fields) = near, said_by(dialect, near)
+    trainer = _as_written(plan, name)
+    found = priced(plan, trainer)
+    if found is not None and found.verdict == "no":
+        fault = f"it does not fit as {dialect.title} trains it: {format_gib(found.low_bytes)} at least"
+        raise VplanError(fault, _that_fits(dialect, plan, name), 3)
+    own = dialects.module(name)
+    carried = config_text.carried(dialect, settings, getattr(own, "CARRIES", None), fields)
+    files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
+    left = getattr(own, "left_to_the_script", None)
+    done = Plan.of(found, trainer=trainer) if found else plan
+    return Exported(name, done, files, carried, left(plan) if left else {}, changed)
+
+
+def _as_written(plan: Plan, name: str) -> str:
+    """Whose memory terms the files have: the trainer's, of the plan's own version where it is this trainer's."""
+    own, _, version = plan.trainer.partition("@")
+    return plan.trainer if own == name and version in trainer_terms.versions(name) else name
+
+
+def _slurm(plan: Plan) -> Exported:
+    """The plan's own file, and a batch script that trains it with vplan."""
+    found = priced(plan, "vplan")
+    words = ["vplan", "train", "plan.toml", "--data", "data/my_set", "--output", "run", "--weights", "models/weights"]
+    script = slurm_script(plan, words, log="slurm-%j.log", ram_bytes=found.host_ram_bytes if found else None)
+    done = Plan.of(found) if found else plan
+    return Exported(SLURM, done, {"plan.toml": plan_to_toml(done), "job.sh": script}, {})
+
+
+def _headed(path: str, text: str, carried: dict[str, tuple[str, ...]]) -> str:
+    """A script with the Plan field of every flag at its top: lines of one command take no comments of their own."""
+    flags = {name.removeprefix("launch:"): own for name, own in carried.items() if name.startswith(("--", "launch:"))}
+    if not path.endswith(".sh") or not flags:
+        return text
+    first, _, rest = text.partition("\n")
+    lines = [f"#   {name}: {', '.join(own)}" for name, own in flags.items() if name in rest]
+    return "\n".join([first, "# What carries which field of the plan:", *lines, rest])
+
+
+# ---- the nearest plan
+
+
+def nearest(dialect: Dialect, plan: Plan) -> Plan:
+    """The plan with the fewest fields changed that the trainer can do, and that fits as far as it can be made to.
+
+    Where a trainer's adapters are fp32 and the base is not, only mixed precision brings them together; nothing else is
+    recorded of such a plan.
+    """
+    near = _nearest(dialect, plan, {})
+    half = near.strategy.compute_dtype
+    if priced(near, dialect.name) is None and near.strategy.autocast == "none" and half != "fp32":
+        with contextlib.suppress(VplanError):  # an engine that casts by itself has none
+            mixed = _nearest(dialect, plan, {"autocast": half})
+            near = mixed if priced(mixed, dialect.name) else near
+    return fitting(dialect, near) or near
+
+
+def _nearest(dialect: Dialect, plan: Plan, changes: Fields) -> Plan:
+    try:
+        return plan_with(plan, bindings.nearest(dialect, fields_of(plan) | changes))
+    except VplanError as error:
+        fix = f"change the plan by hand: {error.message}"
+        raise VplanError(f"{dialect.title} cannot do this plan, nor one near it", fix) from None
+
+
+def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
+    """The plan itself if it fits, else with the first of the trainer's own changes that make it fit: one, then two."""
+    found = priced(plan, dialect.name)
+    if found is None or found.verdict != "no":
+        return plan
+    for tried, changes in enumerate(_changes(dialect)):
+        if tried == MOST_TRIES:
+            return None
+        wanted = fields_of(plan) | changes
+        try:
+            changed = plan_with(plan, wanted)
+            said_by(dialect, changed)
+        except (NotSaidError, VplanError):  # it cannot be said, or contradicts what the plan has
+            continue
+        found = priced(changed, dialect.name)
+        if found is not None and found.verdict != "no":
+            return changed
+    return None
+
+
+def _changes(dialect: Dialect) -> Iterator[Fields]:
+    """Each of the trainer's changes alone, then two together; of a field with several values the mildest first."""
+    single: list[Fields] = []
+    for move in dialect.moves:
+        if move.values:
+            single += [dict.fromkeys(move.changes, value) for value in move.values]
+        else:
+            single.append(dict(move.changes))
+    yield from single
+    for one, other in itertools.combinations(single, 2):
+        if not one.keys() & other.keys():
+            yield one | other
+
+
+def flags_of(changed: Fields) -> str:
+    """Changed fields as our own command line says them."""
+    words = []
+    for name, value in changed.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{name.replace('_', '-')}")
+        elif isinstance(value, tuple):
+            words.append(f"{flag} {','.join(map(str, value))}")
+        elif value is not None:
+            words.append(f"{flag} {value}")
+    return " ".join(words)
+
+
+def _offer(near: Plan, changed: Fields, name: str) -> str:
+    found = priced(near, name)
+    how = "not estimated"
+    if found is not None:
+        how = f"{found.verdict}, {format_gib(found.peak.device_bytes)} of {format_gib(found.budget_bytes)}"
+    return f"the nearest plan that it can do is with {flags_of(changed)} ({how}): add --nearest to export that"
+
+
+def _that_fits(dialect: Dialect, plan: Plan, name: str) -> str:
+    better = fitting(dialect, plan)
+    if better is None:
+        return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan for less"
+    before, after = fields_of(plan), fields_of(better)
+    flags = flags_of({field: after[field] for field in after if after[field] != before[field]})
+    found = priced(better, name)
+    word = "fits" if found and found.verdict == "fits" else "is tight"
+    return f"it {word} with {flags}: `vplan estimate PLAN.toml {flags} -o PLAN.toml` writes that plan"
+
+
+# ---- files
+
+
+def write_files(exported: Exported, folder: Path, force: bool) -> list[Path]:
+    """Puts the files into a folder, each aside and renamed; other files of their names are left unless `force`."""
+    paths = [folder / name for name in exported.files]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        other = [path for path, text in zip(paths, exported.files.values(), strict=True) if _differs(path, text)]
+        if other and not force:
+            fault = f"{quoted(str(other[0]))} is there already and says something else"
+            raise VplanError(fault, "name another folder with -o, or add --force")
+        for path, text in zip(paths, exported.files.values(), strict=True):
+            aside = path.with_name(f".{path.name}.new")
+            aside.write_text(text, encoding="utf-8", newline="\n")
+            if path.suffix == ".sh":
+                aside.chmod(0o755)
+            aside.replace(path)
+    except OSError as error:
+        raise VplanError(f"cannot write into {quoted(str(folder))}: {error.strerror}", "name another folder") from None
+    return paths
+
+
+def _differs(path: Path, text: str) -> bool:
+    return path.exists() and (not path.is_file() or path.read_bytes() != text.encode())

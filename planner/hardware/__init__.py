@@ -1,0 +1,1 @@
+"""The machine as it is: NVML, drivers, packages and what is wrong with them."""

@@ -1,0 +1,97 @@
+"""How a probe's memory went, in few points: as its row keeps it, and laid over the replayed step it was a probe of."""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from planner.schema import NotNegative, Record
+from planner.units import MAX_BYTES, MIB
+
+if TYPE_CHECKING:
+    from planner.estimate.timeline import Timeline
+
+POINTS = 48
+"""Of a phase that are kept; eight phases are less than 400."""
+Mib = Annotated[int, Field(strict=True, ge=0, le=MAX_BYTES // MIB)]
+
+
+class Thinned:
+    """A number that is sampled, in few points: the highest of each of at most `POINTS` stretches of equal length."""
+
+    def __init__(self) -> None:
+        self._highest: list[int] = []
+        self._each = 1
+        """samples of a stretch"""
+        self._left = 0
+        """samples that the last stretch still takes"""
+
+    def add(self, value: int) -> None:
+        """One more sample."""
+        if not self._left:
+            if len(self._highest) == POINTS:
+                self._highest = [max(pair) for pair in zip(self._highest[::2], self._highest[1::2], strict=True)]
+                self._each *= 2
+            self._highest.append(value)
+            self._left = self._each
+        self._highest[-1] = max(self._highest[-1], value)
+        self._left -= 1
+
+    def take(self) -> list[int]:
+        """The points since the last call."""
+        found, self._highest, self._each, self._left = self._highest, [], 1, 0
+        return found
+
+
+class PhaseTrace(Record):
+    """How one phase of a probe went."""
+
+    seconds: NotNegative
+    device_mib: tuple[Mib, ...] = Field(default=(), max_length=POINTS)
+    """by NVML, on top of what was there before: the highest of stretches of equal length"""
+    allocated_mib: tuple[Mib, Mib, Mib] | None = None
+    """by torch's allocator: as it began, at its highest, as it ended"""
+
+
+class Trace(Record):
+    """How a probe went, phase by phase; in the `details` of its row as `trace`."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    phases: dict[str, PhaseTrace] = Field(max_length=16)
+
+
+def trace_of(row: Mapping[str, Any]) -> Trace | None:
+    """The trace of a row as JSON; None where it has none, a VplanError where it is no trace."""
+    details = row.get("details")
+    told = details.get("trace") if isinstance(details, Mapping) else None
+    return Trace.read(told, f"the trace of {row.get('id')}") if isinstance(told, Mapping) else None
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A probe's trace over a timeline; where a phase's samples lie between its ends is told by their order alone."""
+
+    id: str
+    """of the probe's row"""
+    device: tuple[tuple[float, int], ...]
+    """(events since the step began, bytes on the device)"""
+    allocated: tuple[tuple[int, int, int], ...]
+    """(from, to, the most bytes that were allocated in between)"""
+
+
+def laid_over(timeline: "Timeline", trace: Trace, name: str) -> Overlay:
+    """The phases of a trace that a timeline is of: forward and backward, and the optimizer's step behind them."""
+    last = timeline.events
+    turn = next((mark.at for mark in timeline.marks if mark.name == "optimizer"), last)
+    device, allocated = [], []
+    for phase, first, end in (("train", 0, turn), ("optimizer", turn, last)):
+        told = trace.phases.get(phase)
+        if told is None or end <= first:
+            continue
+        share = (end - first) / max(len(told.device_mib), 1)
+        device += [(first + share * (place + 0.5), mib * MIB) for place, mib in enumerate(told.device_mib)]
+        if told.allocated_mib:
+            allocated.append((first, end, told.allocated_mib[1] * MIB))
+    return Overlay(name, tuple(device), tuple(allocated))

@@ -1,0 +1,295 @@
+"""Watching one GPU and this process tree from outside torch: NVML, and the kernel's own count of host RAM.
+
+Nothing here makes a CUDA context: `torch.cuda.mem_get_info` would (426 MiB on an RTX 6000 Ada, unsloth-zoo#1053), NVML
+does not. What cannot be had is named in `missing`; nothing fails because a number is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import psutil
+import pynvml
+
+from planner.hardware.memory_trace import Thinned
+from planner.units import MIB
+
+INTERVAL_SECONDS = 1 / 64
+"""Between two samples. At 1 a second spikes are missed (the 50 Hz of DESIGN section 6 is the least)."""
+
+PROCESSES_EVERY = 16
+"""Samples of the card for one look at its processes, whose list costs the driver more than a counter."""
+
+KINDS = ("Compute", "Graphics", "MPSCompute")
+"""Of processes that NVML lists."""
+
+CONTEXT_BYTES = 64 * MIB
+"""Less than any CUDA context takes: a card that grew by more has a process of ours on it."""
+
+
+class Observer(Protocol):
+    """One source of numbers. A new counter is one such class, given to a `Monitor`."""
+
+    missing: list[str]
+    """what it could not get, in words that begin with the number's name"""
+
+    def sample(self) -> None:
+        """Looks once; called in a thread many times a second."""
+
+    def take(self) -> Mapping[str, int | None]:
+        """What was seen since the last call, this moment included, by name. None: it cannot be had."""
+
+
+class Monitor:
+    """Samples observers in a thread while it is entered, and puts together what they saw."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+        self.samples = 0
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="vplan-monitor", daemon=True)
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def missing(self) -> list[str]:
+        """All that no observer could get so far."""
+        return [words for observer in self.observers for words in observer.missing]
+
+    @property
+    def hertz(self) -> float | None:
+        """Samples a second so far; None when there were none."""
+        elapsed = time.monotonic() - self._began
+        return self.samples / elapsed if self.samples and elapsed > 0 else None
+
+    def take(self) -> dict[str, int | None]:
+        """Every observer's numbers since the last call."""
+        with self._lock:
+            return {name: value for observer in self.observers for name, value in observer.take().items()}
+
+    def _watch(self) -> None:
+        while not self._stopped.is_set():
+            time.sleep(INTERVAL_SECONDS)  # half the processor's time of an event's own wait
+            with self._lock:
+                for observer in self.observers:
+                    observer.sample()
+            self.samples += 1
+
+
+class Card:
+    """One GPU as NVML knows it: asked for by its UUID, and given up at the first error, which is kept."""
+
+    def __init__(self, uuid: str) -> None:
+        """`uuid` as torch or NVML write it: torch leaves out `GPU-`, and of a MIG slice `MIG-`."""
+        self.driver: str | None = None
+        self.fault: str | None = None
+        self.handle: Any = None
+        names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+        try:
+            pynvml.nvmlInit()
+            self.driver = str(pynvml.nvmlSystemGetDriverVersion())
+        except pynvml.NVMLError as error:
+            self.fault = f"NVML says {error}"
+            return
+        for name in names:
+            try:
+                self.handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+                self.fault = None
+                return
+            except pynvml.NVMLError as error:
+                self.fault = self.fault or f"NVML says {error}"
+
+    def used(self) -> int:
+        """Bytes in use by all. Version 2 leaves out the driver's own reserve; older drivers count it in, before us as
+        well as now."""
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self.handle, version=pynvml.nvmlMemory_v2)
+        except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_ArgumentVersionMismatch):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self.handle)
+        return int(memory.used)
+
+
+def processes(handle: Any) -> dict[int, int | None]:
+    """Bytes by pid of whoever computes or draws on a card, MPS clients too; None where the driver does not count them.
+
+    A kind of process that this driver cannot list is passed over, unless it can list none: an NVMLError.
+    """
+    found: dict[int, int | None] = {}
+    refused = []
+    for kind in KINDS:
+        try:
+            running = getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle)
+        except pynvml.NVMLLibraryMismatchError:  # older than R510; it is no NVMLError
+            refused.append(pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+            continue
+        except pynvml.NVMLError as error:
+            refused.append(error)
+            continue
+        found |= {process.pid: process.usedGpuMemory for process in running}
+    if len(refused) == len(KINDS):
+        raise refused[0]
+    return found
+
+
+class CardUse:
+    """`device_bytes`: the most in use on a card less what was in use before, which is this process's share when others
+    leave the card alone meanwhile. `used_bytes`: the same with what was in use before."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.missing: list[str] = []
+        self.base_bytes: int | None = None
+        """in use when we began: other processes"""
+        self.grown = False
+        """whether something of ours has come onto the card"""
+        self.trace = Thinned()
+        """how `device_bytes` went, MiB"""
+        self._peak = 0
+        self.sample()
+        self.base_bytes = None if self.missing else self._peak
+        self.trace.take()
+
+    def sample(self) -> None:
+        """One look at the card's counter."""
+        if self.missing:
+            return
+        if self.card.fault:
+            self.missing.append(f"device_bytes: {self.card.fault}")
+            return
+        try:
+            used = self.card.used()
+            self._peak = max(self._peak, used)
+            self.trace.add(max(0, used - (self.base_bytes or 0)) // MIB)
+        except pynvml.NVMLError as error:
+            # A card that shares the CPU's memory (GB10) has no number of its own: NOT_SUPPORTED.
+            self.missing.append(f"device_bytes: NVML says {error}")
+
+    def take(self) -> dict[str, int | None]:
+        """The highest since the last call."""
+        self.sample()
+        peak, self._peak = self._peak, 0
+        if self.missing or self.base_bytes is None:
+            return {"device_bytes": None, "used_bytes": None}
+        self.grown |= peak - self.base_bytes > CONTEXT_BYTES
+        return {"device_bytes": max(0, peak - self.base_bytes), "used_bytes": peak}
+
+
+class CardShares:
+    """`tree_bytes` and `others_bytes`: the most that this process tree and all others held of a card, by NVML's list.
+
+    Windows (WDDM) counts nobody's memory, and a container sees nobody or strange pids: both are said, not guessed.
+    """
+
+    def __init__(self, card: Card, use: CardUse, root: int | None = None) -> None:
+        """`root`: the pid at whose top the tree is; this process's own when not given."""
+        self.card, self.use = card, use
+        self.root = root or os.getpid()
+        self.missing: list[str] = []
+        self._ours: dict[int, bool] = {}
+        self._seen = False
+        self._count = 0
+        self._peaks = [0, 0]
+
+    def sample(self) -> None:
+        """Every so many calls one look at the list."""
+        if self._count % PROCESSES_EVERY == 0:
+            self._look()
+        self._count += 1
+
+    def take(self) -> dict[str, int | None]:
+        """The highest since the last call."""
+        self._look()
+        if not self.missing and self.use.grown and not self._seen:
+            self._give_up("NVML lists no process of ours, as in a container that hides pids")
+        (ours, others), self._peaks = self._peaks, [0, 0]
+        return {"tree_bytes": None if self.missing else ours, "others_bytes": None if self.missing else others}
+
+    def _look(self) -> None:
+        if self.missing:
+            return
+        if self.card.fault:
+            self._give_up(self.card.fault)
+            return
+        try:
+            found = processes(self.card.handle)
+        except pynvml.NVMLError as error:
+            self._give_up(f"NVML says {error}")
+            return
+        if None in found.values():
+            self._give_up("this driver does not count memory by process (WDDM)")
+            return
+        self._ours = {pid: self._ours[pid] if pid in self._ours else self._is_ours(pid) for pid in found}
+        self._seen |= any(self._ours.values())
+        for side, is_ours in enumerate((True, False)):
+            held = sum(nbytes or 0 for pid, nbytes in found.items() if self._ours[pid] is is_ours)
+            self._peaks[side] = max(self._peaks[side], held)
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            return self.root in (pid, *(parent.pid for parent in psutil.Process(pid).parents()))
+        except psutil.Error:  # gone meanwhile, or another user's, or of another namespace
+            return False
+
+    def _give_up(self, why: str) -> None:
+        self.missing.append(f"tree_bytes, others_bytes: {why}")
+
+
+class DeviceMemory(Monitor):
+    """A card's use and shares, as `take` tells them. Made before CUDA starts, so that the context counts as ours."""
+
+    def __init__(self, uuid: str, *more: Observer) -> None:
+        """`uuid` as torch or NVML write it; `more` observers are sampled beside."""
+        self.card = Card(uuid)
+        self.use = CardUse(self.card)
+        super().__init__(self.use, CardShares(self.card, self.use), *more)
+
+    @property
+    def base_bytes(self) -> int | None:
+        """In use when we began: other processes."""
+        return self.use.base_bytes
+
+    @property
+    def driver(self) -> str | None:
+        """The driver's version."""
+        return self.card.driver
+
+    def take_trace(self) -> list[int]:
+        """How the card's use on top of `base_bytes` went since the last call, MiB; empty when NVML does not tell."""
+        with self._lock:
+            return self.use.trace.take()
+
+    def take_peak(self) -> int | None:
+        """The most of the card that came on top of `base_bytes` since the last call; None when NVML does not tell."""
+        return self.take()["device_bytes"]
+
+
+def host_peak_bytes() -> int:
+    """The highest resident memory of this process so far, bytes, as the kernel counted it.
+
+    Not `ru_maxrss`: after a fork that also counts the parent. Where only the present value can be had, it is that one.
+    """
+    if sys.platform == "linux":
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    memory = psutil.Process().memory_info()
+    return int(getattr(memory, "peak_wset", memory.rss))

@@ -1,0 +1,1 @@
+"""Starting training runs and following them: launchers, checkpoints, fallback plans."""

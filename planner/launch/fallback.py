@@ -1,0 +1,81 @@
+"""What a run that ran out of memory goes on as: the next plan that learns the same from the same checkpoint.
+
+The plan's own ladder comes first, where a step of it leaves the global batch, the optimizer and the sharding as they
+are: whatever else changes, the state of the last checkpoint fits. Behind the ladder there are the switches that lose
+nothing: checkpointing, its offload, and half the micro-batch in twice as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.errors import VplanError
+from planner.launch.supported import settled
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Plan
+
+KEPT = ("optimizer", "master_weights", "adapter_dtype", "weights_dtype", "compute_dtype", "autocast", "sharding", "ema")
+"""Strategy fields that a checkpoint's state or the losses depend on."""
+
+STRONGER = {"none": ("full", "offload"), "partial": ("full", "offload"), "full": ("offload",), "offload": ()}
+"""Of gradient checkpointing, what keeps less on the GPU."""
+
+
+def next_plan(plan: Plan) -> Plan | None:
+    """The plan to go on with after running out of memory; None when there is none left."""
+    for found in (*_ladder(plan), *_switches(plan)):
+        try:
+            return settled(found, trained=True).replace(ladder=found.ladder)
+        except VplanError:  # not for this model, or not applied by training
+            continue
+    return None
+
+
+def _ladder(plan: Plan) -> Iterator[Plan]:
+    for place, rung in enumerate(plan.ladder):
+        same = all(getattr(rung.strategy, field) == getattr(plan.strategy, field) for field in KEPT)
+        inside = (rung.strategy.optimizer_step == "backward") == (plan.strategy.optimizer_step == "backward")
+        less = plan.estimate is None or rung.peak.device_bytes < plan.estimate.peak.device_bytes
+        data = _global_batch(rung.job, rung.strategy) == _global_batch(plan.job, plan.strategy)
+        if same and inside and less and data and _is_same_job(plan.job, rung.job) and rung.machine == plan.machine:
+            yield Plan(job=rung.job, strategy=rung.strategy, machine=rung.machine, ladder=plan.ladder[place + 1 :])
+
+
+def _global_batch(job: Job, strategy: Strategy) -> list[int]:
+    """Samples of one optimizer step on one GPU, by shape."""
+    return [(shape.batch_size or job.batch_size) * strategy.gradient_accumulation for shape in job.shapes]
+
+
+def _is_same_job(one: Job, other: Job) -> bool:
+    """Whether two jobs differ at most in how many samples a micro-batch has."""
+    alike = {"batch_size": 1, "buckets": tuple(bucket.replace(batch_size=None) for bucket in one.buckets)}
+    return one.replace(**alike) == other.replace(
+        batch_size=1, buckets=tuple(bucket.replace(batch_size=None) for bucket in other.buckets)
+    )
+
+
+def _switches(plan: Plan) -> Iterator[Plan]:
+    for mode in STRONGER[plan.strategy.gradient_checkpointing]:
+        strategy = plan.strategy.replace(gradient_checkpointing=mode, checkpointed_blocks=None)
+        yield Plan(job=plan.job, strategy=strategy, machine=plan.machine)
+    sizes = [shape.batch_size or plan.job.batch_size for shape in plan.job.shapes]
+    if any(size % 2 for size in sizes) or plan.strategy.optimizer_step == "backward":
+        return
+    buckets = tuple(
+        bucket.replace(batch_size=bucket.batch_size // 2) if bucket.batch_size else bucket
+        for bucket in plan.job.buckets
+    )
+    job = plan.job.replace(batch_size=max(1, plan.job.batch_size // 2), buckets=buckets)
+    twice = plan.strategy.replace(gradient_accumulation=2 * plan.strategy.gradient_accumulation)
+    yield Plan(job=job, strategy=twice, machine=plan.machine)
+
+
+def difference(before: Plan, after: Plan) -> str:
+    """What changed, in words."""
+    changes = [
+        f"{field} {getattr(old, field)} -> {getattr(new, field)}"
+        for old, new in ((before.job, after.job), (before.strategy, after.strategy))
+        for field in type(old).model_fields
+        if getattr(old, field) != getattr(new, field) and field != "buckets"
+    ]
+    return ", ".join(changes)

@@ -1,0 +1,275 @@
+"""Starting a training run: what every rank is told, the launcher that starts them, and how it ended.
+
+The ranks are `trainers/train.py`, started through `vplan.py` by torch's own launcher where there are several. They and
+all they started are gone when `run` returns, also when it ends by an error or an interrupt.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from planner.errors import VplanError
+from planner.schema import Count, CountOrZero, Flag, NotNegative, Positive, Record
+from planner.spec.job import Strategy
+from planner.spec.plan import Plan
+from planner.units import KIB
+from planner.worker_process import REQUEST, Ended, read_json, vplan_command, watch_worker, write_json
+
+METRICS, LOG, SAMPLES = "metrics.jsonl", "log.txt", "samples"
+RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
+FULL_BYTES = 64 * KIB
+"""Less than this free is a full disk."""
+NAN, OUT_OF_MEMORY = 73, 75
+"""Exit codes of a rank. What happened is in its result file; these are for whoever reads the launcher's log."""
+
+TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
+"""Accelerate's (``accelerate.utils.LoggerType``), each called like the module it needs."""
+
+PORT = 29500
+"""Where ranks of several machines meet (torchrun's default)."""
+
+FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Beginnings of environment variables by which another launcher would have a say."""
+
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
+
+
+class Validation(Record):
+    """Which samples are made while training, and how."""
+
+    prompts: str
+    """file that lists them, with what was encoded for them"""
+    every: CountOrZero = 0
+    """steps between two rounds; 0: at the end only"""
+    steps: Count | None = None
+    """denoising steps; the pipeline's own number when not given"""
+    guidance: NotNegative | None = None
+    """its scale; the pipeline's own when not given"""
+    seed: CountOrZero = 0
+
+
+class Request(Record):
+    """What every rank is told."""
+
+    plan: Plan
+    entries: str
+    """file that lists the cached samples"""
+    weights: str
+    """folder of the published weights"""
+    output: str
+    run: str
+    """id of the run in that folder"""
+    device: Literal["cuda", "cpu"] = "cuda"
+    steps: Count
+    """optimizer steps in all"""
+    learning_rate: Positive
+    schedule: Schedule = "constant"
+    warmup_steps: CountOrZero = 0
+    seed: CountOrZero = 0
+    checkpoint_every: Count
+    keep: Count
+    resume: str | None = None
+    """checkpoint to take up; whoever asks has checked it"""
+    log_with: str | None = None
+    validation: Validation | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint and a tracker keep of it."""
+        names = ("steps", "learning_rate", "schedule", "warmup_steps", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+class Preparation(Record):
+    """What the process that encodes the data is told."""
+
+    plan: Plan
+    data: str
+    """folder of clips and captions"""
+    weights: str
+    entries: str
+    """file that will list the cached samples, in the folder of the cache"""
+    device: Literal["cuda", "cpu"] = "cuda"
+    skip_bad: Flag = False
+    prompts: tuple[str, ...] = ()
+    """of the samples that are made while training"""
+    validation: str | None = None
+    """file that will list those samples; None when there are none"""
+
+
+class Nodes(NamedTuple):
+    """This computer among those that train together."""
+
+    rank: int = 0
+    address: str | None = None
+    """of the first one"""
+    port: int = PORT
+
+
+class Outcome(NamedTuple):
+    """How a run ended: `ok`, `nan`, `oom`, `host-oom`, `refused` or `crash`, and in words why."""
+
+    name: str
+    message: str = ""
+    fix: str = ""
+    exit_code: int = 0
+    shape: Mapping[str, Any] | None = None
+    """of the batch that ran out of memory"""
+
+
+def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list[str]:
+    """The command line that starts this computer's ranks on the request in a folder: `trainers/WORK.py` in each."""
+    worker = vplan_command("worker", work, str(folder))
+    machine = plan.machine
+    if machine.world == 1 and plan.strategy.sharding == "none":
+        return worker
+    # -P: a folder called torch where the user stands is not ours to run.
+    launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(machine.gpus)]
+    if machine.nodes == 1:
+        return [*launcher, "--standalone", *worker[1:]]
+    where = ["--master-addr", nodes.address or "127.0.0.1", "--master-port", str(nodes.port)]
+    return [*launcher, "--nnodes", str(machine.nodes), "--node-rank", str(nodes.rank), *where, *worker[1:]]
+
+
+def environment(device: str) -> dict[str, str]:
+    """What the ranks see: ours without other launchers' words, and with `settings`."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)} | settings(device)
+
+
+def settings(device: str) -> dict[str, str]:
+    """What is set for the ranks: cards in NVML's order, in which they were looked at (CUDA's own is the fastest
+    first); on the CPU one thread each, where the user says nothing else, and DeepSpeed told so."""
+    found = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+    if device == "cpu":
+        found |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return found
+
+
+def foreign() -> list[str]:
+    """The variables of other launchers that are set here."""
+    return sorted(name for name in os.environ if name.startswith(FOREIGN))
+
+
+def run(request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
+    """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
+    folder = write_request(run_folder(Path(request.output), nodes), request)
+    return _run(command(request.plan, folder, nodes), folder, request.device, tick)
+
+
+@contextlib.contextmanager
+def locked(output: Path, node: int = 0) -> Iterator[None]:
+    """Keeps a second run out of an output folder, which the nodes of one run share; however we end, it is let go."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (output / f".lock-{node}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise VplanError(f"another run is writing into {output}", "name another --output, or wait") from None
+        yield
+
+
+def run_folder(output: Path, nodes: Nodes) -> Path:
+    """Where this computer's ranks and their parent talk: OUTPUT/run, with a number on the further ones."""
+    return output / (f"{RUN_FOLDER}-{nodes.rank}" if nodes.rank else RUN_FOLDER)
+
+
+def prepare(wanted: Preparation, output: Path, tick: Callable[[], None]) -> Outcome:
+    """Encodes the data in a process of its own; request, result and log are in OUTPUT/prepare."""
+    folder = write_request(output / PREPARE_FOLDER, wanted)
+    Path(wanted.entries).parent.mkdir(parents=True, exist_ok=True)
+    return _run(vplan_command("worker", "prepare", str(folder)), folder, wanted.device, tick)
+
+
+def write_request(folder: Path, request: Record) -> Path:
+    """Puts a request where the worker that is named the folder finds it; what an earlier one told is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("result-*.json"):
+        path.unlink()
+    write_json(folder / REQUEST, request.to_json())
+    return folder
+
+
+def _run(words: list[str], folder: Path, device: str, tick: Callable[[], None]) -> Outcome:
+    ended = watch_worker(words, folder / LOG, environment(device), tick)
+    tick()
+    return outcome(folder, ended)
+
+
+def outcome(folder: Path, ended: Ended) -> Outcome:
+    """What the ranks told; where none says why, how the first of them to fail ended."""
+    told = [read_json(path) for path in sorted(folder.glob("result-*.json"))]
+    for name in ("refused", "oom", "host-oom", "nan"):
+        for result in (result for result in told if result.get("outcome") == name):
+            code = result.get("exit_code", 3 if "oom" in name else 4)
+            return Outcome(name, result["message"], result.get("fix", ""), code, result.get("shape"))
+    if ended.returncode == 0 and told and all(result.get("outcome") == "ok" for result in told):
+        return Outcome("ok")
+    log = folder / LOG
+    if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
+        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        return Outcome("crash", f"the disk of {folder} is full", fix, 4)
+    return Outcome("crash", f"{_cause(told, ended)}; its last words: {_last_words(log)}", f"read {log}", 4)
+
+
+def _cause(told: list[dict[str, Any]], ended: Ended) -> str:
+    unfinished = [str(result["rank"]) for result in told if result.get("outcome") != "ok"]
+    where = f" in {told[0]['phase']}" if told and "phase" in told[0] else ""
+    if len(told) == 1:
+        code = ended.returncode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"training ended with {how}{where}"
+    return f"a rank died{where}, and the others were ended (ranks {', '.join(unfinished)})"
+
+
+def _last_words(log: Path) -> str:
+    """The last line that an error wrote, before a launcher's own report of it."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _is_error(line)]
+    return (errors or lines or ["it said nothing"])[-1][:500]
+
+
+def _is_error(line: str) -> bool:
+    """`SomeError: why`, as a traceback ends, after the rank that torchrun may put in front."""
+    words = line.split("]: ", 1)[-1].split(": ", 1)
+    return len(words) == 2 and words[0].replace(".", "").isidentifier() and words[0].endswith(("Error", "Exception"))
+
+
+LIBRARIES = {
+    "adamw-8bit": ("bitsandbytes",),
+    "adamw-8bit-paged": ("bitsandbytes",),
+    "lion": ("bitsandbytes",),
+    "nf4": ("bitsandbytes",),
+    "adafactor": ("transformers",),
+    "prodigy": ("prodigyopt",),
+    "came": ("came_pytorch",),
+    "int8": ("torchao",),
+}
+"""What an optimizer or a format of the weights needs beside torch and diffusers."""
+
+
+def libraries(strategy: Strategy) -> tuple[str, ...]:
+    """What a strategy needs beside torch and diffusers."""
+    split = ("deepspeed",) if strategy.sharding.startswith("zero") else ()
+    return (*LIBRARIES.get(strategy.optimizer, ()), *LIBRARIES.get(strategy.weights_dtype or "", ()), *split)
+
+
+def check_installed(plan: Plan, log_with: str | None) -> None:
+    """Name what is missing before anything starts."""
+    strategy = plan.strategy
+    needed = ["torch", "diffusers", "peft", "accelerate", "safetensors"]
+    for package in (*needed, *libraries(strategy)):
+        if importlib.util.find_spec(package) is None:
+            raise VplanError(f"training this plan needs {package}", "install it: pip install 'vplan[train]'")
+    if log_with and importlib.util.find_spec(log_with) is None:
+        package = log_with.replace("_", "-")
+        raise VplanError(f"--log-with {log_with} needs {package}", f"install it: pip install {package}")

@@ -1,0 +1,121 @@
+"""The samples that training makes: what is asked for, whether the plan has room for them, whether they are listed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.catalog import lookup
+from planner.errors import NotRecordedError, VplanError, quoted
+from planner.estimate.estimate import estimate
+from planner.launch.launch import Preparation, Validation
+from planner.layout.inputs import facts
+from planner.spec.plan import Plan
+from planner.units import format_gib
+from planner.worker_process import read_json
+
+PHASES = {"denoise": "denoising", "decode": "decoding"}
+MAX_PROMPTS, MAX_PROMPT = 100, 10_000
+"""Of a run, and characters of one."""
+
+
+def fitted(plan: Plan) -> tuple[Plan, str | None]:
+    """The plan, and None; or the plan without its samples, and why: where they, and nothing else, do not fit."""
+    if plan.strategy.validation_mode == "off":
+        return plan, None
+    profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
+    try:
+        known = facts(plan.job, plan.strategy, plan.machine, profile, card)
+        found = estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+    except NotRecordedError:
+        return plan, None
+    phases = {name: found.phases[name].device_bytes for name in PHASES if name in found.phases}
+    above = {name: nbytes for name, nbytes in phases.items() if nbytes > found.budget_bytes}
+    if not above:
+        return plan, None
+    worst = max(above, key=lambda name: above[name])
+    needs = f"{PHASES[worst]} takes {format_gib(above[worst])}, and {card.title} gives {format_gib(found.budget_bytes)}"
+    strategy = plan.strategy.replace(validation_mode="off", group_offload="none", group_offload_stream=False)
+    fix = "--vae-tiling, --validation-mode offload or a smaller --validation shape may"
+    return plan.replace(strategy=strategy), f"no samples are made, they do not fit: {needs} ({fix})"
+
+
+def prompts(plan: Plan, said: Mapping[str, Any]) -> tuple[str, ...]:
+    """The prompts that were typed, then those of a file, one a line.
+
+    A VplanError for what cannot be one, and for whatever is said of samples where the plan makes none.
+    """
+    asked = [name for name, value in said.items() if name.startswith("validat") and value]
+    if plan.strategy.validation_mode == "off" and asked:
+        fault = f"--{asked[0].replace('_', '-')}, and the plan makes no samples (validation_mode off)"
+        raise VplanError(fault, "add --validation-mode on, so that they are planned for too")
+    is_input = lookup.model(plan.job.model).config.get("guidance_embeds")
+    if said.get("validation_guidance") is not None and not plan.job.guided and not is_input:
+        fix = "leave it out, or write cfg = true into the plan's validation"
+        raise VplanError("--validation-guidance, and the plan samples without guidance (cfg = false)", fix)
+    file = said["validation_prompts"]
+    found = [*said["validation_prompt"], *(_lines(Path(file).expanduser()) if file else ())]
+    if len(found) > MAX_PROMPTS:
+        raise VplanError(
+            f"{len(found)} validation prompts", f"give {MAX_PROMPTS} at most: each is a sample to wait for"
+        )
+    for prompt in found:
+        if not prompt.strip() or len(prompt) > MAX_PROMPT or "\0" in prompt:
+            raise VplanError(f"validation prompt {quoted(prompt)} is no prompt", f"write 1 to {MAX_PROMPT} characters")
+    return tuple(prompt.strip() for prompt in found)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_PROMPTS * MAX_PROMPT + 1).decode("utf-8-sig")
+    except OSError as error:
+        raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", "name a file of prompts") from None
+    except UnicodeDecodeError:
+        raise VplanError(f"{quoted(str(path))} is not UTF-8 text", "write one prompt a line") from None
+    found = [line for line in text.splitlines() if line.strip()]
+    if not found:
+        raise VplanError(f"{quoted(str(path))} has no prompt", "write one prompt a line")
+    return found
+
+
+def request(listed: str | None, said: Mapping[str, Any]) -> Validation | None:
+    """What the ranks are told of samples that a file lists; None where none are made."""
+    if listed is None:
+        return None
+    return Validation(
+        prompts=listed,
+        every=said["validate_every"] or 0,
+        steps=said["validation_steps"],
+        guidance=said["validation_guidance"],
+        seed=said["seed"],
+    )
+
+
+def about(wanted: Preparation) -> dict[str, Any]:
+    """What a list of samples depends on."""
+    job = wanted.plan.job
+    shape = job.validation or job.shapes[0]
+    return {
+        "prompts": list(wanted.prompts),
+        "data": wanted.data,
+        "weights": wanted.weights,
+        "model": job.model,
+        "shape": [shape.frames, shape.height, shape.width],
+        "dtypes": [wanted.plan.strategy.text_encoder_dtype, wanted.plan.strategy.autocast],
+    }
+
+
+def is_listed(wanted: Preparation) -> bool:
+    """Whether the samples of a run are listed already, with all that they are made of."""
+    if wanted.validation is None:
+        return True
+    path = Path(wanted.validation)
+    if not path.is_file():
+        return False
+    told = read_json(path)
+    if told.get("about") != about(wanted):
+        return False
+    files = [file for sample in told["samples"] for name, file in sample.items() if name != "name" and file]
+    return all(Path(file).is_file() for file in files)

@@ -1,0 +1,56 @@
+"""What checkpoints keep of a recorded step: each block's input, and what is given to all blocks alike."""
+
+from __future__ import annotations
+
+from planner.layout.run import Run
+from planner.tape.program import Block
+
+
+def block_inputs(run: Run) -> dict[Block, list[int]]:
+    """What the checkpoint of each block keeps: made in an earlier block's forward, freed in its own backward.
+
+    The first block's input and what all blocks share (text, modulation) are made outside the blocks and left out: a few
+    MiB a block, and one input. Where it is more, it is in `shared_inputs`.
+    """
+    return run.once(_block_inputs)
+
+
+def _block_inputs(run: Run) -> dict[Block, list[int]]:
+    made: set[int] = set()
+    kept: dict[Block, list[int]] = {}
+    category = list(run.program.category)
+    for moment, events in run.step.stretches:
+        freed = [~event for event in events if event < 0 and ~event in made]
+        made.difference_update(freed)
+        if moment.block < 0:
+            continue
+        if moment.passes == "forward":
+            last = {event if event >= 0 else ~event: event >= 0 for event in events}
+            made.update(buffer for buffer, stays in last.items() if stays and category[buffer] != "weight")
+        elif moment.passes == "backward" and freed:
+            kept.setdefault((moment.module_list, moment.block), []).extend(freed)
+    return kept
+
+
+def shared_inputs(run: Run) -> list[int]:
+    """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
+    TI2V). A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies it for every block
+    (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
+    largest = max((run.sizes[buffer] for kept in block_inputs(run).values() for buffer in kept), default=0)
+    return [buffer for buffer in run.once(_made_outside) if run.sizes[buffer] > largest]
+
+
+def _made_outside(run: Run) -> list[int]:
+    """What forward makes outside the blocks and a block's backward frees."""
+    outside: set[int] = set()
+    found = []
+    for moment, events in run.step.stretches:
+        inside = moment.block >= 0
+        for event in events:
+            if event >= 0 and not inside and moment.passes == "forward":
+                outside.add(event)
+            elif event < 0 and ~event in outside:
+                outside.remove(~event)
+                if inside and moment.passes == "backward":
+                    found.append(~event)
+    return found

@@ -1,0 +1,341 @@
+"""What measurements do to an estimate: rows of the same model on the same class of card correct it (`nearby`), and a
+row of this very plan takes its place (`measured`). Pure: records in, records out.
+
+A correction has two causes, told apart because they carry over differently to another plan: what torch's allocator
+reserves is off by a share, and what is on the device beside it (CUDA context, kernels) by a number of bytes. Each is
+the median of what was seen; of the share, what recordings alone expect (the middle of their margin) counts as one run
+more. How sure it is comes from the errors that are left: what a further run may show after them (`further`), the
+recordings' own margin being what is believed before the first; all that was seen is within.
+
+Encoding has a correction of its own: it runs other models, in an allocator of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from planner.catalog.plan_id import row_id
+from planner.layout import margin
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import RAN, RAN_OUT, Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
+from planner.units import MIB, gib
+
+EXPECTED = 1 + (margin.RECORDED[1] - margin.RECORDED[0]) / 2
+"""Measured over predicted, where nothing was measured: what recordings do not know of only adds."""
+
+HALF_WIDTH = sum(margin.RECORDED) / 2
+
+SURE = 1.6448536
+"""Standard deviations to each side that hold 90 % of a normal distribution."""
+
+SEGMENT_BYTES = 2 * MIB
+"""The least that the allocator asks the driver for: what ran out needed so much more than it could have."""
+
+APART = frozenset({"encode"})
+"""Phases with other models, in an allocator of their own where they are cached: training says nothing of them."""
+
+
+class Seen(NamedTuple):
+    """One measured run beside what the recordings alone say of it, over the phases that were measured."""
+
+    measured: Measured
+    predicted: PhasePeak
+    predicted_seconds: float
+    budget_bytes: int
+    """what the run could have of the device"""
+    own_card: bool = True
+    """whether it ran on such a card: else, capped, it stands in for one, and only its allocator's bytes carry over"""
+
+    @property
+    def ran(self) -> bool:
+        """Whether memory was enough, and counted."""
+        seen = self.measured
+        return seen.outcome in RAN and bool(seen.reserved_bytes) and bool(seen.device_bytes)
+
+    @property
+    def share(self) -> float:
+        """What the allocator reserved, as a share of what was predicted."""
+        return (self.measured.reserved_bytes or 0) / self.predicted.reserved_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        """What was on the device beside the allocator's, less what was predicted."""
+        measured = (self.measured.device_bytes or 0) - (self.measured.reserved_bytes or 0)
+        return measured - (self.predicted.device_bytes - self.predicted.reserved_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What measurements change of an estimate. As it is made without arguments it changes nothing."""
+
+    reserved: float = 1.0
+    """measured over predicted, of what the allocator reserves"""
+    outside_bytes: int = 0
+    """to add to what is beside it"""
+    sides: tuple[float, float] = margin.RECORDED
+    """(below, above) as shares of the corrected device peak"""
+    seconds: tuple[float, float] | None = None
+    """(usual, longest) of a step, as shares of the predicted low end"""
+    share_kept: float = 1.0
+    """of what only recordings know, see the top of this file"""
+    runs: int = 0
+    """that finished"""
+    said: tuple[str, ...] = ()
+    """the correction in words"""
+    encoding: Correction | None = None
+    """of the phases in `APART`; None where nobody measured them: then only what is beside torch's is corrected"""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All that was corrected, in words."""
+        return (*self.said, *(self.encoding.said if self.encoding else ()))
+
+    def basis(self, phase: str = "train") -> Literal["recorded", "nearby"]:
+        """What an estimate rests on whose peak is in this phase."""
+        of = self.encoding if phase in APART else self
+        return "nearby" if of and of.said else "recorded"
+
+    def sides_of(self, phase: str) -> tuple[float, float]:
+        """How sure the peak is, where it is in this phase."""
+        of = self.encoding if phase in APART else self
+        return of.sides if of else margin.RECORDED
+
+    def share(self, phase: str) -> float:
+        """Measured over predicted, of what the allocator reserves in this phase."""
+        of = self.encoding if phase in APART else self
+        return of.reserved if of else 1.0
+
+    def peak(self, allocated_bytes: int, reserved_bytes: int, outside_bytes: int, phase: str = "train") -> PhasePeak:
+        """The counters as corrected, given what recordings say of a phase and what is on the device beside torch's."""
+        share = self.share(phase)
+        beside = self.encoding.outside if phase in APART and self.encoding else self.outside
+        reserved = round(reserved_bytes * share)
+        return PhasePeak(
+            allocated_bytes=min(reserved, round(allocated_bytes * share)),
+            reserved_bytes=reserved,
+            device_bytes=reserved + beside(outside_bytes),
+        )
+
+    def outside(self, outside_bytes: int) -> int:
+        """What is on the device beside torch's, as corrected."""
+        return max(0, outside_bytes + self.outside_bytes)
+
+    def step_seconds(self, low: float, high: float) -> tuple[float, float]:
+        """Seconds of a step, usual and longest, given the two ends that were predicted."""
+        if self.seconds is None:
+            return low, high
+        usual, longest = self.seconds
+        return low * usual, low * longest + self.share_kept * (high - low) * usual
+
+
+def further(errors: Sequence[float]) -> float:
+    """Within which share of the prediction a further run's error is nine times in ten, after runs with these errors.
+
+    Under a normal law of unknown spread, of which the recordings' margin is believed as much as one run, that is
+    Student's t with as many degrees of freedom as there are runs with that one (Gelman et al. 2013, Bayesian Data
+    Analysis, sections 2.6 and 3.2).
+    """
+    values = len(errors) + 1
+    variance = ((HALF_WIDTH / SURE) ** 2 + math.fsum(error**2 for error in errors)) / values
+    return _student(values) * math.sqrt(variance * (1 + 1 / values))
+
+
+def _student(freedom: int) -> float:
+    """What holds 90 % of Student's t between itself and its negative, within 0.3 % from 3 degrees of freedom on
+    (Abramowitz and Stegun 1964, 26.7.5)."""
+    z = SURE
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def fit(seen: Sequence[Seen], where: str, what: str = "the model") -> Correction:
+    """The correction that some runs of one model on one class of card, called `where`, ask for; `what` was run."""
+    import statistics  # slow to import, and without measurements nobody asks
+
+    ran = [each for each in seen if each.ran]
+    out = [each for each in seen if each.measured.outcome == "oom"]
+    kept = len(ran) ** -0.5 if ran else 1.0
+    reserved = statistics.median([EXPECTED, *(each.share for each in ran)]) if ran else 1.0
+    own = [each.beside_bytes for each in ran if each.own_card]
+    outside = round(statistics.median(own)) if own else 0
+    correction = Correction(reserved=reserved, outside_bytes=outside)
+    errors = [_residual(each, correction) for each in ran]
+    lowest, highest = min([0.0, *errors]), max([0.0, *errors])
+    below, above = margin.RECORDED
+    if ran:  # what was seen is within, and no more than the recordings' own margin is added to it
+        below, above = (max(seen, min(further(errors), seen + HALF_WIDTH)) for seen in (-lowest, highest))
+    # One that ran out needed more than it could have: that is all it says.
+    needed = ((each.budget_bytes + SEGMENT_BYTES) / _expected(each, correction).device_bytes for each in out)
+    short = max(needed, default=0.0) - 1
+    if not ran and short <= above:
+        return Correction()
+    timed = ((each.measured.step_seconds or 0, each.predicted_seconds) for each in ran if _is_timed(each))
+    paces = [seconds / predicted for seconds, predicted in timed]
+    spread = f"they spread from {100 * lowest:+.1f} to {100 * highest:+.1f} %"
+    words = f"{TOLD[0]}{len(ran)} measurements of {what} on {where}: allocator {100 * (reserved - 1):+.1f} %, "
+    words += f"beside it {gib(outside):+.2f} GiB; {spread}"
+    ooms = f"{len(out)} of {what} that ran out of memory on {where} widened the upper end" if short > above else ""
+    return Correction(
+        reserved=reserved,
+        outside_bytes=outside,
+        sides=(min(below, 1.0), max(above, short)),
+        seconds=(statistics.median(paces), max(paces)) if paces else None,
+        share_kept=kept,
+        runs=len(ran),
+        said=tuple(filter(None, (words if ran else "", ooms))),
+    )
+
+
+def _is_timed(each: Seen) -> bool:
+    return each.own_card and bool(each.measured.step_seconds) and each.predicted_seconds > 0
+
+
+def _expected(each: Seen, correction: Correction) -> PhasePeak:
+    """What the corrected estimate says of a run that was measured."""
+    predicted = each.predicted
+    outside = predicted.device_bytes - predicted.reserved_bytes
+    return correction.peak(predicted.allocated_bytes, predicted.reserved_bytes, outside)
+
+
+def _residual(each: Seen, correction: Correction) -> float:
+    """By which share a run is still off when it is corrected."""
+    if not each.own_card:
+        return each.share / correction.reserved - 1
+    return (each.measured.device_bytes or 0) / _expected(each, correction).device_bytes - 1
+
+
+class Proof(NamedTuple):
+    """A run of one very plan, in the environment that is asked about."""
+
+    measured: Measured
+    phases: frozenset[str]
+    """that it went through"""
+    own_card: bool = True
+    """else it ran, capped, on a card of another architecture"""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What is known from measurements about one model on one card."""
+
+    correction: Correction = field(default_factory=Correction)
+    proofs: Mapping[str, tuple[Proof, ...]] = field(default_factory=dict)
+    """by `row_id`"""
+
+    def proved(self, found: Estimate, trainer: str = "vplan") -> Estimate:
+        """The estimate as runs of this very plan leave it; itself when there are none."""
+        ran, out = self._split(found.job, found.strategy, found.machine, trainer)
+        if ran:
+            found = _as_measured(found, ran)
+            if out and found.basis == "measured":
+                words = "it ran, and it ran out of memory: both are told of this very plan"
+                found = found.replace(verdict="tight", limit=None, assumptions=(*found.assumptions, words))
+        elif out:
+            found = _ran_out(found, out)
+        return found
+
+    def told(
+        self, job: Job, strategy: Strategy, machine: Machine, trainer: str = "vplan"
+    ) -> Literal["ran", "ran out"] | None:
+        """What became of runs of this very plan; None when there are none, or some of each kind."""
+        ran, out = self._split(job, strategy, machine, trainer)
+        if bool(ran) == bool(out):
+            return None
+        return "ran" if ran else "ran out"
+
+    def _split(self, job: Job, strategy: Strategy, machine: Machine, trainer: str) -> tuple[list[Proof], list[Proof]]:
+        """The runs that had memory enough, on such a card, and those that ran out."""
+        if not self.proofs or trainer != "vplan":
+            return [], []
+        proofs = self.proofs.get(row_id(Plan(job=job, strategy=strategy, machine=machine)), ())
+        ran = [each for each in proofs if each.own_card and each.measured.outcome in RAN and each.measured.device_bytes]
+        return ran, [each for each in proofs if each.measured.outcome in RAN_OUT]
+
+
+NOTHING = Learned()
+
+TOLD = ("corrected by ", "measured: ")
+"""How the assumptions begin that say what measurements did to an estimate."""
+
+
+def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
+    """An estimate whose numbers are those of runs. Where a phase that none of them went through needs more, the peak is
+    that phase's, which nobody measured."""
+    import statistics
+
+    through = ran[0].phases.intersection(*(each.phases for each in ran)) & found.phases.keys()
+    if not through:
+        return found
+    seen = [each.measured for each in ran]
+    device = [each.device_bytes or 0 for each in seen]
+    expected = max(peak.device_bytes for phase, peak in found.phases.items() if phase in through)
+    untold = max((peak.device_bytes for phase, peak in found.phases.items() if phase not in through), default=0)
+    if untold > max(expected, *device):
+        return found
+    top = PhasePeak(
+        allocated_bytes=max(each.allocated_bytes or 0 for each in seen),
+        reserved_bytes=max(each.reserved_bytes or 0 for each in seen),
+        device_bytes=max(device),
+    )
+    seconds = [each.step_seconds for each in seen if each.step_seconds]
+    ram = [each.host_bytes for each in seen if each.host_bytes]
+    short = found.limit == "host" and not (ram and max(ram) <= (found.machine.host_ram or max(ram)))
+    words = f"{TOLD[1]}{len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
+    changes = {"step_seconds": statistics.median(seconds), "step_seconds_high": max(seconds)} if seconds else {}
+    return with_peak(found, top).replace(
+        low_bytes=min(device),
+        high_bytes=max(device),
+        basis="measured",
+        verdict="no" if short else "fits",
+        limit="host" if short else None,
+        assumptions=(words, *(each for each in found.assumptions if not each.startswith(TOLD))),
+        **changes,
+    )
+
+
+def _ran_out(found: Estimate, out: Sequence[Proof]) -> Estimate:
+    """An estimate that says no, because the plan ran out of memory when it was tried."""
+    basis = "measured" if any(each.own_card for each in out) else "nearby"
+    said = (f"{TOLD[1]}this very plan ran out of memory", *found.assumptions)
+    if all(each.measured.outcome == "host-oom" for each in out):
+        return found.replace(basis=basis, verdict="no", limit="host", assumptions=said)
+    needed = found.budget_bytes + 1
+    if found.peak.device_bytes < needed:
+        more = needed - found.peak.device_bytes
+        peak = found.peak
+        top = PhasePeak(
+            allocated_bytes=peak.allocated_bytes, reserved_bytes=peak.reserved_bytes + more, device_bytes=needed
+        )
+        found = with_peak(found, top)
+    low = max(found.low_bytes, needed)
+    high = max(found.high_bytes, low)
+    return found.replace(basis=basis, verdict="no", limit="gpu", low_bytes=low, high_bytes=high, assumptions=said)
+
+
+def with_peak(found: Estimate, top: PhasePeak) -> Estimate:
+    """An estimate with another peak: its phases and its breakdown in proportion."""
+    outside = ("fragmentation", "context")
+    parts = {name: value for name, value in found.breakdown.__dict__.items() if name not in outside}
+    share = min(1.0, top.reserved_bytes / max(1, sum(parts.values())))
+    parts = {name: int(value * share) for name, value in parts.items()}
+    rest = {"fragmentation": top.reserved_bytes - sum(parts.values()), "context": top.device_bytes - top.reserved_bytes}
+    factors = {name: getattr(top, name) / max(1, getattr(found.peak, name)) for name in PhasePeak.model_fields}
+    phases = {phase: _scaled(peak, factors, top) for phase, peak in found.phases.items()}
+    phases[found.peak.phase] = top
+    peak = Peak(**top.__dict__, phase=found.peak.phase, moment=found.peak.moment)
+    # Together, because each alone would contradict the other.
+    return Estimate.read({**found.__dict__, "peak": peak, "phases": phases, "breakdown": Breakdown(**parts, **rest)})
+
+
+def _scaled(peak: PhasePeak, factors: Mapping[str, float], top: PhasePeak) -> PhasePeak:
+    """Another phase's counters in the same proportion, still in their order and below the peak."""
+    allocated, reserved, device = (
+        min(round(getattr(peak, name) * factor), getattr(top, name)) for name, factor in factors.items()
+    )
+    reserved = min(max(reserved, allocated), top.reserved_bytes)
+    return PhasePeak(allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=max(device, reserved))

@@ -1,0 +1,200 @@
+"""A text encoder or a VAE, beside the model: laid out at one shape from its recording, like the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from planner.allocator import implementation
+from planner.catalog.components import FRAMEWISE, KEPT_IN_FP32, SPLIT_OVER, SPLIT_SHARE, SPLITTING, chunks_of, frames_of
+from planner.catalog.profiles import TextEncoder, Vae
+from planner.layout.group_offload import Turns, host_sizes
+from planner.layout.run import SERVICE
+from planner.spec.job import Strategy
+from planner.tape.format import Monomial, Tape
+from planner.tape.program import Part, Program, Stage
+
+STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
+"""Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
+
+
+class Component(NamedTuple):
+    """A text encoder or the VAE at one shape, ready to be laid out."""
+
+    name: str
+    tape: Tape | None
+    """None: not recorded, only its weights count"""
+
+    piece: str
+    part: Part
+    counts: tuple[int, ...] | None
+    parameters: int
+    dtype: str
+    tiles: int = 1
+    """how many times it runs, one tile or sample after the other, keeping what came out"""
+
+    split_bytes: int = 0
+    """the most that convolutions which work in parts take beyond what the tape says"""
+
+    offload: str = "none"
+    """none; layers: of a stack, each comes to the GPU for its turn; block or leaf: as group offload does it"""
+
+    stream: bool = False
+    """whether group offload fetches ahead"""
+
+    @property
+    def weights(self) -> str:
+        """The category of its weights among a program's names."""
+        return f"weight of {self.part.name}"
+
+    @property
+    def piece_of_layers(self) -> bool:
+        """Whether it is a stack of layers, which can come to the GPU one by one."""
+        return self.tape is not None and self.counts is None and bool(self.tape.runs)
+
+
+def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> Component:
+    """A text encoder, for a batch of prompts of its full length."""
+    name = encoder.folder
+    part = Part(name, {"B": batch, "T": encoder.max_tokens})
+    return Component(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
+
+
+def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> Component:
+    """The VAE for ``clip``: latent frames F, rows H, columns W, batch B."""
+    name = vae.folder
+    frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
+    if not vae.takes_clips:
+        frames, batch = 1, batch * frames
+    times = 1
+    if strategy.vae_slicing:
+        times, batch = batch, 1
+    tile = tape.tile if tape else ()
+    if strategy.vae_tiling and tile and (rows * vae.spatial > tile[0] or columns * vae.spatial > tile[1]):
+        across = -(-rows * vae.spatial // tile[2]) * -(-columns * vae.spatial // tile[3])
+        rows, columns = min(rows, tile[0] // vae.spatial), min(columns, tile[1] // vae.spatial)
+        times *= across
+    if vae.class_name in FRAMEWISE and frames > 1:
+        length, stride = FRAMEWISE[vae.class_name]
+        frames, times = length, times * -(-frames // stride)
+    chunks = chunks_of(vae, frames)
+    grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
+    counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
+    split = _split_bytes(tape, part, strategy.vae_dtype) if vae.class_name in SPLITTING and tape else 0
+    return Component(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
+
+
+def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
+    """The most that a convolution of the largest thing it holds takes more in parts than whole; 0 if none is split."""
+    values = tape.values(part.grid)
+    largest = part.batch * max(size.value(values) for size in tape.sizes if isinstance(size, Monomial))
+    return SPLIT_SHARE * largest if largest > SPLIT_OVER * (4 if dtype == "fp32" else 2) else 0
+
+
+# ---- laying out
+
+
+def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
+    """Its weights; and apart, by block, those that group offload brings for their turn only."""
+    stage = Stage("load", [])
+    kept = STORED[component.dtype] / 2
+    blocks: dict[tuple[str, int], list[int]] = {}
+    if component.tape is None:
+        buffer = program.buffer(int(component.parameters * STORED[component.dtype]), "residents", component.name)
+        stage.stretches.append((SERVICE, [buffer]))
+        return stage, blocks
+    first = len(program.buffers)
+    stage = program.unfold(component.tape, "load", None, component.part._replace(batch=1))
+    if component.dtype not in ("bf16", "fp16", "fp32"):  # recorded in 16 bits
+        for buffer in range(first, len(program.buffers)):
+            size = program.sizes[program.buffers[buffer]]
+            assert isinstance(size, int)
+            program.sizes.append(int(size * kept))
+            program.buffers[buffer] = len(program.sizes) - 1
+    kept_whole = KEPT_IN_FP32.get(component.name.partition("-")[0], "")
+    if component.dtype == "fp16" and kept_whole:
+        for name, buffer in _weights(program, component).items():
+            if name.endswith(kept_whole):
+                program.resize(buffer, 2 * program.plain_bytes(buffer))
+    if component.offload == "layers":
+        blocks = _taken_out(program, component.tape, stage, component.part.name)
+    elif component.offload != "none":
+        stage.stretches = []
+    return stage, blocks
+
+
+def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tuple[str, int], list[int]]:
+    """Takes the weights of blocks out of a loading stage; returns them by block."""
+    blocks: dict[tuple[str, int], list[int]] = {}
+    for full_name, buffer in program.named.get(f"weight of {name}", {}).items():
+        block = tape.block_of(full_name)
+        if block is not None:
+            blocks.setdefault(block, []).append(buffer)
+    gone = {buffer for buffers in blocks.values() for buffer in buffers}
+    stage.stretches = [(moment, [event for event in events if event not in gone]) for moment, events in stage.stretches]
+    return blocks
+
+
+def work(program: Program, component: Component, blocks: dict[tuple[str, int], list[int]]) -> Stage:
+    """One encode or decode. What came out (latents, embeddings) is alive behind it."""
+    if component.tape is None:
+        return Stage(component.piece, [])
+    stage = program.unfold(component.tape, component.piece, component.counts, component.part)
+    if blocks:
+        _bring(program, stage, blocks)
+    elif component.offload != "none":
+        turns = Turns(component.offload, component.stream, program.plain_bytes, _weight(program))
+        turns.weave(stage, _weights(program, component))
+    if component.dtype not in ("bf16", "fp16", "fp32"):
+        largest = max(program.plain_bytes(buffer) for buffer in _weights(program, component).values())
+        whole = program.buffer(int(largest * 2 / STORED[component.dtype]), "temporary", "dequantised weight")
+        stage.stretches.insert(0, (SERVICE, [whole]))
+        stage.stretches.append((SERVICE, [~whole]))
+    if component.tiles > 1:
+        _repeat(program, component, stage)
+    return stage
+
+
+def _weights(program: Program, component: Component) -> dict[str, int]:
+    return program.named.get(component.weights, {})
+
+
+def _weight(program: Program) -> Callable[[int], int]:
+    return lambda nbytes: program.buffer(nbytes, "residents", "group offload")
+
+
+def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[int]]) -> None:
+    """A layer's weights are there while it runs."""
+    for position, (moment, events) in enumerate(stage.stretches):
+        block = (moment.module_list, moment.block)
+        if block not in blocks or all(event < 0 for event in events):  # what it made goes without it
+            continue
+        nbytes = sum(program.plain_bytes(buffer) for buffer in blocks[block])
+        brought = program.buffer(nbytes, "residents", "layer")
+        stage.stretches[position] = (moment, [brought, *events, ~brought])
+
+
+def _repeat(program: Program, component: Component, stage: Stage) -> None:
+    """Runs it tile by tile, or sample by sample: the last one while what all others gave is kept; then the parts are
+    joined, by rows and as a whole (diffusers ``tiled_encode``, ``tiled_decode``)."""
+    out = program.named[f"batch of {component.part.name}"]["out"]
+    nbytes = program.plain_bytes(out)
+    kept = program.buffer(nbytes * (component.tiles - 1), "activation", "finished tiles")
+    rows = program.buffer(nbytes * component.tiles, "activation", "joined rows")
+    whole = program.buffer(nbytes * component.tiles, "batch", "out")
+    stage.stretches.insert(0, (SERVICE, [kept]))
+    stage.stretches.append((SERVICE, [rows, ~kept, ~out, whole, ~rows]))
+
+
+def alive(*stages: Stage) -> list[int]:
+    """What is alive behind these stages, run after each other on an empty allocator."""
+    return implementation.alive([event for stage in stages for event in stage.ops], [])
+
+
+def waiting_bytes(program: Program, component: Component) -> int:
+    """Host RAM of an encoder that group offload brings in turn."""
+    if component.offload == "none" or component.tape is None:
+        return 0
+    sizes = {name: program.plain_bytes(buffer) for name, buffer in _weights(program, component).items()}
+    lists = {run.module_list for run in component.tape.runs}
+    return sum(host_sizes(component.offload, component.stream, sizes, lists))

@@ -1,0 +1,126 @@
+"""Finds the recordings that answer for a question: bundled tapes first, then the user's own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import profiles
+from planner.catalog import lookup, user_data
+from planner.catalog.components import CHUNKS, COMPONENTS, FRAMEWISE, together
+from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.errors import NotRecordedError
+from planner.layout.run import Facts
+from planner.spec.job import SPLIT, Job, Machine, Strategy
+from planner.spec.rules import resolve
+from planner.tape.format import NOTHING, Tape, read_tape
+from planner.tape.parameter_table import FILE as PARAMETERS_FILE
+from planner.tape.parameter_table import Parameters, read_parameters
+from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
+
+
+def tape(model: str, variant: str) -> Tape:
+    """The tape of a model's variant. No user's model has a bundled one's name, so a name has tapes in one place."""
+    return tapes(model, variant)[0]
+
+
+def tapes(model: str, *variants: str) -> list[Tape]:
+    """The tapes of some variants; a NotRecordedError with the command that records all of them that are missing."""
+    paths = [_stored(model, f"{variant}.json.gz") for variant in variants]
+    missing = [variant for variant, path in zip(variants, paths, strict=True) if path is None]
+    if missing:
+        flags = " ".join(f"--variant {variant}" for variant in missing)
+        fault = f"no tape {' or '.join(missing)} of {model}"
+        raise NotRecordedError(fault, f"record it once, with vplan[train] installed: vplan record {model} {flags}")
+    return [_read(path, path.stat().st_mtime_ns) for path in paths if path is not None]
+
+
+def _stored(*parts: str) -> Path | None:
+    """A file under the bundled tapes, or else under the user's own; None where there is none."""
+    bundled: Path = profiles.TAPES.joinpath(*parts)
+    if bundled.is_file():
+        return bundled
+    own = user_data.tapes().joinpath(*parts)
+    return own if own.is_file() else None
+
+
+@functools.cache
+def _read(path: Path, written_ns: int) -> Tape:
+    return read_tape(path)
+
+
+def parameters(model: str) -> Parameters:
+    """The table of a model's parameters."""
+    if path := _stored(model, PARAMETERS_FILE):
+        return _read_table(path, path.stat().st_mtime_ns)
+    raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
+
+
+@functools.cache
+def _read_table(path: Path, written_ns: int) -> Parameters:
+    return read_parameters(path)
+
+
+def facts(
+    job: Job, strategy: Strategy, machine: Machine, model: ModelProfile | None = None, gpu: GpuProfile | None = None
+) -> Facts:
+    """Everything ``estimate`` needs, loaded. ``model`` and ``gpu`` spare the look-up by name."""
+    strategy = resolve(job, strategy, machine)
+    batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
+    model = model or lookup.model(job.model)
+    card = gpu or lookup.parse_gpus(machine.gpu)[1]
+    side_by_side = together(model, job.guided)
+    if job.method == "sample":
+        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)
+        return Facts(model, card, tape(job.model, sampled.name), NOTHING, around=around(model, job, strategy))
+    validates = strategy.validation_mode != "off"
+    variant = StepVariant.of(model, job, strategy, batch, machine.torch)
+    partial = strategy.gradient_checkpointing == "partial"
+    wanted = {"step": variant.name, "optimizer": OptimizerVariant.of(model, job, strategy).name}
+    if validates:
+        wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side, machine.torch).name
+    if partial:
+        wanted["checkpointed"] = variant._replace(checkpointing="full").name
+    found = dict(zip(wanted, tapes(job.model, *wanted.values()), strict=True))
+    return Facts(
+        model,
+        card,
+        found["step"],
+        found["optimizer"],
+        parameters(job.model) if counts_elements(strategy) else Parameters(),
+        around(model, job, strategy),
+        found.get("sample"),
+        found.get("checkpointed"),
+    )
+
+
+def counts_elements(strategy: Strategy) -> bool:
+    """Whether a strategy is about elements, not bytes: it splits parameters, or copies them in another format."""
+    return strategy.sharding in SPLIT or strategy.master_weights == "fp32"
+
+
+def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]:
+    """The tapes of the text encoders and the VAE that a job needs, as far as they are recorded."""
+    wanted = {}
+    text = "fp32" if strategy.text_encoder_dtype == "fp32" else "half"
+    for encoder in model.text_encoders:
+        name = encoder.folder
+        wanted[f"{name}/encode"] = name, f"encode-{text}"
+    name = model.vae.folder
+    frames = [shape.frames for shape in job.shapes] + ([job.validation.frames] if job.validation else [])
+    pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
+    if job.method == "sample":
+        pieces = ["decode"]
+    images = model.vae.class_name in CHUNKS or model.vae.class_name in FRAMEWISE
+    suffixes = {"-image" if images and count == 1 else "" for count in frames}
+    for piece, suffix in itertools.product(pieces, suffixes):
+        dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"
+        wanted[f"{name}/{piece}{suffix}"] = name, f"{piece}-{dtype}{suffix}"
+    return {key: found for key, (folder, variant) in wanted.items() if (found := component_tape(folder, variant))}
+
+
+def component_tape(name: str, variant: str) -> Tape | None:
+    """A tape of a text encoder or VAE, bundled or of the user's own; None when there is none."""
+    path = _stored(COMPONENTS, name, f"{variant}.json.gz")
+    return _read(path, path.stat().st_mtime_ns) if path else None

@@ -1,0 +1,250 @@
+"""The phases around training: encoding prompts and clips, validation's denoising and decoding, saving.
+
+Each is laid out of recordings like the step itself. What is cached before training is encoded first, and nothing of it
+stays: so it is replayed apart, once for all strategies. What stays or comes back shares the step's allocator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from planner.allocator.implementation import held
+from planner.catalog.components import CHUNKS, FRAMEWISE, together
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid
+from planner.layout.encoders_vae import (
+    STORED,
+    Component,
+    alive,
+    load,
+    text_component,
+    vae_component,
+    waiting_bytes,
+    work,
+)
+from planner.layout.group_offload import model_in_turn
+from planner.layout.run import SERVICE, Facts, Run
+from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
+from planner.spec.job import QUANTISED, Bucket, Job
+from planner.tape.format import Tape
+from planner.tape.program import Moment, Part, Program, Stage
+from planner.tape.variants import trained_storage
+from planner.units import GIB
+
+# ---- encoding before training
+
+
+def encoders(run: Run, residence: str, batch: int) -> list[Component]:
+    """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
+    strategy, model = run.strategy, run.facts.model
+    found = []
+    if strategy.text_encoder == residence:
+        in_turn = strategy.group_offload if run.samples else "none"
+        for encoder in model.text_encoders:
+            tape = run.facts.around.get(f"{encoder.folder}/encode")
+            component = text_component(encoder, tape, strategy, batch)
+            found.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
+    if strategy.vae == residence and not run.samples:
+        clip = _clip(model, run.grid, batch)
+        found.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
+    return found
+
+
+def component_bytes(run: Run, residence: str) -> int:
+    """The weights of the text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``."""
+    return sum(int(entry.parameters * STORED[entry.dtype]) for entry in encoders(run, residence, 1))
+
+
+def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
+    vae = facts.model.vae
+    image = "-image" if frames == 1 and (vae.class_name in CHUNKS or vae.class_name in FRAMEWISE) else ""
+    return facts.around.get(f"{vae.folder}/{piece}{image}")
+
+
+def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str, int]:
+    """A shape in latents, as VAEs count it: B, F, H, W."""
+    frames, rows, columns = model.shape.patch
+    return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
+
+
+BESIDE_WHOLE_BYTES = 2 * GIB
+"""Room for a prompt's activations, without which a text encoder comes layer by layer: by our recordings, those that
+have such layers take at most 1.7 GiB beside their weights (LTX-2's Gemma)."""
+
+
+def caching(run: Run, may_wait: bool = False) -> list[Run]:
+    """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
+
+    One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
+    together, where a trainer holds them so (``run.encoders_together``). ``may_wait``: only those of which some may wait
+    in host RAM, which the VAE does not.
+    """
+    components = encoders(run, "cached", 1)
+    if run.samples:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
+        components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, samples(run))]
+    gpu = run.facts.gpu
+    room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
+    groups = [tuple(components)] if run.encoders_together else [(component,) for component in components]
+    found = []
+    if may_wait:
+        groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
+    for group in filter(None, groups):
+        program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
+        by_layer, waiting = "", sum(waiting_bytes(program, component) for component in group)
+        weights = int(group[0].parameters * STORED[group[0].dtype])
+        if weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers:
+            program, stage, sizes, peak = _encoding((group[0]._replace(offload="layers"),), cublas_bytes(gpu))
+            by_layer = group[0].name.partition("-")[0]
+            waiting = weights
+        encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
+        encoding.encode, encoding.encode_peak_bytes = stage, peak
+        encoding.waiting_bytes = waiting
+        encoding.split_bytes = {"encode": max(component.split_bytes for component in group)}
+        found.append(encoding)
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+def _encoding(components: tuple[Component, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
+    """(program, stage, sizes, allocated peak) of loading, encoding with and freeing some components."""
+    program = Program()
+    workspaces = [program.buffer(workspace, "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
+    stage = Stage("encode", [(SERVICE, workspaces)])
+    loaded = [load(program, component) for component in components]
+    for loading, _ in loaded:
+        stage.stretches += loading.stretches
+    for component, (_, blocks) in zip(components, loaded, strict=True):
+        done = work(program, component, blocks)
+        stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+    stage.stretches.append((SERVICE, [~buffer for buffer in alive(stage)]))
+    sizes = program.bytes_of({})
+    return program, stage, sizes, held(stage.ops, sizes)[1]
+
+
+# ---- on the step's allocator
+
+
+def residents(run: Run) -> None:
+    """Text encoders and VAE that stay on the GPU, or come for each batch, encode it before every step.
+
+    Resident ones are loaded before the model. Where a job only samples, they encode once, and what is swapped has come
+    and gone before the model comes (see ``caching``).
+    """
+    batch, first = samples(run), len(run.program.buffers)
+    together = [*encoders(run, "resident", batch), *encoders(run, "swapped", batch)]
+    run.split_bytes = {**run.split_bytes, "encode": max((entry.split_bytes for entry in together), default=0)}
+    loads: list[tuple[Moment, list[int]]] = []
+    stage = Stage("encode", [])
+    for component in encoders(run, "resident", batch):
+        loading, blocks = load(run.program, component)
+        done = work(run.program, component, blocks)
+        loads += loading.stretches
+        stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+    for component in encoders(run, "swapped", batch) if not run.samples else ():
+        loading, blocks = load(run.program, component)
+        done = work(run.program, component, blocks)
+        gone = [*alive(done), *alive(loading)]
+        stage.stretches += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])]
+    if run.samples and run.strategy.vae == "resident":
+        loads += load(run.program, decoder(run, run.grid, batch))[0].stretches
+    run.load.stretches[:0] = loads
+    take_sizes(run, first)
+    run.encode = stage if stage.ops else None
+
+
+def validation(run: Run) -> None:
+    """Validation after an optimizer step: gradients are gone, states are not (diffusers' examples call
+    ``optimizer.zero_grad`` right behind the step; a dialect moves that). A VAE that was cached comes for its turn.
+
+    With ``offload`` the model leaves while the VAE decodes. With group offload its weights leave before the denoising.
+    """
+    mode, facts = run.strategy.validation_mode, run.facts
+    if mode == "off":
+        return
+    assert facts.sample is not None
+    shape, first = validation_grid(run.job, facts.model), len(run.program.buffers)
+    batch = together(facts.model, run.job.guided)
+    denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
+    if run.gathered_bytes:
+        denoise.stretches.insert(0, (SERVICE, [run.program.buffer(run.gathered_bytes, "buckets", "gathered weights")]))
+    if run.strategy.weights_dtype in QUANTISED:
+        whole = run.program.buffer(_dequantised_bytes(run), "temporary", "dequantised weight")
+        denoise.stretches.insert(0, (SERVICE, [whole]))
+    denoise.stretches.append((SERVICE, [~buffer for buffer in alive(denoise)]))
+    moved = weights_on_gpu(run)
+    decode = decode_with(run, decoder(run, shape, 1))
+    leaving = (SERVICE, [~buffer for buffer in moved])
+    if run.strategy.group_offload != "none":
+        take_sizes(run, first)
+        model_in_turn(run, denoise)
+        first = len(run.program.buffers)
+        denoise.stretches.insert(0, leaving)
+        decode.stretches.append((SERVICE, moved))
+    elif mode == "offload":
+        decode.stretches = [leaving, *decode.stretches, (SERVICE, moved)]
+    take_sizes(run, first)
+    run.validation = [("denoise", denoise), ("decode", decode)]
+
+
+def _dequantised_bytes(run: Run) -> int:
+    """The largest layer in 16 bits: over a quantised base, whose forward is recorded in 16 bits, each is turned into
+    numbers for its own product (diffusers layerwise casting, bitsandbytes ``dequantize_4bit``, torchao)."""
+    trained = run.named("gradient")
+    frozen = (run.sizes[buffer] for name, buffer in run.named("weight").items() if name not in trained)
+    return int(max(frozen) * STORED["bf16"] / STORED[run.strategy.weights("lora")])
+
+
+def samples(run: Run) -> int:
+    """Samples of one batch: where a job only samples, guidance may double them on their way through the model."""
+    return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples else 1)
+
+
+def decoder(run: Run, shape: Mapping[str, int], batch: int) -> Component:
+    """The VAE as it decodes so many samples of a shape."""
+    model = run.facts.model
+    clip = _clip(model, shape, batch)
+    return vae_component(model.vae, _vae_tape(run.facts, "decode", clip["F"]), "decode", run.strategy, clip)
+
+
+def weights_on_gpu(run: Run) -> list[int]:
+    """The model's weights that loading brings to the GPU, and leaves there."""
+    loaded = set(run.load.ops)
+    return [buffer for buffer in run.named("weight").values() if buffer in loaded and ~buffer not in loaded]
+
+
+def decode_with(run: Run, component: Component) -> Stage:
+    """The VAE comes if it is not there, decodes, and leaves again."""
+    loading, blocks = load(run.program, component)
+    if run.strategy.vae == "resident":
+        loading = Stage("load", [])
+    done = work(run.program, component, blocks)
+    run.split_bytes = {**run.split_bytes, "decode": component.split_bytes}
+    gone = [*alive(done), *alive(loading)]
+    return Stage("decode", [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])])
+
+
+def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:
+    """The shape of the validation sample: what the job says, else its own shape."""
+    asked = job.validation
+    shape = Bucket(frames=asked.frames, height=asked.height, width=asked.width) if asked else job.shapes[0]
+    return {**grid(model, job, shape), "B": 1}
+
+
+def saving(run: Run) -> None:
+    """A checkpoint: under zero-3 and fsdp the weights are gathered one by one on their way to host RAM (DeepSpeed
+    ``_zero3_consolidated_16bit_state_dict``, torch ``get_model_state_dict(full_state_dict=True)``); else they are read
+    where they are."""
+    if run.samples:
+        return
+    run.save = Stage("save", [(SERVICE, [])])
+    if run.strategy.sharding in ("zero-3", "fsdp"):
+        largest = 2 * max(run.elements.values())
+        if run.strategy.sharding == "fsdp" and trained_storage(run.job, run.strategy) == "fp32":
+            largest *= 2
+        run.free(run.save, [run.add(run.save, largest, "buckets", "gathered weight")])
+
+
+def take_sizes(run: Run, first: int) -> None:
+    """Takes the sizes of the buffers from ``first`` on into the run."""
+    run.sizes += run.program.plain_from(first)

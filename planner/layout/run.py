@@ -1,0 +1,393 @@
+"""A run laid out for the replay: load, a first step, a later step, with the strategy's buffers put in.
+
+Every strategy that changes what is where is one function on the Run, one named buffer or lifetime, one source. What
+changes the stream of operators itself (checkpointing, method, precision, optimizer) is recorded, not transformed.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from planner.allocator.implementation import alive
+from planner.catalog.components import calls
+from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.layout.correction import NOTHING, Learned
+from planner.spec.job import SPLIT, Job, Machine, Strategy
+from planner.spec.plan import PhaseName
+from planner.tape.format import Tape
+from planner.tape.parameter_table import Parameters
+from planner.tape.partial_checkpointing import partial
+from planner.tape.program import Block, Moment, Program, Stage
+from planner.tape.variants import Precision
+
+T = TypeVar("T")
+
+PAGED_ELEMENTS = 100_000
+"""States of smaller tensors are not paged (bitsandbytes/optim/optimizer.py, get_state_buffer)."""
+
+SERVICE = Moment("", "", "", -1)
+"""The moment of what a strategy adds outside the model's code."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a question: the model, the card, and the recordings that answer for it."""
+
+    model: ModelProfile
+    gpu: GpuProfile
+    step: Tape
+    """one training step; of a job that only samples, one forward without gradients"""
+
+    optimizer: Tape
+    parameters: Parameters = field(default_factory=Parameters)
+    """needed where something is split between GPUs, or copied in another format"""
+
+    around: Mapping[str, Tape] = field(default_factory=dict)
+    """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
+
+    sample: Tape | None = None
+    """a forward without gradients, for validation"""
+
+    checkpointed: Tape | None = None
+    """beside a step without checkpointing, the one with it, where only some blocks are checkpointed"""
+
+    learned: Learned = NOTHING
+    """what measurements of this model on this card say"""
+
+
+@dataclass
+class Run:
+    """The stages of a run in order, over one Program, with what the transformations need to know."""
+
+    job: Job
+    strategy: Strategy
+    machine: Machine
+    facts: Facts
+    program: Program = field(default_factory=Program)
+    load: Stage = field(default_factory=lambda: Stage("load", []))
+    step: Stage = field(default_factory=lambda: Stage("step", []))
+    optimizer_first: Stage = field(default_factory=lambda: Stage("optimizer_first", []))
+    optimizer: Stage = field(default_factory=lambda: Stage("optimizer", []))
+    sizes: list[int] = field(default_factory=list)
+    """Per buffer: bytes at the run's shape."""
+
+    grid: dict[str, int] = field(default_factory=dict)
+    """The shape: atoms B, F, H, W, T, R."""
+
+    base: Run | None = None
+    """The same recordings before any transformation, where a search laid them out: what takes long to find out of the
+    step, it finds out once."""
+
+    checkpointed: frozenset[Block] = frozenset()
+    """The blocks that are checkpointed, where only some are."""
+
+    empty_cache_after_load: bool = False
+    empty_cache_around_encode: bool = False
+    empty_cache_before_validation: bool = True
+
+    outside_bytes: int = 0
+    """What a trainer takes on the GPU outside torch's allocator, beside the context."""
+
+    copies_shared_inputs: bool = False
+    """Whether offloaded checkpoints hold copies of what all blocks are given alike."""
+
+    host_bytes: int = 0
+    """What a trainer keeps in a process's host RAM beyond what its strategy says."""
+
+    emptied_after: list[Stage] = field(default_factory=list)
+    """Stages behind which the allocator's cache is emptied."""
+
+    gathered_bytes: int = 0
+    """The most that an engine that splits weights gathers in a forward, with its buffers."""
+
+    before: tuple[Stage, ...] = ()
+    """What is on the GPU for a while before the model's weights come, the allocator's cache emptied behind each."""
+
+    leaving: Stage | None = None
+    """What was loaded beside the model and goes before the first step."""
+
+    exchanged_bytes: int = 0
+    """What a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent."""
+
+    encode: Stage | None = None
+    """Text encoders and VAE that work on each batch before the model does."""
+
+    validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
+    returning: Stage | None = None
+    """The model comes back for the next samples, where it made room for the VAE."""
+
+    save: Stage | None = None
+    encoders_together: bool = False
+    """Whether a trainer holds all encoders on the GPU while it caches."""
+
+    split_bytes: dict[PhaseName, int] = field(default_factory=dict)
+    """The most that a VAE's convolutions which work in parts take beyond what is counted, by phase."""
+
+    encode_peak_bytes: int = 0
+    """Of a run that only encodes: allocated."""
+
+    waiting_bytes: int = 0
+    """Of a run that only encodes: weights in host RAM, from which they come in turn."""
+
+    loads_on_cpu: bool = False
+    """Whether a trainer makes the whole model in host RAM before it goes to the GPU."""
+
+    quantises_loaded: bool = False
+    """Whether it is in 16 bits there, and quantised behind that."""
+
+    optimizer_launches: int = 0
+    """Operators that a trainer's own optimizer launches beyond those recorded."""
+
+    optimizer_bytes: int = 0
+    """What these read and write."""
+
+    loader_workers: int = 0
+    """Processes that load data, per GPU."""
+
+    by_layer: str = ""
+    """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
+
+    first: Stage | None = None
+    """The first step's forward and backward, where it differs from later ones: the optimizer steps inside it."""
+
+    workspaces: list[int] = field(default_factory=list)
+    """cuBLAS's, of the thread that runs forward and of autograd's."""
+
+    accumulate: Stage | None = None
+    """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
+
+    resized: bool = field(init=False, default=False)
+    """Whether a recorded buffer takes other than what was recorded."""
+
+    known: dict[Callable[[Run], Any], Any] = field(init=False, default_factory=dict)
+    """What `once` found."""
+
+    @property
+    def recording(self) -> Run:
+        """The same recordings before any transformation; the run itself where nobody kept them apart."""
+        return self.base.recording if self.base is not None else self
+
+    def once(self, find: Callable[[Run], T]) -> T:
+        """What ``find`` finds in the recordings, found once however many runs are laid out of them."""
+        recording = self.recording
+        if find not in recording.known:
+            recording.known[find] = find(recording)
+        found: T = recording.known[find]
+        return found
+
+    def new(self, nbytes: int, category: str, name: str) -> int:
+        """The number of a new buffer that no stage allocates yet."""
+        self.sizes.append(nbytes)
+        return self.program.buffer(nbytes, category, name)
+
+    def resize(self, buffer: int, nbytes: int) -> None:
+        """Gives a recorded buffer another size, the same at every shape."""
+        self.resized = True
+        self.sizes[buffer] = nbytes
+        self.program.resize(buffer, nbytes)
+
+    def add(self, stage: Stage, nbytes: int, category: str, name: str, *, at: int | None = None) -> int:
+        """Allocates a new buffer in a stage, before its ``at``-th stretch (at the end when None).
+
+        Returns its number.
+        """
+        buffer = self.new(nbytes, category, name)
+        position = len(stage.stretches) if at is None else at
+        stage.stretches.insert(position, (SERVICE._replace(passes=name), [buffer]))
+        return buffer
+
+    def place(self, stage: Stage, events: list[int], name: str, *, at: int | None = None) -> None:
+        """Puts events into a stage, before its ``at``-th stretch (at the end when None)."""
+        position = len(stage.stretches) if at is None else at
+        stage.stretches.insert(position, (SERVICE._replace(passes=name), events))
+
+    def free(self, stage: Stage, buffers: Iterable[int], *, at: int | None = None) -> None:
+        """Frees buffers in a stage, before its ``at``-th stretch (at the end when None)."""
+        position = len(stage.stretches) if at is None else at
+        stage.stretches.insert(position, (SERVICE, [~buffer for buffer in buffers]))
+
+    def drop(self, stage: Stage, buffers: Iterable[int]) -> None:
+        """Removes every event of the buffers from a stage."""
+        dropped = set(buffers)
+        dropped |= {~buffer for buffer in dropped}
+        stage.stretches = [
+            (moment, events if dropped.isdisjoint(events) else [event for event in events if event not in dropped])
+            for moment, events in stage.stretches
+        ]
+
+    def empty(self, stage: Stage) -> None:
+        """Leaves nothing of a stage but frees of what was there before it."""
+        made = {event for _, events in stage.stretches for event in events if event >= 0}
+        stage.stretches = [
+            (moment, [event for event in events if event < 0 and ~event not in made])
+            for moment, events in stage.stretches
+        ]
+
+    def total_bytes(self, buffers: Iterable[int]) -> int:
+        """What buffers take together at the run's shape."""
+        return sum(map(self.sizes.__getitem__, buffers))
+
+    def named(self, category: str) -> dict[str, int]:
+        """Name -> buffer of a category's named buffers."""
+        return self.program.named.get(category, {})
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run only samples; ``step`` is then one call of the model without gradients."""
+        return self.job.method == "sample"
+
+    @property
+    def calls(self) -> int:
+        """Calls of ``step`` that its seconds are asked for: one, or what a noise level takes."""
+        return calls(self.facts.model, self.job.guided) if self.samples else 1
+
+    @property
+    def begins(self) -> Stage:
+        """The first stage behind loading: forward and backward, or the first call of sampling."""
+        return self.step if self.samples else self.first or self.step
+
+    @property
+    def stages(self) -> list[tuple[PhaseName, Stage]]:
+        """The run in order.
+
+        The optimizer makes its states at the end of the first step; the later step is what lasts.
+        """
+        more = [self.accumulate] if self.accumulate else []
+        encode: list[tuple[PhaseName, Stage]] = [("encode", self.encode)] if self.encode else []
+        if self.samples:
+            # The second call finds what the first one left; all further ones are like it.
+            return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *self.validation]
+        save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
+        leaving: list[tuple[PhaseName, Stage]] = [("first_step", self.leaving)] if self.leaving else []
+        return [
+            *[("load", stage) for stage in self.before],
+            ("load", self.load),
+            *leaving,
+            *encode,
+            *[("first_step", stage) for stage in (self.begins, *more, self.optimizer_first)],
+            *encode,
+            *[("train", stage) for stage in (self.step, *more)],
+            ("optimizer", self.optimizer),
+            *self.validation,
+            *save,
+        ]
+
+    @functools.cached_property
+    def left(self) -> list[int]:
+        """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
+        if self.base is not None:
+            return self.base.left
+        stay = {*self.named("gradient").values(), *self.named("weight").values()}
+        return [buffer for buffer in alive(self.step.ops, []) if buffer not in stay]
+
+    @property
+    def trained_experts(self) -> int:
+        """How many copies of what is trained the run holds: 2 when it trains both experts of a model."""
+        return 2 if self.job.experts == "both" else 1
+
+    @property
+    def paged_states(self) -> list[int]:
+        """Buffers of the optimizer states that a paged optimizer pages; each is a byte per element."""
+        states = self.named("optimizer").items()
+        return [b for name, b in states if ":state" in name and self.sizes[b] >= PAGED_ELEMENTS]
+
+    @property
+    def trained_parameters(self) -> int:
+        """How many parameters are trained."""
+        if self.strategy.sharding in SPLIT:
+            return self.trained_experts * self._split_elements
+        return self.trained_experts * (self.total_bytes(self.named("gradient").values()) // self._trained_size)
+
+    @property
+    def _trained_size(self) -> int:
+        return 4 if Precision.of(self.job, self.strategy).trained == "fp32" else 2
+
+    @functools.cached_property
+    def _split_elements(self) -> int:
+        """Elements of what is trained: all in 16 bits, also what a recording keeps in fp32."""
+        elements, size = self.elements, self._trained_size
+        gradients = self.named("gradient").items()
+        return sum(elements.get(name) or self.sizes[buffer] // size for name, buffer in gradients)
+
+    @functools.cached_property
+    def elements(self) -> dict[str, int]:
+        """Name -> elements of the weights that are parameters, in the model's order, where an engine splits them.
+
+        Of the recorded step in 16 bits, so it must be read before a transformation resizes them.
+        """
+        table = self.facts.parameters
+        return {name: table.elements(name, self.sizes[buffer]) for name, buffer in self.parameters.items()}
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, int]:
+        """Name -> buffer of the weights that are parameters, in the model's order."""
+        table = self.facts.parameters
+        return {name: buffer for name, buffer in self.named("weight").items() if name in table}
+
+    @property
+    def optimizer_scale(self) -> float:
+        """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
+        gradients, shares = self.named("gradient"), self.once(_recorded_shares)
+        sizes = list(map(self.sizes.__getitem__, gradients.values()))
+        recorded = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
+        return sum(sizes) / recorded if sizes else 1.0
+
+    @property
+    def swapped_blocks(self) -> dict[Block, list[int]]:
+        """Buffers of the weights of the blocks that are swapped: the last, or the last of those that are
+        checkpointed, as backward needs the weights of the others where they are."""
+        blocks, count = self.swappable_weights, self.strategy.swap_blocks
+        names = [block for block in blocks if block in self.checkpointed or not self.checkpointed]
+        return {block: blocks[block] for block in names[len(names) - count :]}
+
+    @property
+    def swappable_weights(self) -> dict[Block, list[int]]:
+        """Buffers of each block's weights that need not stay on the GPU, in the order the blocks are loaded.
+
+        Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
+        """
+        return self.once(_weights_by_block if self.strategy.optimizer_step == "backward" else _frozen_by_block)
+
+
+def _weights_by_block(run: Run) -> dict[Block, list[int]]:
+    return _by_block(run, run.named("weight"))
+
+
+def _frozen_by_block(run: Run) -> dict[Block, list[int]]:
+    trained = run.named("gradient")
+    return _by_block(run, {name: buffer for name, buffer in run.named("weight").items() if name not in trained})
+
+
+def _by_block(run: Run, weights: Mapping[str, int]) -> dict[Block, list[int]]:
+    blocks: dict[Block, list[int]] = {}
+    for name, buffer in weights.items():
+        block = run.facts.step.block_of(name)
+        if block is not None:
+            blocks.setdefault(block, []).append(buffer)
+    return blocks
+
+
+def _recorded_shares(run: Run) -> dict[str, float]:
+    return {name: run.facts.step.recorded_share(name) for name in run.named("gradient")}
+
+
+def main_piece(tape: Tape) -> str:
+    """The piece that is a training step, or one call of the model where a job only samples."""
+    return "step" if "step" in tape.pieces else "denoise"
+
+
+def recorded(program: Program, facts: Facts, strategy: Strategy) -> tuple[Stage, Stage, frozenset[Block]]:
+    """(load, step, the blocks that are checkpointed where only some are): the recorded step at full depth."""
+    load = program.unfold(facts.step, "load")
+    if facts.checkpointed is None:
+        return load, program.unfold(facts.step, main_piece(facts.step)), frozenset()
+    assert strategy.checkpointed_blocks is not None, "partial says how many"
+    return load, *partial(program, facts.step, facts.checkpointed, strategy.checkpointed_blocks)
+
+
+Term = Callable[[Run], None]
+"""A transformation: changes a Run in place."""

@@ -1,0 +1,30 @@
+"""A job that only samples: what comes behind the denoising, and what of the model is where."""
+
+from __future__ import annotations
+
+from planner.layout.group_offload import model_in_turn
+from planner.layout.phases import decode_with, decoder, samples, take_sizes, weights_on_gpu
+from planner.layout.run import SERVICE, Run
+from planner.tape.program import Stage
+
+
+def sampling(run: Run) -> None:
+    """What comes behind the denoising where a job only samples: the VAE decodes the batch.
+
+    A VAE that was not there (``cached``) comes to the model's side; one that is ``swapped`` takes its place, and what
+    the model leaves goes back to the driver (accelerate ``CpuOffload``, diffusers ``enable_model_cpu_offload``).
+    """
+    if not run.samples:
+        return
+    if run.strategy.group_offload != "none":
+        run.drop(run.load, run.named("weight").values())
+        model_in_turn(run, run.step)
+    first = len(run.program.buffers)
+    decode = decode_with(run, decoder(run, run.grid, samples(run)))
+    run.validation = [("decode", decode)]
+    if run.strategy.vae == "swapped" and (moved := weights_on_gpu(run)):
+        leaving = Stage("denoise", [(SERVICE, [~buffer for buffer in moved])])
+        run.validation.insert(0, ("denoise", leaving))
+        run.returning = Stage("load", [(SERVICE, moved)])
+        run.emptied_after.append(leaving)
+    take_sizes(run, first)

@@ -1,0 +1,199 @@
+"""torch's FSDP2 (``fully_shard`` per block and over the rest) as a transformation of a recorded step.
+
+Read in torch 2.13, torch/distributed/fsdp/_fully_shard: each parameter is split by rows of its first dimension, the
+last share padded (_fsdp_param.py); a group is gathered into one buffer and copied out into its weights
+(_fsdp_collectives.py); that buffer lives until the next group's copy-out in forward, and is fetched one group ahead in
+backward (_fsdp_param_group.py). Everything trains in 16 bits on gathered copies; the shares keep the strategy's
+storage, and gradients are added up in fp32. tests/contract reads the same bytes off the real thing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from planner.layout.run import Run
+from planner.layout.sharding.weave import Weaver, first_backward, spans
+from planner.layout.sharding.zero import FULL, HALF, cast_to_16_bits
+from planner.tape.program import Block, Stage
+from planner.tape.variants import trained_storage
+
+
+class Group(NamedTuple):
+    """The parameters that are gathered together, in elements; ``share`` is of one rank, with its padding."""
+
+    share: int
+    cast_share: int
+    """of those whose storage is not 16 bits"""
+    trained_share: int
+    gradients: tuple[int, ...]
+    """buffers of the gradients before they are reduced"""
+
+
+def share_of(rows: int, elements: int, world: int) -> int:
+    """Elements of a parameter on each rank: whole rows, rounded up (``padded_sharded_size``)."""
+    return -(-rows // world) * (elements // rows)
+
+
+def fsdp(run: Run) -> None:
+    """Splits the weights, weaves gathering and reducing into the step, and steps over the shares."""
+    if run.strategy.sharding != "fsdp":
+        return
+    table, world = run.facts.parameters, run.machine.world
+    stored = _stored_bytes(run)
+    cast_to_16_bits(run)
+    shares = {
+        name: share_of(table.rows_of(name, run.grid["R"]), elements, world) for name, elements in run.elements.items()
+    }
+    groups = _groups(run, shares, stored)
+    offloaded = run.strategy.offload_params != "none"
+    for name, buffer in run.parameters.items():
+        run.resize(buffer, shares[name] * stored[name])
+    if offloaded:
+        run.drop(run.load, set(run.parameters.values()))
+    largest = max(group.share for block, group in groups.items() if block is not None)
+    buffers = 1 if world == 1 else 2
+    run.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
+    again = run.step.copy()
+    kept = _Woven(run, groups, run.step).weave(adds=False)
+    if run.strategy.gradient_accumulation > 1:
+        _Woven(run, groups, again).weave(adds=True)
+        run.free(again, run.left, at=0)
+        run.accumulate = again
+    _step_over_shares(run, shares, kept)
+
+
+def _stored_bytes(run: Run) -> dict[str, int]:
+    """Name -> bytes per element of a share: the trained ones' format, or what the frozen base is loaded in."""
+    gradients = run.named("gradient")
+    trained = FULL if trained_storage(run.job, run.strategy) == "fp32" else HALF
+    least = FULL if run.strategy.weights_dtype == "fp32" else HALF
+    return {
+        name: trained if name in gradients else max(least, run.sizes[buffer] // run.elements[name])
+        for name, buffer in run.parameters.items()
+    }
+
+
+def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Block | None, Group]:
+    """One per block, and one (None) of everything outside them."""
+    names: dict[Block | None, list[str]] = {None: []}
+    for name in shares:
+        names.setdefault(run.facts.step.block_of(name), []).append(name)
+    gradients = run.named("gradient")
+    return {
+        block: Group(
+            share=sum(shares[name] for name in inside),
+            cast_share=sum(shares[name] for name in inside if stored[name] != HALF),
+            trained_share=sum(shares[name] for name in inside if name in gradients),
+            gradients=tuple(gradients[name] for name in inside if name in gradients),
+        )
+        for block, inside in names.items()
+    }
+
+
+class _Woven:
+    """One forward and backward with FSDP2's buffers woven in."""
+
+    def __init__(self, run: Run, groups: dict[Block | None, Group], stage: Stage) -> None:
+        self.run, self.groups = run, groups
+        self.stage, self.weaver = stage, Weaver(stage)
+        self.world = run.machine.world
+        self.kept: list[int] = []
+        """Reduced gradients that live until the step."""
+
+        self._fetched: int | None = None
+        self._reduced: int | None = None
+
+    def weave(self, adds: bool) -> list[int]:
+        """Weaves; returns the gradients that are kept. ``adds``: to those of an earlier micro-batch."""
+        forward, backward = spans(self.stage, "forward"), spans(self.stage, "backward")
+        last, turn = len(self.stage.stretches) - 1, first_backward(self.stage)
+        root = self._gathered(None)
+        self.weaver.before(0, [*self._fetch(None), root])
+        for block, (begin, end) in forward.items():
+            gathered, copied_out = self._gathered(block), self._copied_out()
+            self.weaver.before(begin, [*self._fetch(block), *copied_out, gathered])
+            self.weaver.after(end, [~gathered])
+        self.weaver.before(turn, self._copied_out())
+        self._backward(list(backward.items()), turn, adds)
+        self.weaver.after(last, [~root, *self._reduce(None, adds), *self._let_go()])
+        gradients = {buffer for group in self.groups.values() for buffer in group.gradients}
+        freed = {
+            index: [event for event in events if event >= 0 or ~event not in gradients]
+            for index, (_, events) in enumerate(self.stage.stretches)
+        }
+        self.weaver.weave("fsdp", freed)
+        return self.kept
+
+    def _backward(self, blocks: list[tuple[Block, tuple[int, int]]], turn: int, adds: bool) -> None:
+        """The next group is fetched when a group's own weights have been copied out."""
+        self.weaver.before(turn, self._fetch(blocks[0][0]))
+        for position, (block, (begin, end)) in enumerate(blocks):
+            gathered, copied_out = self._gathered(block), self._copied_out()
+            ahead = self._fetch(blocks[position + 1][0]) if position + 1 < len(blocks) else []
+            self.weaver.before(begin, [gathered, *copied_out, *ahead])
+            self.weaver.after(end, [~gathered, *self._reduce(block, adds)])
+
+    def _gathered(self, block: Block | None) -> int:
+        """A group's weights, whole and in 16 bits."""
+        return self.run.new(HALF * self.groups[block].share * self.world, "buckets", "gathered weights")
+
+    def _fetch(self, block: Block | None) -> list[int]:
+        """The buffer a group is gathered into. Shares in fp32 are cast to 16 bits, and go once they are copied in."""
+        if self.world == 1:
+            return []
+        group, run = self.groups[block], self.run
+        self._fetched = run.new(HALF * group.share * self.world, "buckets", "all-gather")
+        if not group.cast_share:
+            return [self._fetched]
+        cast = run.new(HALF * group.cast_share, "buckets", "cast shares")
+        return [cast, self._fetched, ~cast]
+
+    def _copied_out(self) -> list[int]:
+        """The buffer of the latest fetch goes."""
+        buffer, self._fetched = self._fetched, None
+        return [] if buffer is None else [~buffer]
+
+    def _let_go(self) -> list[int]:
+        """The input of the latest reduce-scatter goes."""
+        buffer, self._reduced = self._reduced, None
+        return [] if buffer is None else [~buffer]
+
+    def _reduce(self, block: Block | None, adds: bool) -> list[int]:
+        """A group's gradients are copied into the input of a reduce-scatter and freed; the output is kept, or added
+        and freed, or on its way to host RAM."""
+        group, run = self.groups[block], self.run
+        if not group.gradients:
+            return []
+        source = run.new(FULL * group.trained_share * self.world, "buckets", "reduce-scatter")
+        output = run.new(FULL * group.trained_share, "gradient", "reduced gradients")
+        events = [*self._let_go(), source, *(~buffer for buffer in group.gradients), output]
+        self._reduced = source
+        if trained_storage(run.job, run.strategy) != "fp32":
+            half = run.new(HALF * group.trained_share, "gradient", "reduced gradients")
+            events += [half, ~output]
+            output = half
+        if adds or run.strategy.offload_params != "none":
+            return [*events, ~output]
+        self.kept.append(output)
+        return events
+
+
+def _step_over_shares(run: Run, shares: dict[str, int], kept: list[int]) -> None:
+    """The recorded optimizer step, over what a rank holds; on the CPU when the shares are there."""
+    world, gradients = run.machine.world, run.named("gradient")
+    stages = (run.optimizer_first, run.optimizer)
+    for stage in stages:
+        run.drop(stage, set(gradients.values()))
+    if run.strategy.offload_params != "none":
+        for stage in stages:
+            run.empty(stage)
+        return
+    itemsize = FULL if trained_storage(run.job, run.strategy) == "fp32" else HALF
+    states = {buffer: name.rpartition(":")[0] for name, buffer in run.named("optimizer").items()}
+    for buffer in {event for stage in stages for event in stage.ops if event >= 0}:
+        if buffer in states and run.sizes[buffer] > FULL:  # the fused step's counters are single numbers
+            run.resize(buffer, shares[states[buffer]] * itemsize)
+        else:
+            run.resize(buffer, -(-run.sizes[buffer] // world))
+    for stage in stages:
+        run.free(stage, kept)

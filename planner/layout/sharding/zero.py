@@ -1,0 +1,344 @@
+"""DeepSpeed ZeRO 1 to 3 as transformations of a recorded step: what a rank keeps, and the buffers the engine adds.
+
+DeepSpeed casts every parameter to 16 bits, keeps an fp32 master and two Adam states of its share of the trained ones,
+and sends gradients through a flat bucket (read in deepspeed 0.19.8: runtime/zero/stage_1_and_2.py, stage3.py,
+partitioned_param_coordinator.py; defaults of runtime/zero/config.py). Frozen parameters are split in stage 3 only.
+tests/contract reads the same bytes off the real engines. Ranks differ by what falls on the borders of their shares:
+the largest is priced.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.errors import NotEstimatedError
+from planner.layout.run import Run
+from planner.layout.sharding.weave import first_backward
+from planner.tape.program import Stage
+
+HALF, FULL = 2, 4
+"""Bytes of a 16-bit and of an fp32 number."""
+
+NORM = 8
+"""Gradient norms are added up in fp64, one parameter at a time (``get_norm_dtype`` in runtime/zero/utils.py)."""
+
+STEP_COPIES = {"foreach": 1, "loop": 2, "fused": 0}
+"""fp32 copies of the share that torch's AdamW makes over a flat parameter: the square root of the second moment, and,
+one parameter at a time, its quotient too (torch/optim/adam.py)."""
+
+
+SMALLEST_8_BIT = 4096
+MOST_8_BIT = 2**31 - 1
+"""bitsandbytes: smaller tensors have fp32 states (``min_8bit_size``); its kernels take a 32-bit count of elements
+(backends/cuda/ops.py)."""
+
+
+class Settings(NamedTuple):
+    """DeepSpeed's sizes, in elements; its own defaults."""
+
+    reduce_bucket: int = 500_000_000
+    """``reduce_bucket_size``: allocated whole, however small the model"""
+    prefetch: int = 50_000_000
+    """``stage3_prefetch_bucket_size``"""
+    max_live: int = 1_000_000_000
+    """``stage3_max_live_parameters``: no more are fetched ahead"""
+    max_reuse: int = 1_000_000_000
+    """``stage3_max_reuse_distance``: what is used again within it is not let go"""
+    sub_group: int = 1_000_000_000
+    """``sub_group_size``: how much of its share stage 3 steps at a time"""
+    persistent: int = 100_000
+    """``stage3_param_persistence_threshold``: smaller parameters stay whole on every rank"""
+
+
+DEEPSPEED = Settings()
+
+
+def zero(run: Run) -> None:
+    """Replaces the recorded gradients' lifetimes and optimizer step by DeepSpeed's."""
+    if not run.strategy.sharding.startswith("zero"):
+        return
+    cast_to_16_bits(run)
+    for stage in (run.optimizer_first, run.optimizer):
+        run.empty(stage)
+    if run.strategy.sharding == "zero-3":
+        _stage_3(run, DEEPSPEED)
+    else:
+        _stages_1_and_2(run, DEEPSPEED)
+
+
+def cast_to_16_bits(run: Run) -> None:
+    """The engine casts every parameter (``_cast_module_mixed_precision``), also those that diffusers keeps in fp32."""
+    gradients, weights = run.named("gradient"), run.parameters
+    for name, elements in run.elements.items():
+        for buffer in (weights[name], gradients.get(name)):
+            if buffer is not None and run.sizes[buffer] != HALF * elements:
+                run.resize(buffer, HALF * elements)
+
+
+def trained(run: Run) -> dict[str, int]:
+    """Name -> elements of the trained parameters, in the model's order."""
+    gradients = run.named("gradient")
+    return {name: elements for name, elements in run.elements.items() if name in gradients}
+
+
+def aligned(elements: int, world: int) -> int:
+    """Elements of the flat buffer of stages 1 and 2: shares begin at 4 bytes (``nccl_start_alignment_factor``)."""
+    multiple = 2 * world
+    return -(-elements // multiple) * multiple
+
+
+def most_in_one_share(elements: Sequence[int], world: int) -> int:
+    """Elements of all parameters that one share touches, border crossers whole (``params_in_partition``); the most."""
+    return max(in_share(elements, world, rank) for rank in range(world))
+
+
+def in_share(elements: Sequence[int], world: int, rank: int) -> int:
+    """Elements of all parameters that the share of ``rank`` touches."""
+    ends = list(itertools.accumulate(elements))
+    share = aligned(ends[-1], world) // world
+    first = bisect.bisect_right(ends, rank * share)
+    last = bisect.bisect_left(ends, min((rank + 1) * share, ends[-1]))
+    return sum(elements[first : last + 1])
+
+
+def sub_groups(partitions: Sequence[int], size: int) -> list[int]:
+    """Elements of each group that stage 3 steps at a time: it is closed once it has ``size``."""
+    groups, open_group = [], 0
+    for elements in partitions:
+        open_group += elements
+        if open_group >= size:
+            groups.append(open_group)
+            open_group = 0
+    return [*groups, open_group] if open_group else groups
+
+
+# ---- stages 1 and 2
+
+
+def _stages_1_and_2(run: Run, settings: Settings) -> None:
+    elements = list(trained(run).values())
+    world, offloaded = run.machine.world, run.strategy.offload_optimizer != "none"
+    share = aligned(sum(elements), world) // world
+    _flatten_weights(run, share, max(elements), offloaded)
+    partition = -1
+    if not offloaded:
+        partition = run.new(HALF * most_in_one_share(elements, world), "gradient", "gradient partition")
+    bucket = run.new(HALF * settings.reduce_bucket, "buckets", "reduce bucket")
+    flush = _Flush(run, settings, [] if offloaded else [partition], NORM * max(elements))
+    if run.strategy.sharding == "zero-2":
+        again = run.step.copy()
+        _reduce_in_backward(run.step, run, bucket, flush)
+        if run.strategy.gradient_accumulation > 1:
+            run.accumulate = _next_micro_batch(run, again, bucket, flush, offloaded)
+        before_step: list[int] = []
+    else:
+        _begin_bucket(run, run.step, bucket)
+        before_step = _reduce_all(run, bucket, flush)
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, set(run.named("gradient").values()))
+        run.place(stage, before_step.copy(), "reduction", at=0)
+        if not offloaded:
+            states = _states(run, share) if stage is run.optimizer_first else []
+            norm = run.new(NORM * max(elements), "temporary", "norm in fp64")
+            step = [norm, ~norm, *_step(run, share, states, ~partition)]
+            run.place(stage, step, "step", at=1)
+
+
+def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> None:
+    """The trained weights move into one flat buffer, beside themselves where the GPU has room, else by way of the
+    host; then this rank's master is cloned from it, and zeros for its first gradients come and go."""
+    world = run.machine.world
+    parameters = run.parameters
+    weights = [parameters[name] for name in trained(run)]
+    flat = run.new(HALF * share * world, "weight", "flat weights")
+    beside = sum(run.sizes[event] for event in run.load.ops if event >= 0) + run.sizes[flat]
+    freed = [~weight for weight in weights]
+    room = beside <= run.facts.gpu.allocatable_bytes - run.machine.reserve
+    run.place(run.load, [flat, *freed] if room else [*freed, flat], "flat weights")
+    clone = run.new(HALF * share, "temporary", "share of the flat weights")
+    if offloaded:
+        staging = run.new(HALF * largest, "buckets", "gradient staging")
+        run.place(run.load, [clone, ~clone, staging], "offload")
+        return
+    master = run.new(FULL * share, "optimizer", "fp32 master")
+    zeros = run.new(FULL * share, "temporary", "zeros")
+    run.place(run.load, [clone, master, ~clone, zeros, ~zeros], "fp32 master")
+
+
+@dataclass
+class _Flush:
+    """What reducing a full bucket allocates: a copy of it (``allreduce_bucket`` flattens the slices of the ranks), and
+    the first time what keeps the result."""
+
+    run: Run
+    settings: Settings
+    kept: list[int]
+    norm_bytes: int
+
+    def events(self, filled: int, first: bool) -> list[int]:
+        """The events of reducing ``filled`` elements."""
+        made: list[int] = []
+        if self.run.machine.world > 1:
+            copy = self.run.new(HALF * filled, "buckets", "reduced copy")
+            made += [copy, ~copy]
+        if self.run.strategy.offload_optimizer != "none":  # each norm is taken before its gradient goes
+            norm = self.run.new(self.norm_bytes, "temporary", "norm in fp64")
+            made += [norm, ~norm]
+        return made + (self.kept if first else [])
+
+
+def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _Flush) -> None:
+    """Every gradient moves into the bucket as it is made; a full bucket is reduced, and what is left at the end. Stage
+    3 has its bucket already (None)."""
+    gradients = set(run.named("gradient").values())
+    filled, flushed = 0, False
+    for position, (moment, events) in enumerate(stage.stretches):
+        woven: list[int] = []
+        for event in events:
+            if event in gradients:
+                elements = run.sizes[event] // HALF
+                woven.append(event)
+                if filled and filled + elements > flush.settings.reduce_bucket:
+                    woven += flush.events(filled, not flushed)
+                    filled, flushed = 0, True
+                woven.append(~event)
+                filled += elements
+            else:
+                woven.append(event)
+        stage.stretches[position] = (moment, woven)
+    run.place(stage, flush.events(filled, not flushed), "reduction")
+    if bucket is not None:
+        _begin_bucket(run, stage, bucket)
+        run.free(stage, [bucket])
+
+
+def _begin_bucket(run: Run, stage: Stage, bucket: int) -> None:
+    """The bucket comes as backward begins (``backward`` of earlier releases; in 0.19 with the first gradient, a little
+    later, in ``setup_buckets``)."""
+    run.place(stage, [bucket], "reduce bucket", at=first_backward(stage))
+
+
+def _reduce_all(run: Run, bucket: int, flush: _Flush) -> list[int]:
+    """Stage 1 reduces behind backward, over the parameters in their order (``reduce_gradients``)."""
+    gradients = run.named("gradient")
+    events: list[int] = []
+    filled, flushed = 0, False
+    for name, elements in trained(run).items():
+        if filled and filled + elements > flush.settings.reduce_bucket:
+            events += flush.events(filled, not flushed)
+            filled, flushed = 0, True
+        events.append(~gradients[name])
+        filled += elements
+    return [*events, *flush.events(filled, not flushed), ~bucket]
+
+
+def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _Flush, offloaded: bool) -> Stage:
+    """A further micro-batch: its reduced gradients are added to those that are kept, and freed."""
+    kept = [] if offloaded else [run.new(run.sizes[flush.kept[0]], "gradient", "gradient partition")]
+    _reduce_in_backward(stage, run, bucket, _Flush(run, flush.settings, kept, flush.norm_bytes))
+    run.free(stage, kept)
+    run.free(stage, run.left, at=0)
+    return stage
+
+
+# ---- the step
+
+
+def _states(run: Run, share: int) -> list[int]:
+    """Two states over a flat share. bitsandbytes' have 8 bits, and a scale for every 256 (optimizer.py,
+    ``init_state``): over the flat share of norms and biases too, which it keeps in fp32 where they are on their own."""
+    nbytes = FULL * share
+    if run.strategy.optimizer == "adamw-8bit" and share >= SMALLEST_8_BIT:
+        if share > MOST_8_BIT:
+            fault = f"adamw-8bit over a share of {share:,} numbers: bitsandbytes counts to {MOST_8_BIT:,}"
+            raise NotEstimatedError(fault, "use more GPUs, or --optimizer adamw")
+        nbytes = share + FULL * -(-share // 256)
+    return [run.new(nbytes, "optimizer", name) for name in ("exp_avg", "exp_avg_sq")]
+
+
+def _step(run: Run, share: int, states: Sequence[int], *freed: int) -> list[int]:
+    """The step over one flat share: its gradients flattened, then in fp32, then AdamW's own copies."""
+    flat = run.new(HALF * share, "gradient", "flat gradients")
+    full = run.new(FULL * share, "gradient", "fp32 gradients")
+    copies = 0 if run.strategy.optimizer == "adamw-8bit" else STEP_COPIES[run.strategy.optimizer_step]
+    own = [run.new(FULL * share, "temporary", "adamw") for _ in range(copies)]
+    return [flat, full, ~flat, *freed, *states, *own, *(~copy for copy in own), ~full]
+
+
+# ---- stage 3
+
+
+def _stage_3(run: Run, settings: Settings) -> None:
+    elements = trained(run)
+    world, offloaded = run.machine.world, run.strategy.offload_optimizer != "none"
+    partitions = [-(-count // world) for count in elements.values()]
+    groups = sub_groups(partitions, settings.sub_group)
+    _split_weights(run, settings, sum(partitions))
+    if not offloaded:
+        master = [run.new(FULL * group, "optimizer", "fp32 master") for group in groups]
+        converted = [run.new(FULL * group, "temporary", "fp32 weights") for group in groups]
+        zeros = run.new(FULL * max(groups), "temporary", "zeros")
+        made = itertools.chain.from_iterable((copy, kept, ~copy) for kept, copy in zip(master, converted, strict=True))
+        run.place(run.load, [*made, zeros, ~zeros], "fp32 master")
+        run.add(run.load, HALF * sum(partitions), "gradient", "gradient partition")
+    run.add(run.load, HALF * settings.reduce_bucket, "buckets", "reduce bucket")
+    run.accumulate = None  # every micro-batch is like the first: what it adds to is there from the beginning
+    largest = -(-max(elements.values()) // world)
+    _reduce_in_backward(run.step, run, None, _Flush(run, settings, [], NORM * largest))
+    _gather(run, settings)
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, set(run.named("gradient").values()))
+        if not offloaded:
+            run.place(stage, list(_sub_group_steps(run, groups, largest, stage is run.optimizer_first)), "step", at=0)
+
+
+def _sub_group_steps(run: Run, groups: Sequence[int], largest: int, first: bool) -> Iterator[int]:
+    # isinf over all gradients takes their absolute values and a mask (``has_overflow``).
+    overflow = run.new((HALF + 1) * sum(groups), "temporary", "overflow check")
+    norm = run.new(NORM * largest, "temporary", "norm in fp64")
+    yield from (overflow, ~overflow, norm, ~norm)
+    for group in groups:
+        yield from _step(run, group, _states(run, group) if first else [])
+
+
+def _split_weights(run: Run, settings: Settings, trained_share: int) -> None:
+    """Every rank keeps its share of all parameters, and small ones whole beside it. With ``offload_params`` the shares
+    are in host RAM, but for those of small frozen parameters (``ds_persist``)."""
+    world, offloaded = run.machine.world, run.strategy.offload_params != "none"
+    names, sizes = trained(run), run.elements
+    frozen = {name: -(-count // world) for name, count in sizes.items() if name not in names}
+    small = [name for name, count in sizes.items() if count <= settings.persistent]
+    run.drop(run.load, set(run.parameters.values()))
+    staying = [count for name, count in frozen.items() if not offloaded or sizes[name] <= settings.persistent]
+    run.add(run.load, HALF * sum(staying), "weight", "frozen shares")
+    if not offloaded:
+        run.add(run.load, HALF * trained_share, "weight", "trained shares")
+    if world > 1 or offloaded:
+        run.add(run.load, HALF * sum(sizes[name] for name in small), "weight", "small weights")
+
+
+def _gather(run: Run, settings: Settings) -> None:
+    """Gathered weights. From the second step on every module's turn fetches ``prefetch`` elements further ahead, and
+    what is fetched ahead is not let go, so they soon reach the most that may live, and one parameter more. What is
+    kept to be used again, forward and then backward, is less, but a whole block that is recomputed. A batch is there
+    twice while it is copied out (``_fetch_sub_module_impl``, ``__params_to_release``, ``AllGatherCoalescedHandle``)."""
+    if run.machine.world == 1 and run.strategy.offload_params == "none":
+        return
+    large = {name: elements for name, elements in run.elements.items() if elements > settings.persistent}
+    total, most = sum(large.values()), max(large.values(), default=0)
+    live = max(settings.max_live, settings.max_reuse // 2)
+    if run.strategy.gradient_checkpointing != "none":
+        blocks: dict[object, int] = {}
+        for name, elements in large.items():
+            block = run.facts.step.block_of(name)
+            blocks[block] = blocks.get(block, 0) + (elements if block else 0)
+        live = max(live, *blocks.values())
+    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
+    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
+    run.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
+    run.place(run.step, [gathered, fetched], "gather", at=0)
+    run.free(run.step, [gathered, fetched])

@@ -1,0 +1,285 @@
+"""Strategies on one GPU, and DDP, as transformations of a Run.
+
+Each one function, one named buffer or lifetime, one source.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from planner.catalog.profiles import GpuProfile
+from planner.errors import VplanError
+from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.run import SERVICE, Run
+from planner.layout.sharding.weave import first_backward
+from planner.tape.program import Block, Moment, Stage
+from planner.tape.variants import UNPAGED, Precision
+from planner.units import KIB, MIB
+
+
+def cublas_workspace(run: Run) -> None:
+    """cuBLAS takes a workspace per handle from the caching allocator, when a thread first asks for the handle, and
+    keeps it: 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
+    getCurrentCUDABlasHandle). One for the thread that runs forward, one for autograd's."""
+    run.workspaces = [run.new(cublas_bytes(run.facts.gpu), "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
+    if run.samples:
+        run.place(run.load, run.workspaces, "cublas")
+
+
+def workspaces_at_first_use(run: Run) -> None:
+    """In training the one of forward's thread comes with the model's first matrix product, and autograd's with
+    backward's first. There, among activations, it decides which of the holes around it a large tensor still fits into.
+    Last of all terms: the first step is then one of its own."""
+    if run.samples:
+        return
+    forward, backward = run.workspaces
+    run.first = (run.first or run.step).copy()
+    _before_product(run, run.first, first_backward(run.first), backward)
+    _before_product(run, run.first, 0, forward)
+
+
+CUBLAS_HANDLES = 2
+PRODUCTS = frozenset({"addmm", "bmm", "mm"})
+
+
+def _before_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
+    """Allocates a buffer before the first matrix product of a stage from its ``start``-th stretch on; before all where
+    no product makes a tensor of its own."""
+    for position, (moment, events) in enumerate(stage.stretches[start:], start=start):
+        for at, event in enumerate(events):
+            if event >= 0 and run.program.op[event] in PRODUCTS:
+                stage.stretches[position] = (moment, [*events[:at], buffer, *events[at:]])
+                return
+    run.place(stage, [buffer], "cublas", at=start)
+
+
+def cublas_bytes(gpu: GpuProfile) -> int:
+    """The workspace of one cuBLAS handle."""
+    return 32 * MIB if gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
+
+
+def checkpoint_offload(run: Run) -> None:
+    """A checkpointed block's input goes to host RAM once the block has run, and comes back when the block behind it
+    begins its backward, beside that one's own (trainers/memory/offload.py)."""
+    if run.strategy.gradient_checkpointing != "offload":
+        return
+    if run.step.stretches == run.recording.step.stretches:
+        run.step.stretches = run.once(_with_inputs_offloaded).copy()
+    else:
+        run.step.stretches = _with_inputs_offloaded(run)
+
+
+def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
+    inputs = block_inputs(run)
+    ran = [(moment.module_list, moment.block) for moment, _ in run.step.stretches if moment.passes == "forward"]
+    order = [block for block in dict.fromkeys(ran) if block in inputs]
+    before = dict(zip(order[1:], order, strict=False))
+    # The last block's backward may come in parts, around what stands between it and the head.
+    backward = [(at, moment) for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward"]
+    over = {(moment.module_list, moment.block): at for at, moment in backward}
+    gone: set[Block] = set()
+    brought: set[Block] = set()
+    woven: list[tuple[Moment, list[int]]] = []
+    for at, (moment, events) in enumerate(run.step.stretches):
+        block = (moment.module_list, moment.block)
+        if block not in inputs or moment.passes not in ("forward", "backward"):
+            woven.append((moment, events))
+        elif moment.passes == "forward":
+            leaving = [] if block in gone else [~buffer for buffer in inputs[block]]
+            gone.add(block)
+            woven.append((moment, [*events, *leaving]))
+        else:
+            for fetched, name in ((block, "checkpoint"), (before.get(block), AHEAD)):
+                if fetched is not None and fetched not in brought:
+                    woven.append((SERVICE._replace(passes=name), inputs[fetched]))
+                    brought.add(fetched)
+            ends = [~buffer for buffer in inputs[block]]
+            if any(end in events for end in ends):
+                events = [event for event in events if event not in ends]
+            woven.append((moment, [*events, *ends] if at == over[block] else events))
+    return woven
+
+
+NCCL_BYTES = 600 * MIB
+"""One communicator: 544 to 688 MB on four A100 (NVIDIA/nccl#964), 512 MiB even for one rank (nccl#2363)."""
+
+AHEAD = "checkpoint fetched ahead"
+
+
+def fetched_when_needed(run: Run) -> None:
+    """Takes the fetching ahead out again: each input comes when its own block's backward begins."""
+    late: dict[int, None] = {}
+    woven: list[tuple[Moment, list[int]]] = []
+    for moment, events in run.step.stretches:
+        if moment.passes == AHEAD:
+            late |= dict.fromkeys(events)
+            continue
+        if moment.passes == "backward" and (coming := [buffer for buffer in late if ~buffer in events]):
+            woven.append((SERVICE._replace(passes="checkpoint"), coming))
+            late = {buffer: None for buffer in late if buffer not in coming}
+        woven.append((moment, events))
+    assert not late, "what was to come ahead is freed in its block's backward"
+    run.step.stretches = woven
+
+
+RING = 2
+"""Buffers that swapped blocks come through."""
+
+
+def block_swap(run: Run) -> None:
+    """Block swap: the last ``swap_blocks`` of the checkpointed blocks live in pinned host RAM and stream through a ring
+    of ``RING`` buffers, each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer
+    docs/RamOffloading.md)."""
+    count = run.strategy.swap_blocks
+    if not count:
+        return
+    blocks, swapped = run.swappable_weights, run.swapped_blocks
+    if count > len(blocks):
+        fault = f"swap_blocks {count}: the model has {len(blocks)} blocks with weights to swap"
+        raise VplanError(fault, f"use at most {len(blocks)}" if blocks else "use --method lora")
+    largest = max(map(run.total_bytes, swapped.values()))
+    gone = set(itertools.chain.from_iterable(swapped.values()))
+    run.drop(run.load, gone)
+    if anew := gone & run.once(_weights_made_anew):  # the ring holds them
+        run.drop(run.step, anew)
+    for _ in range(min(RING, count)):
+        run.add(run.load, largest, "buckets", "swap ring")
+
+
+def _weights_made_anew(run: Run) -> frozenset[int]:
+    """Weights that a step casts away and makes again, as layerwise casting does."""
+    weights = frozenset(run.named("weight").values())
+    return weights.intersection(*[itertools.chain.from_iterable(events for _, events in run.step.stretches)])
+
+
+def step_in_backward(run: Run) -> None:
+    """The optimizer steps inside backward: what it does to one parameter follows where that parameter's gradient is
+    made, and frees it (torch ``register_post_accumulate_grad_hook``). States are made in the first step's backward."""
+    if run.strategy.optimizer_step != "backward":
+        return
+    first, later = _by_gradient(run, run.optimizer_first), _by_gradient(run, run.optimizer)
+    run.first = _stepped(run.step, first)
+    run.step = _stepped(run.step, later)
+
+
+def _by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
+    """Takes an optimizer's stage apart: the gradient freed at its end -> the events of one parameter's step.
+
+    Neighbouring frees are on a tape in the order of allocation, so those behind the gradient's belong to it too.
+    """
+    gradients = set(run.named("gradient").values())
+    found: dict[int, list[int]] = {}
+    events: list[int] = []
+    freed: int | None = None
+    for event in itertools.chain.from_iterable(events for _, events in stage.stretches[:-1]):
+        ends = event < 0 and ~event in gradients
+        if freed is not None and (event >= 0 or ends):
+            found[freed], events, freed = events, [], None
+        events.append(event)
+        freed = ~event if ends else freed
+    if freed is not None:
+        found[freed] = events
+    stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.pipeline.end_of_step`
+    return found
+
+
+def _stepped(step: Stage, steps: dict[int, list[int]]) -> Stage:
+    """A step in which events follow the making of each gradient."""
+    stretches = []
+    for moment, events in step.stretches:
+        more = [[event, *steps.get(event, ())] for event in events]
+        stretches.append((moment, list(itertools.chain.from_iterable(more))))
+    return Stage(step.name, stretches)
+
+
+def paged_states(run: Run) -> None:
+    """A paged optimizer's 8-bit states are in CUDA's managed memory, outside torch's allocator: the driver keeps them
+    on the GPU where there is room and moves them to host RAM where there is not, so they count there
+    (bitsandbytes ``get_paged``, cudaMallocManaged; its docs, "Paged optimizers")."""
+    if run.strategy.optimizer not in UNPAGED:
+        return
+    paged = set(run.paged_states)
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, paged)
+    if run.first is not None:
+        run.drop(run.first, paged)
+
+
+def accumulation(run: Run) -> None:
+    """Gradient accumulation: a further micro-batch runs beside the gradients of the first, and each of its own
+    gradients is added to them and freed within its block (torch AccumulateGrad adds in place)."""
+    if run.strategy.gradient_accumulation == 1:
+        return
+    step = onto_gradients(run)
+    run.accumulate = Stage("step", [(run.step.stretches[0][0], [~buffer for buffer in run.left]), *step.stretches])
+
+
+def onto_gradients(run: Run) -> Stage:
+    """The step where gradients are there already: each new one is added to the old and freed within its block."""
+    gradients = run.named("gradient").values()
+    added = {buffer: run.new(run.sizes[buffer], "temporary", "new gradient") for buffer in gradients}
+    stretches = []
+    for moment, events in run.step.stretches:
+        own = [added.get(event, event) for event in events]
+        stretches.append((moment, own + [~added[event] for event in events if event in added]))
+    return Stage("step", stretches)
+
+
+def gradients_leave(run: Run) -> None:
+    """Each gradient is freed at the end of the block whose backward made it; every micro-batch is like the first."""
+    run.accumulate = None
+    gradients = set(run.named("gradient").values())
+    run.step.stretches = [
+        (moment, [*events, *(~event for event in events if event in gradients)])
+        for moment, events in run.step.stretches
+    ]
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, gradients)
+
+
+def offloaded_optimizer(run: Run) -> None:
+    """Optimizer states and step in host RAM (torchao CPUOffloadOptimizer): nothing of the step is on the GPU; with
+    ``offload_gradients`` each gradient leaves as soon as it is accumulated."""
+    strategy = run.strategy
+    if strategy.offload_optimizer == "none" or strategy.sharding.startswith("zero"):
+        return
+    for stage in (run.optimizer_first, run.optimizer):
+        run.empty(stage)
+    if strategy.offload_gradients != "none":
+        gradients_leave(run)
+
+
+def ddp(run: Run) -> None:
+    """DistributedDataParallel's buckets: a second copy of all gradients, or, with ``gradient_as_bucket_view``, the
+    gradients themselves, which then never go away (torch.nn.parallel.DistributedDataParallel)."""
+    if run.strategy.sharding != "ddp":
+        return
+    nbytes = run.trained_experts * run.total_bytes(run.named("gradient").values())
+    run.add(run.load, nbytes, "buckets", "ddp buckets")
+    if run.strategy.grad_buckets == "view":
+        gradients_leave(run)
+
+
+def ema(run: Run) -> None:
+    """A moving average of what is trained, loaded with the weights. It is updated one parameter at a time: the
+    difference and its product with the decay (diffusers training_utils.EMAModel.step). On the CPU it is updated there.
+    """
+    if run.strategy.ema != "gpu":
+        return
+    run.add(run.load, ema_bytes(run), "ema", "ema")
+    largest = max(run.sizes[buffer] for buffer in run.named("gradient").values())
+    elements = largest // (4 if Precision.of(run.job, run.strategy).trained == "fp32" else 2)
+    for stage in (run.optimizer_first, run.optimizer):
+        made = [run.add(stage, EMA_BYTES * elements, "temporary", "ema update") for _ in range(2)]
+        run.free(stage, made)
+
+
+EMA_BYTES = 4
+"""Per parameter. EMAModel clones what it is given; ours is fp32 whatever trains, because a decay of 0.9999 changes a
+16-bit number by less than its last digit."""
+
+
+def ema_bytes(run: Run) -> int:
+    """The moving average on one rank: its share where FSDP2 splits the weights, else the whole."""
+    share = run.machine.world if run.strategy.sharding == "fsdp" else 1
+    return EMA_BYTES * -(-run.trained_parameters // share)

@@ -1,0 +1,43 @@
+"""How other trainers hold memory where they differ from ours: one file a trainer, each a tuple of terms on a Run.
+
+A file's ``TERMS`` are applied after our own transformations when a plan names that trainer, in order; its ``OLDER``
+adds to them for the versions that measurements are of. A trainer without a file here is priced like ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from planner.layout.run import Term
+
+NAMES = (
+    "ai-toolkit",
+    "diffsynth",
+    "diffusers",
+    "diffusion-pipe",
+    "easyanimate",
+    "latentsync",
+    "musubi-tuner",
+    "sd-scripts",
+    "simpletuner",
+    "videox-fun",
+)
+"""Trainers with a file here."""
+
+
+def terms(trainer: str) -> tuple[Term, ...]:
+    """The memory terms of a trainer as it is today or, written ``trainer@version``, as that version was."""
+    name, _, version = trainer.partition("@")
+    if name not in NAMES:
+        return ()
+    today: tuple[Term, ...] = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").TERMS
+    return today + versions(name).get(version, ())
+
+
+def versions(name: str) -> dict[str, tuple[Term, ...]]:
+    """What a trainer's earlier versions did beside its terms of today, by version."""
+    if name not in NAMES:
+        return {}
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    older: dict[str, tuple[Term, ...]] = getattr(module, "OLDER", {})
+    return older

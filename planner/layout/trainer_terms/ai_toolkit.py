@@ -1,0 +1,120 @@
+"""ai-toolkit (ostris), read at 27a03a9: one YAML file, `python run.py FILE`.
+
+It keeps the text encoder on the GPU unless its embeddings are cached or it is unloaded, and samples with the model it
+trains. Its adapters are fp32 (jobs/process/BaseSDTrainProcess.py ``network.force_to(..., dtype=torch.float32)``).
+"""
+
+from __future__ import annotations
+
+from planner.layout.encoders_vae import STORED, alive, load
+from planner.layout.phases import encoders, take_sizes
+from planner.layout.run import SERVICE, Run, Term
+from planner.layout.trainer_terms.lora_layers import wider_adapters
+from planner.layout.trainer_terms.shared import cache_emptied, modulation_in_8_bits, swap_in_place
+from planner.spec.job import QUANTISED
+from planner.tape.program import Moment, Stage
+
+HALF = 2
+SLOTS = 4
+"""Layers that are fetched ahead (toolkit/memory_management/manager_modules.py ``PIPELINE_DEPTH``)."""
+
+
+def loaded_on_the_cpu(run: Run) -> None:
+    """Weights are read into host RAM in 16 bits whole, and quantised a block at a time on the GPU
+    (toolkit/util/quantize.py ``quantize_model``)."""
+    run.loads_on_cpu = run.quantises_loaded = True
+
+
+def kontext_is_moved_whole(run: Run) -> None:
+    """FLUX.1 Kontext goes to the GPU whole before it is quantised, whatever `low_vram` says
+    (extensions_built_in/diffusion_models/flux_kontext/flux_kontext.py ``transformer.to(self.quantize_device)``)."""
+    if run.facts.model.name == "flux.1-kontext-dev":
+        quantised_whole(run)
+
+
+def quantised_whole(run: Run) -> None:
+    """Without `low_vram` Wan and FLUX.1 are moved to the GPU in 16 bits, whole, and quantised behind that
+    (toolkit/models/wan21/wan21.py ``load_wan_transformer``: ``transformer.to(self.device_torch)``, then
+    ``quantize_model``; toolkit/stable_diffusion_model.py ``if not self.low_vram``). Of Wan 2.2's two experts the second
+    comes beside the first, which is quantised by then (diffusion_models/wan22/wan22_14b_model.py)."""
+    if run.strategy.weights_dtype not in QUANTISED:
+        return
+    nbytes = HALF * run.facts.model.parameters
+    if run.job.experts is not None and run.strategy.inactive_expert == "gpu":
+        nbytes += int(STORED[run.strategy.weights_dtype] * run.facts.model.parameters)
+    _passing(run, nbytes, "model in 16 bits")
+
+
+def _passing(run: Run, nbytes: int, name: str) -> None:
+    whole = run.new(nbytes, "residents", name)
+    run.before = (*run.before, Stage("load", [(SERVICE._replace(passes=name), [whole, ~whole])]))
+
+
+def encoders_at_start(run: Run) -> None:
+    """Text encoders stand on the GPU beside the model when loading ends, those too that are unloaded once their
+    embeddings are cached (``load_model`` of every model: ``text_encoder.to(self.device_torch)``; BaseSDTrainProcess.py
+    ``unet.to(self.device_torch)``; SDTrainer.py ``unload_text_encoder`` in ``hook_before_train_loop``). One that is
+    quantised lies there in 16 bits first, beside FLUX.1 and before any other model comes back from host RAM. With
+    `layer_offloading` their layers stay in host RAM."""
+    strategy, model = run.strategy, run.facts.model
+    if strategy.swap_blocks:
+        return
+    behind = 1 + max(at for at, (moment, _) in enumerate(run.load.stretches) if moment.piece == "load")
+    if strategy.text_encoder_dtype in QUANTISED:
+        nbytes = HALF * model.text_encoder_parameters
+        if model.family == "flux":
+            there = STORED[strategy.text_encoder_dtype] if strategy.text_encoder == "resident" else 0.0
+            whole = run.new(nbytes - int(there * model.text_encoder_parameters), "residents", "text encoder in 16 bits")
+            run.place(run.load, [whole, ~whole], "quantising the text encoder", at=behind)
+        else:
+            _passing(run, nbytes, "text encoder in 16 bits")
+    if strategy.text_encoder != "cached":
+        return
+    first, gone = len(run.program.buffers), []
+    coming: list[tuple[Moment, list[int]]] = []
+    vae = model.vae.folder
+    for component in encoders(run, "cached", 1):
+        if component.name != vae:
+            loading, _ = load(run.program, component)
+            coming += loading.stretches
+            gone += alive(loading)
+    take_sizes(run, first)
+    run.load.stretches += coming
+    run.leaving = Stage("encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])])
+    run.emptied_after.append(run.leaving)
+
+
+def layers_in_turn(run: Run) -> None:
+    """`layer_offloading`: linear layers wait in pinned host RAM, and each comes for its forward, its recomputation and
+    its backward, four fetched ahead in two rings, in the format it is multiplied in; a quantised one is there in both
+    formats for a moment (toolkit/memory_management/manager_modules.py ``_BouncingLinearFn``). ``pin_memory`` rounds
+    each up to a power of two."""
+    swapped = [buffer for buffers in run.swapped_blocks.values() for buffer in buffers] if _swaps(run) else []
+    if not swapped:
+        return
+    stored = STORED[run.strategy.weights("lora")]
+    last = max(run.swapped_blocks.values(), key=run.total_bytes)
+    largest = sorted((run.sizes[buffer] for buffer in last), reverse=True)[:SLOTS]
+    for name in ("layers ahead in forward", "layers ahead in backward"):
+        run.add(run.load, int(sum(largest) * HALF / stored), "buckets", name)
+    if run.strategy.weights_dtype in QUANTISED:
+        run.add(run.load, largest[0], "buckets", "layer before it is turned into numbers")
+    run.host_bytes += sum((1 << (run.sizes[buffer] - 1).bit_length()) - run.sizes[buffer] for buffer in swapped)
+
+
+def _swaps(run: Run) -> bool:
+    return run.strategy.swap_blocks > 0
+
+
+TERMS: tuple[Term, ...] = (
+    *(loaded_on_the_cpu, modulation_in_8_bits, wider_adapters, kontext_is_moved_whole, encoders_at_start),
+    *(swap_in_place, layers_in_turn, cache_emptied),
+)
+"""``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of
+loading (toolkit/basic.py at 0657f36)."""
+
+WHOLE = "quantised-whole"
+"""The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
+
+OLDER: dict[str, tuple[Term, ...]] = {WHOLE: (quantised_whole,)}
+"""Without `low_vram`. Files that are written have it."""

@@ -1,0 +1,96 @@
+"""DiffSynth-Studio.
+
+Its text encoders, VAE and model stand on the GPU together in plain ``sft``, which is ``text_encoder`` and ``vae``
+``resident`` here, and nothing of it is tiled or validated. What is left is in its own Wan model.
+"""
+
+from __future__ import annotations
+
+from planner.layout.phases import encoders
+from planner.layout.run import Run, Term
+from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu
+from planner.tape.program import Stage
+
+FP64 = 8
+COMPLEX128 = 16
+
+
+def rope_in_fp64(run: Run) -> None:
+    """Queries and keys are turned by their positions in fp64, one after the other, before each block's self-attention
+    and behind its backward: a copy, and the product (diffsynth/models/wan_video_dit.py ``rope_apply``)."""
+    hidden = _hidden(run)
+    if not hidden:
+        return
+    nbytes = FP64 * _tokens(run) * hidden
+    copy, product = (run.new(nbytes, "temporary", name) for name in ("fp64 copy", "fp64 product"))
+    turned = [copy, product, ~copy, ~product] * 2
+    for position, (moment, events) in enumerate(run.step.stretches):
+        kernels = [(at, run.program.op[event]) for at, event in enumerate(events) if event >= 0 and moment.block >= 0]
+        forward = [at for at, op in kernels if op.endswith("_attention")]
+        backward = [at for at, op in kernels if op.endswith("_attention_backward")]
+        found = list(events)
+        if backward:  # self-attention comes first in a block, so its backward comes last
+            found[backward[-1] + 1 : backward[-1] + 1] = turned
+        if forward:
+            found[forward[0] : forward[0]] = turned
+        run.step.stretches[position] = (moment, found)
+
+
+def table_with_each_checkpoint(run: Run) -> None:
+    """The table of positions is an argument of every checkpoint, so each offloaded one holds a copy of it
+    (diffsynth/core/gradient/gradient_checkpoint.py: ``save_on_cpu`` around the checkpoint of ``x, context, t_mod,
+    freqs``)."""
+    if run.strategy.gradient_checkpointing != "offload" or not _hidden(run):
+        return
+    size = run.facts.model.config["attention_head_dim"]
+    run.host_bytes += run.facts.model.blocks * COMPLEX128 * size // 2 * run.grid["F"] * run.grid["H"] * run.grid["W"]
+
+
+def _hidden(run: Run) -> int:
+    """The width of Wan's blocks; 0 of other models."""
+    if not run.facts.model.family.startswith("wan"):
+        return 0
+    config = run.facts.model.config
+    return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+
+def _tokens(run: Run) -> int:
+    grid = run.grid
+    return grid["B"] * grid["F"] * grid["H"] * grid["W"]
+
+
+TERMS: tuple[Term, ...] = (rope_in_fp64, table_with_each_checkpoint, checkpoints_saved_on_cpu)
+
+
+def weights_in_turn(run: Run) -> None:
+    """``--enable_model_cpu_offload``: what is frozen, text encoders and VAE too, has a pinned copy in host RAM, and
+    each layer comes for its own forward and goes. When a checkpointed block is computed again its layers stay until
+    their backward, so the GPU holds one block (diffsynth/core/offload_training/manager.py ``UnitWiseHookManager``,
+    ``AlwaysOnGPUParamOffloader`` for what is trained)."""
+    trained = run.named("gradient")
+    frozen = {name: buffer for name, buffer in run.named("weight").items() if name not in trained}
+    names = {component.name for component in encoders(run, "resident", 1)}
+    beside = [buffer for name in names for buffer in run.named(f"weight of {name}").values()]
+    beside += [buffer for buffer, op in enumerate(run.program.op) if op in names]  # without a recording, whole
+    blocks = [run.total_bytes(buffers) for buffers in run.swappable_weights.values()]
+    outside = [run.sizes[buffer] for name, buffer in frozen.items() if run.facts.step.block_of(name) is None]
+    for stage in (run.load, run.step):
+        run.drop(stage, [*frozen.values(), *beside])
+    for stage in filter(None, (run.first, run.step, run.accumulate)):
+        _in_turn(run, stage, max([*blocks, *outside], default=0))
+    if run.encode is not None and beside:
+        _in_turn(run, run.encode, max(run.sizes[buffer] for buffer in beside))
+    run.host_bytes += sum(run.sizes[buffer] for buffer in (*frozen.values(), *beside))
+
+
+def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:
+    here = run.new(nbytes, "buckets", "layers in turn")
+    run.place(stage, [here], "layers in turn", at=0)
+    run.free(stage, [here])
+
+
+OFFLOADED = "model-offload"
+"""The version of memory terms with --enable_model_cpu_offload."""
+
+OLDER: dict[str, tuple[Term, ...]] = {OFFLOADED: (weights_in_turn,)}
+"""With a flag that no field of a plan says."""

@@ -1,0 +1,155 @@
+"""Training scripts around diffusers.
+
+Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune.
+"""
+
+from __future__ import annotations
+
+from planner.layout.cogvideox_positions import table_in_half
+from planner.layout.encoders_vae import Component, alive, load, work
+from planner.layout.phases import encoders, take_sizes, weights_on_gpu
+from planner.layout.run import SERVICE, Run, Term
+from planner.tape.program import Moment, Stage
+
+RGB = 3
+
+
+def cast_on_the_gpu(run: Run) -> None:
+    """Full fine-tuning in fp32: the scripts load half-precision weights onto the GPU and cast them there, one by one.
+
+    The holes the half copies leave stay behind (cogvideox-factory d81209b, training/cogvideox_text_to_video_sft.py:
+    ``transformer.to(device, dtype=weight_dtype)``, then ``cast_training_params(dtype=float32)``).
+    """
+    if not _halves_first(run):
+        return
+    trained = run.named("gradient")
+    weights = {buffer: name in trained for name, buffer in run.named("weight").items()}
+    halves: dict[int, int] = {}
+    first: list[int] = []
+    for position, (moment, events) in enumerate(run.load.stretches):
+        casts = []
+        for event in events:
+            if weights.get(event):
+                halves[event] = run.program.buffer(run.sizes[event] // 2, "weight", "half precision")
+                run.sizes.append(run.sizes[event] // 2)
+                first.append(halves[event])
+                casts += [event, ~halves[event]]
+            elif event in weights:  # a table is no parameter: it stays as it came
+                first.append(event)
+            else:
+                casts.append(event)
+        run.load.stretches[position] = (moment, casts)
+        assert moment.piece in ("load", "")
+    run.load.stretches.insert(0, (run.load.stretches[0][0], first))
+
+
+def _halves_first(run: Run) -> bool:
+    """Whether loading begins with a stretch of half-precision weights, to be cast."""
+    strategy = run.strategy
+    return run.job.method == "full" and strategy.weights_dtype == "fp32" and strategy.autocast != "none"
+
+
+def tables_cast(run: Run) -> None:
+    """``transformer.to(device, dtype=weight_dtype)`` casts tables as well as parameters (cogvideox-factory d81209b,
+    training/cogvideox_text_to_video_{lora,sft}.py; diffusers examples/cogvideo/train_cogvideox_lora.py)."""
+    if run.strategy.weights_dtype in ("bf16", "fp16") or _halves_first(run):
+        table_in_half(run)
+
+
+def loaded_on_the_cpu(run: Run) -> None:
+    """The scripts call ``from_pretrained``, which makes the model in host RAM, then ``to(device)``."""
+    run.loads_on_cpu = True
+
+
+def cache_emptied(run: Run) -> None:
+    """The scripts empty the allocator's cache once loading is over (``reset_memory``, ``free_memory``)."""
+    run.empty_cache_after_load = True
+
+
+def encoders_together(run: Run) -> None:
+    """The scripts hold text encoders and VAE on the GPU together while they encode (CogVideo finetune/trainer.py
+    ``prepare_dataset``, diffusers examples/cogvideo)."""
+    run.encoders_together = True
+
+
+def clip_as_loaded(run: Run) -> None:
+    """Where the VAE encodes every batch, its pixels lie on the GPU in fp32 beside the copy that is encoded.
+
+    They stay until the loop's variable takes the next batch, which is there already by then (accelerate data_loader.py
+    ``DataLoaderShard.__iter__``; then in every example script ``batch["pixel_values"].to(dtype=...)``).
+    """
+    if run.encode is None or run.strategy.vae == "cached":
+        return
+    model, grid = run.facts.model, run.grid
+    patch, vae = model.shape.patch, model.vae
+    frames = (grid["F"] * patch[0] - 1) * vae.temporal + 1
+    pixels = grid["H"] * patch[1] * grid["W"] * patch[2] * vae.spatial**2
+    nbytes = 4 * RGB * grid["B"] * frames * pixels
+    clip = run.add(run.encode, nbytes, "batch", "pixels as loaded", at=0)
+    coming = run.add(run.optimizer_first, nbytes, "batch", "pixels of the next batch")
+    run.left = [*run.left, clip]  # not in place: a search's runs share the list
+    run.free(run.optimizer_first, [clip, coming])
+    run.free(run.optimizer, [clip])
+
+
+def _is_vae(run: Run, component: Component) -> bool:
+    vae = run.facts.model.vae
+    return component.name == vae.folder
+
+
+def validation_prompts(run: Run) -> None:
+    """Validation encodes its prompts anew. The pipeline brings its text encoders, which stay beside the model until the
+    sample is decoded; offloaded, they have the GPU for themselves before the model denoises (``log_validation`` of
+    cogvideox-factory and of diffusers' examples: ``pipe.to(accelerator.device)``, ``enable_model_cpu_offload``)."""
+    if not run.validation or run.strategy.text_encoder != "cached":
+        return
+    first, denoise, decode = len(run.program.buffers), run.validation[0][1], run.validation[-1][1]
+    apart = run.strategy.validation_mode == "offload"
+    moved = weights_on_gpu(run) if apart else []
+    coming: list[tuple[Moment, list[int]]] = [(SERVICE, [~buffer for buffer in moved])]
+    for component in encoders(run, "cached", 1):
+        if _is_vae(run, component):
+            continue
+        loading, blocks = load(run.program, component)
+        done = work(run.program, component, blocks)
+        leaving = (SERVICE, [~buffer for buffer in alive(loading)])
+        coming += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+        (coming if apart else decode.stretches).append(leaving)
+    denoise.stretches[:0] = [*coming, (SERVICE, moved)]
+    take_sizes(run, first)
+
+
+TERMS: tuple[Term, ...] = (
+    *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
+    validation_prompts,
+)
+
+
+def encoders_at_start(run: Run) -> None:
+    """Text encoder, model and VAE are put on the GPU one after the other even where latents and prompts come from
+    disk; only then the model is cast, adapted or handed to an engine, and encoder and VAE go once all is ready
+    (cogvideox-factory 3a519f5, training/cogvideox_text_to_video_sft.py: ``text_encoder.to``, ``transformer.to``,
+    ``vae.to``; ``if args.load_tensors: del vae, text_encoder``, then ``empty_cache``)."""
+    first, gone = len(run.program.buffers), []
+    before: list[tuple[Moment, list[int]]] = []
+    behind: list[tuple[Moment, list[int]]] = []
+    for component in encoders(run, "cached", 1):
+        loading, _ = load(run.program, component)
+        (behind if _is_vae(run, component) else before).extend(loading.stretches)
+        gone += alive(loading)
+    take_sizes(run, first)
+    recorded = [at for at, (moment, _) in enumerate(run.load.stretches) if moment.piece == "load"]
+    model = 1 if _halves_first(run) else recorded[-1] + 1
+    run.load.stretches[model:model] = behind
+    run.load.stretches[:0] = before
+    run.leaving = Stage("encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])])
+    run.emptied_after.append(run.leaving)
+
+
+def cache_kept(run: Run) -> None:
+    """Nothing empties the allocator's cache between a step and its validation (the same script, ``log_validation``)."""
+    run.empty_cache_before_validation = False
+
+
+OLDER: dict[str, tuple[Term, ...]] = {"2024-10": (encoders_at_start, cache_kept)}
+"""2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5)."""

@@ -1,0 +1,34 @@
+"""diffusion-pipe (tdrussell), read at 8f83dbf.
+
+Latents and prompts are always cached, and its evaluation is a loss on held-out samples: it decodes nothing.
+"""
+
+from __future__ import annotations
+
+from planner.layout.run import Run, Term
+from planner.layout.trainer_terms.lora_layers import wider_adapters
+from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
+from planner.tape.variants import trained_storage
+
+
+def kahan_buffer(run: Run) -> None:
+    """Its AdamW for 16-bit weights keeps what rounding withheld from each: a third state, in the weights' own format
+    (optimi ``AdamW``, `kahan_sum` of low precision; optimizers/adamw_8bit.py ``AdamW8bitKahan``)."""
+    strategy = run.strategy
+    if strategy.optimizer not in ("adamw", "adamw-8bit") or trained_storage(run.job, strategy) != "half":
+        return
+    if strategy.offload_optimizer != "none":
+        return
+    trained = run.total_bytes(run.named("gradient").values())
+    run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
+
+
+def flux_in_8_bits(run: Run) -> None:
+    """Of FLUX.1 the modulation is cast too (models/flux.py KEEP_IN_HIGH_PRECISION)."""
+    if run.facts.model.family == "flux":
+        modulation_in_8_bits(run)
+
+
+TERMS: tuple[Term, ...] = (flux_in_8_bits, wider_adapters, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer)
+"""``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
+than 5 million numbers with ``x.to('cpu')`` (utils/unsloth_utils.py)."""

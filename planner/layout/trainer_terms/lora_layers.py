@@ -1,0 +1,99 @@
+"""Which layers of a model a trainer puts its adapters on, in our words, and what those need that are not recorded."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from planner.catalog.profiles import ModelProfile
+from planner.errors import NotRecordedError
+from planner.layout.inputs import facts
+from planner.layout.run import Run, recorded
+from planner.spec.job import QUANTISED, Job, Machine, Strategy
+from planner.tape.program import Stage
+
+ALL_LINEAR = ("wan", "qwen-image")
+"""Families whose wider recorded choice is every linear layer of the blocks but modulation."""
+
+
+def on_all_linear(profile: ModelProfile, weights_dtype: object) -> tuple[str, ...] | None:
+    """`lora_targets` of a trainer that adapts every linear layer of the blocks; None is the model's usual layers.
+
+    Those are taken where the wider choice is not recorded: of other families, and over a quantised base
+    (`planner.tape.variants.precisions`), where `wider_adapters` adds what is missing.
+    """
+    wide = profile.lora.wide if profile.family.startswith(ALL_LINEAR) else ()
+    return wide if wide and weights_dtype not in QUANTISED else None
+
+
+def note(profile: ModelProfile, targets: object) -> str | None:
+    """What is left out of the price where adapters on more layers are priced on the usual ones."""
+    if targets is not None:
+        return None
+    what = f"it adapts every linear layer of the blocks, priced on {profile.title}'s usual ones"
+    wide = profile.lora.wide and profile.family.startswith(ALL_LINEAR)
+    return f"{what} and what more of them take over a base in 16 bits" if wide else what
+
+
+class _Step(NamedTuple):
+    """Of one recorded step, in bytes."""
+
+    peak: int
+    """over what is loaded"""
+    trained: int
+
+
+def wider_adapters(run: Run) -> None:
+    """Over a quantised base adapters are recorded on the usual layers alone. What those on every linear layer take
+    beside is the difference of two recordings over a base in 16 bits, which is frozen like the quantised one: their
+    weights, gradients and states, and what the step keeps for them."""
+    wide = run.facts.model.lora.wide
+    asked = run.job.method == "lora" and run.job.lora_targets is None and run.strategy.weights_dtype in QUANTISED
+    if not asked or not wide or not run.facts.model.family.startswith(ALL_LINEAR):
+        return
+    strategy = Strategy.read(
+        {
+            "weights_dtype": "bf16",
+            "adapter_dtype": "fp32",
+            "autocast": "bf16",
+            "gradient_checkpointing": "none" if run.strategy.gradient_checkpointing in ("none", "partial") else "full",
+        }
+    )
+    shape = tuple(run.grid.items())
+    try:
+        usual, more = (
+            _step(run.job.replace(lora_targets=targets), strategy, run.machine, shape) for targets in (None, wide)
+        )
+    except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
+        return
+    trained, kept = more.trained - usual.trained, max(0, more.peak - usual.peak)
+    own = run.total_bytes(run.named("gradient").values())
+    states = run.total_bytes(run.named("optimizer").values())
+    copies = run.trained_experts
+    run.add(run.load, copies * trained, "weight", "adapters on more layers")
+    if run.strategy.offload_optimizer == "none" and own:
+        run.add(run.optimizer_first, copies * states * trained // own, "optimizer", "states of more adapters")
+    for stage in filter(None, (run.first, run.step, run.accumulate)):
+        _beside(run, stage, kept)
+
+
+PIECES = 16
+"""About as many layers as a block has."""
+
+
+def _beside(run: Run, stage: Stage, nbytes: int) -> None:
+    """Puts what more adapters keep beside a whole step, in pieces as they come one by one."""
+    kept = [run.new(nbytes // PIECES, "activation", "kept for more adapters") for _ in range(PIECES)]
+    run.place(stage, kept, "kept for more adapters", at=0)
+    run.free(stage, kept)
+
+
+@functools.lru_cache(maxsize=64)
+def _step(job: Job, strategy: Strategy, machine: Machine, shape: tuple[tuple[str, int], ...]) -> _Step:
+    known = facts(job, strategy, machine)
+    run = Run(job, strategy, machine, known, grid=dict(shape))
+    _, step, _ = recorded(run.program, known, strategy)
+    sizes = run.program.bytes_of(dict(shape))
+    held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in step.ops)
+    return _Step(max(held), sum(sizes[buffer] for buffer in run.named("gradient").values()))

@@ -1,0 +1,33 @@
+"""musubi-tuner (kohya-ss), read at 30c658c.
+
+Latents and prompts are cached by scripts of their own, one encoder at a time, as ours does.
+"""
+
+from __future__ import annotations
+
+from planner.layout.run import Run, Term
+from planner.layout.trainer_terms.lora_layers import wider_adapters
+from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
+
+
+def modulation_in_16_bits(run: Run) -> None:
+    """``--fp8_scaled`` left Qwen-Image's modulation layers, a third of each block, in 16 bits until 2025-09-18
+    (qwen_image/qwen_image_model.py FP8_OPTIMIZATION_EXCLUDE_KEYS, changed in 0df4bee)."""
+    if run.strategy.weights_dtype == "fp8" and run.facts.model.family == "qwen-image":
+        for name, buffer in run.named("weight").items():
+            if "_mod." in name:
+                run.resize(buffer, 2 * run.sizes[buffer])
+
+
+def hunyuan_in_8_bits(run: Run) -> None:
+    """HunyuanVideo is cast whole (hunyuan_model/models.py ``load_transformer``)."""
+    if run.facts.model.family == "hunyuan-video":
+        modulation_in_8_bits(run)
+
+
+TERMS: tuple[Term, ...] = (hunyuan_in_8_bits, wider_adapters, swap_in_place, checkpoints_saved_on_cpu)
+"""``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
+utils/model_utils.py ``to_cpu``."""
+
+OLDER: dict[str, tuple[Term, ...]] = {"36f3a98": (modulation_in_16_bits,)}
+"""36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md."""

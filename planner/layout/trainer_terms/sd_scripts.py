@@ -1,0 +1,19 @@
+"""sd-scripts (kohya-ss), read at 48d368f: FLUX and its siblings.
+
+What its scripts cache is what ours caches, one encoder after the other; where they do not, encoders and VAE stay on the
+GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``.
+"""
+
+from __future__ import annotations
+
+from planner.layout.run import Term
+from planner.layout.trainer_terms.shared import (
+    cache_emptied,
+    checkpoints_saved_on_cpu,
+    modulation_in_8_bits,
+    swap_in_place,
+)
+
+TERMS: tuple[Term, ...] = (modulation_in_8_bits, swap_in_place, checkpoints_saved_on_cpu, cache_emptied)
+"""``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
+library/custom_offloading_utils.py ``to_cpu``."""

@@ -1,0 +1,57 @@
+"""What several trainers do alike."""
+
+from __future__ import annotations
+
+import re
+
+from planner.layout.run import Run
+from planner.layout.single_gpu import fetched_when_needed
+from planner.spec.job import SPLIT
+
+
+def swap_in_place(run: Run) -> None:
+    """Block swap exchanges the weights of two blocks where they lie, over host memory that is not pinned: the blocks
+    that stay are all there is on the GPU, and there is no ring (kohya-ss library/custom_offloading_utils.py
+    ``swap_weight_devices_cuda``, copied by musubi-tuner and diffusion-pipe)."""
+    if run.strategy.swap_blocks:
+        run.drop(run.load, [buffer for buffer, op in enumerate(run.program.op) if op == "swap ring"])
+
+
+def checkpoints_saved_on_cpu(run: Run) -> None:
+    """All arguments of a checkpoint are copied to ordinary host memory, those too that all blocks are given alike, and
+    come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.cpu()``)."""
+    if run.strategy.gradient_checkpointing == "offload":
+        run.copies_shared_inputs = True
+        fetched_when_needed(run)
+
+
+MODULATION = re.compile(r"\.norm\w*\.linear\.weight")
+"""The layers of FLUX.1's and HunyuanVideo's blocks that make scales and shifts, by the ends of diffusers' names."""
+
+
+def modulation_in_8_bits(run: Run) -> None:
+    """An fp8 base whose every linear layer is cast, where diffusers' layerwise casting, which is recorded, leaves what
+    it calls a norm in 16 bits: in FLUX.1 and HunyuanVideo a fourth of the model. sd-scripts flux_train_network.py
+    ``model.to(torch.float8_e4m3fn)`` at 48d368f; musubi-tuner hunyuan_model/models.py ``load_transformer`` at 30c658c;
+    ai-toolkit toolkit/util/quantize.py ``quantize`` at 27a03a9; diffusion-pipe models/flux.py KEEP_IN_HIGH_PRECISION
+    at 8f83dbf."""
+    if run.strategy.weights_dtype == "fp8" and run.facts.model.family in ("flux", "hunyuan-video"):
+        for name, buffer in run.named("weight").items():
+            if MODULATION.search(name) and name not in run.named("gradient"):
+                run.resize(buffer, run.sizes[buffer] // 2)
+
+
+def cache_emptied(run: Run) -> None:
+    """The allocator's cache is emptied between loading and training."""
+    run.empty_cache_after_load = True
+
+
+def steps_by_itself(run: Run) -> bool:
+    """Whether the trainer's own loop frees or zeroes the gradients, and not an engine, a hook or DDP's buckets."""
+    strategy = run.strategy
+    return (
+        strategy.sharding not in SPLIT
+        and not (strategy.sharding == "ddp" and strategy.grad_buckets == "view")
+        and strategy.optimizer_step != "backward"
+        and strategy.offload_gradients == "none"
+    )

@@ -1,0 +1,43 @@
+"""SimpleTuner (bghira), read at bc8e6ab."""
+
+from __future__ import annotations
+
+from planner.layout.run import Run, Term
+from planner.layout.sharding.zero import HALF
+from planner.layout.single_gpu import onto_gradients
+from planner.layout.trainer_terms.shared import steps_by_itself
+from planner.tape.variants import trained_storage
+
+
+def gradients_zeroed(run: Run) -> None:
+    """Gradients are filled with zeros between steps and stay, so that from the second step on each new one is made
+    beside an old one (simpletuner/helpers/training/trainer.py ``zero_grad(set_to_none=config.set_grads_to_none)``,
+    which is off unless asked for)."""
+    if not steps_by_itself(run):
+        return
+    run.first, run.step = run.step, onto_gradients(run)
+    gradients = run.named("gradient").values()
+    for stage in (run.optimizer_first, run.optimizer):
+        run.drop(stage, gradients)
+
+
+STEP_LAUNCHES, STEP_BYTES = 31, 220
+"""Operators of its step over one parameter, counted: four roundings of six, two decays, addcmul, a root with its
+epsilon, a copy and a difference (adamw_bfloat16 ``_make_step``, ``add_stochastic_``, ``addcdiv_stochastic_``). And what
+they read and write of each of its numbers: 46 bytes a rounding, 48 the one that divides, the others 4 to 8."""
+
+
+def shift(run: Run) -> None:
+    """Its AdamW for 16-bit parameters has a third state, what rounding has withheld from each parameter, and steps one
+    parameter after another (simpletuner/helpers/training/optimizers/adamw_bfloat16 ``AdamWBF16``)."""
+    strategy = run.strategy
+    if strategy.optimizer != "adamw" or trained_storage(run.job, strategy) != "half" or not steps_by_itself(run):
+        return
+    states = [run.sizes[buffer] for name, buffer in run.named("optimizer").items() if name.endswith(":exp_avg")]
+    made = [run.new(nbytes, "optimizer", "shift") for nbytes in states]
+    run.place(run.optimizer_first, made, "shift", at=0)
+    run.optimizer_launches += STEP_LAUNCHES * len(states)
+    run.optimizer_bytes += STEP_BYTES * sum(states) // HALF
+
+
+TERMS: tuple[Term, ...] = (gradients_zeroed, shift)

@@ -1,0 +1,1 @@
+"""The gate before a long job: is there room on this machine, now?"""

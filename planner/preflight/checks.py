@@ -1,0 +1,186 @@
+"""What a plan takes of this computer beside its cards: host RAM, pinned RAM, disk, versions, and the data's shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid
+from planner.errors import VplanError
+from planner.hardware import doctor
+from planner.spec.job import Job
+from planner.spec.plan import Estimate, Plan
+from planner.units import format_gib, gib
+
+Facts = dict[str, Any]
+Level = Literal["ok", "note", "warning", "error"]
+
+WRONG, SHORT, FAILED = 1, 3, 4
+"""Exit codes: the input is wrong; it does not fit; something failed."""
+TEXT_WIDTHS = ("text_dim", "text_embed_dim", "joint_attention_dim", "caption_channels", "cross_attention_dim")
+"""Keys of diffusers' configs that say how wide a token of the caption is."""
+
+
+class Check(NamedTuple):
+    """One thing looked at: how it stands, in words, and what mends it."""
+
+    name: str
+    level: Level
+    what: str
+    fix: str = ""
+    exit_code: int = 0
+
+
+class Need(NamedTuple):
+    """What a plan takes of each GPU, bytes."""
+
+    low_bytes: int
+    high_bytes: int
+    phases: Mapping[str, int]
+    basis: str
+    """as an estimate's, `measured` where this very plan was probed on such a card"""
+
+
+def on_host(plan: Plan, found: Estimate | None) -> Iterator[Check]:
+    """Host RAM against what is available under our own limit, and what is to be pinned against what may be."""
+    if found is None:
+        return
+    ram, need = doctor.host_ram(), found.host_ram_bytes
+    most = min(ram["limit_bytes"] or ram["total_bytes"], ram["total_bytes"])
+    limit = " (the limit of this container, service or job)" if ram["limit_bytes"] else ""
+    if need > most:
+        fault = f"the plan needs {format_gib(need)} of host RAM, and this machine gives {format_gib(most)}{limit}"
+        fix = f"plan for it: `vplan suggest {plan.job.model} --gpu {plan.machine.gpu} --host-ram {gib(most):.0f}GiB`"
+        yield Check("host RAM", "error", fault, fix, SHORT)
+    elif need > ram["available_bytes"]:
+        fault = f"{format_gib(ram['available_bytes'])} of host RAM are free, and the plan needs {format_gib(need)}"
+        yield Check("host RAM", "warning", fault, "end what else runs, or plan for less")
+    else:
+        yield Check("host RAM", "ok", f"{format_gib(need)} needed, {format_gib(ram['available_bytes'])} available")
+    pinned, limited = pinned_bytes(found), memory_lock_bytes()
+    if pinned and limited is not None and pinned // plan.machine.gpus > limited:
+        # NVIDIA's driver does not count what it pins; what registers memory with a network card is counted.
+        what = f"each process pins {format_gib(pinned // plan.machine.gpus)}, and may lock {format_gib(limited)}"
+        fix = "nothing to do unless pinning is refused; then: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+        yield Check("pinned RAM", "note", what, fix)
+
+
+def pinned_bytes(found: Estimate) -> int:
+    """Host RAM of a node that a GPU copies from or to by itself, as far as the plan has such."""
+    if found.host is None:
+        return 0
+    strategy, parts = found.strategy, found.host.breakdown
+    streams = strategy.swap_blocks or strategy.group_offload_stream or strategy.offload_params == "cpu"
+    pinned = parts.activations if strategy.gradient_checkpointing == "offload" else 0
+    pinned += parts.weights if streams else 0
+    return pinned + (parts.optimizer if strategy.offload_optimizer == "cpu" else 0)
+
+
+def memory_lock_bytes() -> int | None:
+    """How much memory a process may lock; None where there is no limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _on_disk(nbytes: int) -> str:
+    """Bytes as disks count them, of a tiny model too."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**7 else f"{nbytes / 1e6:.2f} MB"
+
+
+def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -> Iterator[Check]:
+    """Room for the checkpoints that are kept, the one being written, and the cache of the data."""
+    if found is None:
+        return
+    try:
+        there = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
+        free = shutil.disk_usage(there).free
+    except OSError as error:  # a folder above that others may not enter is one too
+        yield Check("disk", "error", f"cannot look at {output}: {error.strerror}", "name another --output", WRONG)
+        return
+    need = (keep + 1) * found.disk_bytes + cache_bytes
+    parts = f"{keep + 1} checkpoints of {_on_disk(found.disk_bytes)}"
+    parts += f", {_on_disk(cache_bytes)} of encoded data" if cache_bytes else ""
+    if need > free:
+        fault = f"{_on_disk(free)} are free at {there}, and the run writes {_on_disk(need)} ({parts})"
+        yield Check("disk", "error", fault, "make room, keep fewer checkpoints, or name another --output", SHORT)
+    else:
+        yield Check("disk", "ok", f"{_on_disk(need)} needed ({parts}), {_on_disk(free)} free")
+
+
+def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
+    """What has changed since the plan was measured."""
+    if not plan.evidence:
+        yield Check("versions", "note", "the plan has not been measured yet", "prove it here: --probe")
+        return
+    env = plan.evidence[-1].env
+    driver = doctor.gpus()[0]["version"] if cards else None
+    now = {"torch": doctor.package_version("torch"), "diffusers": doctor.package_version("diffusers"), "driver": driver}
+    now["gpu"] = cards[0]["name"] if cards else None
+    differs = [
+        f"{name} {getattr(env, name)}, here {here}" for name, here in now.items() if here and here != getattr(env, name)
+    ]
+    if differs:
+        yield Check("versions", "warning", f"the plan was measured with {'; '.join(differs)}", "prove it here: --probe")
+    else:
+        yield Check("versions", "ok", f"as measured: torch {env.torch}, diffusers {env.diffusers}, {env.gpu}")
+
+
+def on_data(plan: Plan, folder: Path, skip_bad: bool) -> tuple[Facts, list[Check]]:
+    """The folder's clips by their headers, against the plan's shapes: nothing is decoded but a first frame."""
+    profile = lookup.model(plan.job.model)
+    for package in ("av", "PIL", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            fix = "install it: pip install 'vplan[train]'"
+            return {}, [Check("data", "error", f"reading clips needs {package}", fix, WRONG)]
+    from planner.dataset.buckets import Reading
+    from planner.dataset.scan import read
+
+    try:
+        dataset = read(folder, profile, plan.job, Reading(skip_bad=skip_bad))
+    except VplanError as error:
+        return {}, [Check("data", "error", error.message, error.fix, error.exit_code)]
+    shapes = [sample.bucket for sample in dataset.samples]
+    largest = max(shapes, key=lambda shape: shape.frames * shape.height * shape.width)
+    most = max(plan.job.shapes, key=lambda shape: shape.frames * shape.height * shape.width)
+    cache = sum(sample_bytes(profile, plan.job.replace(**_size(shape))) for shape in shapes)
+    words = f"{len(shapes)} samples; the largest is trained at {_shown(largest)}"
+    checks = [Check("data", "ok", words)]
+    if _size(largest) != _size(most):
+        what = f"no sample fills the plan's largest shape {_shown(most)}: the largest is {_shown(largest)}"
+        checks = [Check("data", "note", f"{len(shapes)} samples; {what}", "plan for that shape: it takes less")]
+    checks += [Check("data", "note", note) for note in dataset.notes]
+    checks += [Check("data", "warning", f"left out: {fault}") for fault in dataset.skipped[:5]]
+    return {"samples": len(shapes), "skipped": len(dataset.skipped), "cache_bytes": cache}, checks
+
+
+def _size(shape: Any) -> dict[str, int]:
+    return {"frames": shape.frames, "height": shape.height, "width": shape.width}
+
+
+def _shown(shape: Any) -> str:
+    return f"{shape.frames}x{shape.height}x{shape.width}"
+
+
+def sample_bytes(profile: ModelProfile, job: Job) -> int:
+    """About what one encoded sample takes on disk: its latents, a condition as large where there is one, its caption
+    or sound.
+
+    At four bytes a number, though most plans keep two: room is better promised too late than missing.
+    """
+    atoms = grid(profile, job.replace(buckets=()))
+    latents = profile.vae.latent_channels
+    for atom, patch in zip("FHW", profile.shape.patch, strict=True):
+        latents *= atoms[atom] * patch
+    width = max((profile.config.get(key) or 0 for key in TEXT_WIDTHS), default=0)
+    prompts = atoms["F"] if profile.inputs.get("sound") else 1  # what is heard around each frame
+    return 4 * (2 * latents + prompts * atoms["T"] * width)

@@ -1,0 +1,124 @@
+"""The cards that will train, as they are now: what is free on each, who holds the rest, and waiting for it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+
+from planner.catalog import lookup
+from planner.errors import VplanError, quoted
+from planner.hardware import doctor
+from planner.hardware.diagnoses import HELD_BYTES
+from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need
+from planner.spec.plan import Plan
+from planner.units import format_gib, format_seconds, gib
+
+POLL_SECONDS = 2.0
+LONGEST_WAIT = 7 * 86_400
+
+
+def cards_of(plan: Plan) -> list[Facts]:
+    """The cards that will train, as they are now; a VplanError where they are not there or do not answer."""
+    driver, cards = doctor.visible()
+    if driver["error"]:
+        fix = "run it where one is; `--device cpu` checks the rest, and is for tiny models"
+        raise VplanError(f"training needs a GPU, and NVML says {driver['error']}", fix)
+    wanted = plan.machine.gpus
+    if len(cards) < wanted:
+        fix = f"`vplan suggest {plan.job.model} --gpus {max(1, len(cards))}`, or look at CUDA_VISIBLE_DEVICES"
+        raise VplanError(f"the plan is for {wanted} GPUs, and this machine shows {len(cards)}", fix)
+    for card in cards[:wanted]:
+        if card["name"] is None:
+            fix = "look at `nvidia-smi`: it may have fallen off the bus"
+            raise VplanError(f"GPU {card['index']} does not answer", fix, FAILED)
+    return [_with_free(card) for card in cards[:wanted]]
+
+
+def _with_free(card: Facts) -> Facts:
+    """A card that shares the CPU's memory has no number of its own: what the system has is what it has."""
+    if card["free_bytes"] is not None or not (card["known_as"] and lookup.gpu(card["known_as"]).unified):
+        return card
+    return {**card, "free_bytes": doctor.host_ram()["available_bytes"], "unified": True}
+
+
+def on_card(card: Facts, need: Need) -> Iterator[Check]:
+    """Whether a card has free now what the plan takes, phase by phase, and who has the rest."""
+    name, free = f"GPU {card['index']}", card["free_bytes"]
+    if free is None:
+        fix = "see `nvidia-smi`; a probe proves that it fits: --probe"
+        yield Check(name, "warning", f"{name} ({card['name']}) does not say how much of it is free", fix)
+        return
+    most = max(need.phases.values(), default=need.high_bytes) or 1
+    short = {
+        phase: nbytes for phase, nbytes in need.phases.items() if nbytes * need.low_bytes > free * most
+    }  # each phase's low end, as far below its number as the peak's is
+    there = f"{name} ({card['name']}) has {format_gib(free)} free"
+    fix = "end what else runs there, wait for it (--wait 10m), or plan for less"
+    if need.low_bytes > free:
+        phases = ", ".join(f"{phase} {gib(nbytes):.1f}" for phase, nbytes in short.items())
+        told = f" (GiB by phase: {phases})" if phases else ""
+        fault = f"{there}, and the plan needs {format_gib(need.low_bytes)} at least{told}{_held(card)}"
+        yield Check(name, "error", fault, fix, SHORT)
+    elif need.high_bytes > free:
+        fault = f"{there}, and the plan may need {format_gib(need.high_bytes)}{_held(card)}"
+        yield Check(name, "warning", fault, f"prove it with --probe, or {fix}")
+    else:
+        yield Check(name, "ok", f"{there}, and the plan needs {format_gib(need.high_bytes)} at most ({need.basis})")
+        if (card["used_bytes"] or 0) > HELD_BYTES:
+            yield Check(name, "note", f"{name}{_held(card).replace('; ', ': ', 1)}")
+    if card["mig"] and "MIG" not in card["name"]:
+        what = f"{name} is cut into MIG slices, and the number is of the whole"
+        yield Check(name, "warning", what, "name the slice: CUDA_VISIBLE_DEVICES=MIG-...")
+
+
+def _held(card: Facts) -> str:
+    """Who has what of a card, in words to put behind; containers and Windows hide some of it."""
+    used = card["used_bytes"] or 0
+    if used <= HELD_BYTES:
+        return ""
+    told = [process for process in card["processes"] if process["used_bytes"] is None or process["used_bytes"] > 0]
+    named = [
+        f"{process['name'] or 'somebody'} (pid {process['pid']}) holds "
+        + ("some" if process["used_bytes"] is None else format_gib(process["used_bytes"]))
+        for process in sorted(told, key=lambda process: -(process["used_bytes"] or 0))
+    ]
+    return "; " + (", ".join(named[:5]) or f"somebody who cannot be seen from here holds {format_gib(used)}")
+
+
+def wait(
+    plan: Plan, need: Need, cards: list[Facts], seconds: float, say: Callable[[str], None]
+) -> tuple[list[Facts], float]:
+    """The cards once each has free what the plan takes, or as they are when the time is over; and how long it took.
+
+    Where even an empty card has less than the plan may take, its least will do.
+    """
+    began, said = time.monotonic(), ""
+    while True:
+        short = [card for card in cards if card["free_bytes"] is not None and card["free_bytes"] < _target(card, need)]
+        waited = time.monotonic() - began
+        if not short or waited >= seconds:
+            return cards, waited
+        card = short[0]
+        words = f"waiting for {format_gib(_target(card, need))} on GPU {card['index']}: "
+        words += f"{format_gib(card['free_bytes'])} free{_held(card)}"
+        if words != said:
+            say(f"{words}; {format_seconds(seconds - waited)} left")
+            said = words
+        time.sleep(min(POLL_SECONDS, max(0.0, seconds - waited)))
+        cards = cards_of(plan)
+
+
+def _target(card: Facts, need: Need) -> int:
+    empty = (card["total_bytes"] or math.inf) - (card["reserved_bytes"] or 0)
+    return need.high_bytes if need.high_bytes <= empty else need.low_bytes
+
+
+def parse_wait(text: str) -> float:
+    """Seconds of `90s`, `10m`, `2h`, or of a plain number."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*(s|sec|m|min|h)?", text.strip().lower(), re.ASCII)
+    seconds = float(found[1]) * {"m": 60, "h": 3600}.get((found[2] or "s")[0], 1) if found else math.inf
+    if seconds > LONGEST_WAIT:
+        raise VplanError(f"--wait {quoted(text)} is no time to wait", "write it as 90s, 10m or 2h, a week at most")
+    return seconds

@@ -1,0 +1,202 @@
+"""Before a long job: does the plan fit this machine as it is now? Memory, who holds it, RAM, disk, versions, data.
+
+What the machine is like comes from `planner.hardware.doctor`, what the plan needs from an estimate or a measurement of
+that very plan; here the two are held against each other. Nothing is started and no GPU is touched, unless a probe is
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from planner.catalog import lookup
+from planner.catalog.shapes import check_blocks, check_job
+from planner.errors import NotRecordedError, VplanError
+from planner.estimate.estimate import judged
+from planner.evidence.from_ledger import with_learned
+from planner.evidence.ledger import Ledger, default_path
+from planner.hardware import doctor
+from planner.launch.supported import settled
+from planner.layout.inputs import facts
+from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, on_host, versions
+from planner.preflight.gpu_wait import cards_of, on_card, wait
+from planner.spec.plan import Estimate, Plan
+from planner.spec.rules import check, resolve
+from planner.units import format_gib
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks, and the numbers behind them."""
+
+    checks: tuple[Check, ...]
+    estimate: Estimate | None = None
+    need: Need | None = None
+    gpus: tuple[Facts, ...] = ()
+    measurement: Facts | None = None
+    waited_seconds: float = 0.0
+    data: Facts = field(default_factory=dict)
+
+    @property
+    def fault(self) -> Check | None:
+        """The first of what stands against it; None when it may start."""
+        return next((one for one in self.checks if one.level == "error"), None)
+
+    def raise_fault(self) -> None:
+        """Raises the first fault as a VplanError."""
+        if self.fault:
+            raise VplanError(self.fault.what, self.fault.fix, self.fault.exit_code)
+
+    def to_json(self) -> Facts:
+        """As `vplan preflight --json` prints it."""
+        need = self.need
+        return {
+            "verdict": "no" if self.fault else "go",
+            "checks": [
+                {"name": one.name, "level": one.level, "message": one.what, "fix": one.fix} for one in self.checks
+            ],
+            "need": None if need is None else {**need._asdict(), "phases": dict(need.phases)},
+            "gpus": list(self.gpus),
+            "data": self.data or None,
+            "estimate": self.estimate.to_json() if self.estimate else None,
+            "measurement": self.measurement,
+            "waited_seconds": round(self.waited_seconds, 1),
+        }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to hold a plan against."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    data: Path | None = None
+    output: Path | None = None
+    keep: int = 2
+    """checkpoints that are kept; one more is there while it is written"""
+    wait_seconds: float = 0.0
+    skip_bad: bool = False
+    probe: bool = False
+
+
+def preflight(plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text: None) -> Report:
+    """Looks at everything. A VplanError only where there is nothing to look at: no GPU, or nothing known of the plan.
+
+    `say` gets a line when something is waited for or takes long.
+    """
+    cards: list[Facts] = []
+    if asked.device == "cuda":
+        cards = cards_of(plan)
+    found, checks = estimated(plan, must=asked.device == "cuda" and not asked.probe)
+    need = needed(plan, found, cards)
+    if need and need.basis == "measured" and not (found and (found.basis == "measured" or found.limit == "host")):
+        checks = [Check("plan", "ok", f"fits: {format_gib(need.high_bytes)} when it was measured on such a card")]
+    waited = 0.0
+    if need and cards and asked.wait_seconds:
+        cards, waited = wait(plan, need, cards, asked.wait_seconds, say)
+    if need and cards:
+        checks += [one for card in cards for one in on_card(card, need)]
+    checks += list(on_host(plan, found))
+    output = asked.output or Path.cwd()
+    seen, more = on_data(plan, asked.data, asked.skip_bad) if asked.data else ({}, [])
+    checks += more
+    checks += list(on_disk(output, found, asked.keep, seen.get("cache_bytes", 0)))
+    if plan.evidence or not asked.probe:
+        checks += list(versions(plan, cards))
+    row = None
+    if asked.probe and not any(one.level == "error" for one in checks):
+        row, more = _probed(plan, asked.device, cards, say)
+        checks += more
+    return Report(tuple(checks), found, need, tuple(cards), row, waited, seen)
+
+
+def ready(plan: Plan) -> Plan:
+    """The plan with open fields filled in, or a VplanError for what contradicts; for our own trainer also for what it
+    does not apply. What the file says it will take is left behind: it may be of another version, or edited."""
+    if plan.trainer == "vplan":
+        return settled(plan, trained=True).replace(ladder=plan.ladder, evidence=plan.evidence)
+    profile = lookup.model(plan.job.model)
+    strategy = resolve(plan.job, plan.strategy, plan.machine)
+    check_job(profile, plan.job)
+    check_blocks(profile, strategy)
+    check(plan.job, strategy, plan.machine)
+    return plan.replace(job=plan.job.replace(model=profile.name), strategy=strategy, estimate=None)
+
+
+def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
+    """The plan's estimate made anew, and whether its own budget holds it. `must`: without a recording, a VplanError."""
+    profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
+    try:
+        machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
+        known = with_learned(facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
+        found = judged(plan.job, plan.strategy, machine, known, plan.trainer).estimate
+    except NotRecordedError as error:
+        if must:
+            raise
+        return None, [Check("plan", "warning", f"not estimated: {error.message}", error.fix)]
+    fix = f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan that does"
+    if found.verdict == "no" and found.limit == "host":
+        fault = f"the plan needs {format_gib(found.host_ram_bytes)} of host RAM, and it has"
+        return found, [Check("plan", "error", f"{fault} {format_gib(plan.machine.host_ram or 0)}", fix, SHORT)]
+    if found.verdict == "no":
+        fault = f"the plan does not fit: {format_gib(found.low_bytes)} at least, and {card.title} gives"
+        return found, [Check("plan", "error", f"{fault} {format_gib(found.budget_bytes)}", fix, SHORT)]
+    budget = f"{format_gib(found.high_bytes)} at most of {format_gib(found.budget_bytes)} ({card.title})"
+    if found.verdict == "tight":
+        return found, [Check("plan", "warning", f"it is tight: up to {budget}", "plan for less, or prove it: --probe")]
+    return found, [Check("plan", "ok", f"fits: {budget}")]
+
+
+def needed(plan: Plan, found: Estimate | None, cards: list[Facts]) -> Need | None:
+    """What each GPU must have free. A probe of this very plan, on such a card with this torch, says more than we do."""
+    phases: dict[str, int] = {}
+    if found:
+        phases |= {phase: peak.device_bytes for phase, peak in found.phases.items()}
+    names = {card["name"] for card in cards}
+    for proof in reversed(plan.evidence):
+        seen, env = proof.measured, proof.env
+        if (
+            seen.outcome == "ok"
+            and seen.device_bytes
+            and names == {env.gpu}
+            and env.torch == doctor.package_version("torch")
+        ):
+            return Need(seen.device_bytes, seen.device_bytes, phases, "measured")
+    return Need(found.low_bytes, found.high_bytes, phases, found.basis) if found else None
+
+
+def _probed(
+    plan: Plan, device: Literal["cuda", "cpu"], cards: list[Facts], say: Callable[[str], None]
+) -> tuple[Facts, list[Check]]:
+    """A probe of the plan, here and now, as a check."""
+    from planner.probe.probe import RealRunner, probe
+
+    say("probing: a few real steps ...")
+    encodes = plan.estimate is not None and plan.estimate.peak.phase == "encode"  # what is cached before decides
+    found = probe(plan, RealRunner(device=device, encode=encodes, command="vplan preflight --probe"))
+    try:
+        Ledger(default_path()).append(found)
+    except VplanError as error:  # one that cannot be kept is still an answer
+        say(f"warning: {error}")
+    row = found.to_json()
+    seen, said = row["measured"], row["details"].get("message", "")
+    outcome, where = seen["outcome"], f" in {seen['phase']}" if seen["phase"] else ""
+    if outcome in ("oom", "host-oom"):
+        fault = f"the plan ran out of {'GPU' if outcome == 'oom' else 'host'} memory{where}"
+        return row, [Check("probe", "error", fault, "plan for less", SHORT)]
+    if outcome != "ok":
+        fault = f"the probe ended with {outcome}{where}: {said}".rstrip(": ")
+        return row, [Check("probe", "error", fault, f"read {row['details'].get('log', 'the row (--json)')}", FAILED)]
+    if seen["retries"]:
+        fault = f"the allocator had to empty its cache {seen['retries']} times: at the edge, and slower for it"
+        return row, [Check("probe", "error", fault, "plan for less", SHORT)]
+    peak = seen["device_bytes"]
+    if peak is None:
+        return row, [Check("probe", "ok", f"ran, {seen['step_seconds']:.2f} s a step; no GPU was measured")]
+    free = min((card["free_bytes"] for card in cards if card["free_bytes"] is not None), default=None)
+    if free is not None and peak > free:
+        fault = f"it took {format_gib(peak)} of a GPU, and {format_gib(free)} are free"
+        return row, [Check("probe", "error", fault, "end what else runs there, or plan for less", SHORT)]
+    return row, [Check("probe", "ok", f"ran: {format_gib(peak)} of a GPU, {seen['step_seconds']:.2f} s a step")]

@@ -1,0 +1,72 @@
+"""The short grid of plans that `vplan calibrate` probes: short and long, with checkpointing and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.errors import VplanError
+from planner.estimate.estimate import estimate
+from planner.hardware import doctor
+from planner.layout.inputs import facts
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan
+from planner.spec.rules import resolve
+
+DEFAULT_MODEL = "wan2.1-t2v-1.3b"
+"""Small, and known to every version."""
+
+TINY = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 32,
+    "text_dim": 16,
+    "freq_dim": 16,
+}
+"""Keys of the default model's config by which it runs on a CPU in seconds."""
+
+LENGTHS = (1, 17, 49)
+"""Frames, as near as the model's rule allows."""
+
+
+def plans(name: str, card: GpuProfile | None) -> Iterator[Plan]:
+    """The grid of a model on a card; what recordings rule out there, or do not know, is left out.
+
+    Without a card: one plan of a tiny size.
+    """
+    model = lookup.model(name)
+    if card is None:
+        job = Job(model=name, frames=5, height=32, width=32, lora_rank=4)
+        yield Plan(job=job, strategy=Strategy(gradient_checkpointing="full"), machine=Machine(gpu="24GB"))
+        return
+    ram, torch = psutil.virtual_memory().total, doctor.torch_release()
+    machine = Machine(gpu=card.name, host_ram=ram, unified=card.unified, torch=torch)
+    height, width = model.shape.resolutions[0]
+    for frames in dict.fromkeys(_allowed(model, count) for count in LENGTHS):
+        for checkpointing in ("full", "none"):
+            job = Job(model=name, frames=frames, height=height, width=width)
+            strategy = resolve(job, Strategy(gradient_checkpointing=checkpointing), machine)
+            if _may_run(job, strategy, machine, card):
+                yield Plan(job=job, strategy=strategy, machine=machine)
+
+
+def _allowed(model: ModelProfile, frames: int) -> int:
+    """The nearest clip the model takes, no longer than it was trained on."""
+    if model.kind != "video":
+        return 1
+    step = model.shape.frame_step
+    return min(frames, model.shape.max_frames) // step * step + 1 if frames > 1 else 1
+
+
+def _may_run(job: Job, strategy: Strategy, machine: Machine, card: GpuProfile) -> bool:
+    """Whether training itself seems to fit: text and clips are encoded by nobody here."""
+    try:
+        found = estimate(job, strategy, machine, facts(job, strategy, machine, gpu=card))
+    except VplanError:
+        return False
+    peaks = [peak.device_bytes for phase, peak in found.phases.items() if phase != "encode"]
+    return max(peaks) <= found.budget_bytes

@@ -1,0 +1,100 @@
+"""A grid: real plans to be measured one after another, in one TOML file that people can read.
+
+A job (what is trained, at which shape) and below it the ways it is trained, so that their order by speed can be judged
+as well. Such a file is somebody's input: it is read with a bound, and a fault in it is one line.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import profiles
+from planner.errors import VplanError, quoted
+from planner.schema import Flag, Record
+from planner.spec.job import Job, Strategy
+
+LARGEST_BYTES = 1 << 20
+MOST_PLANS = 1_000
+
+Cap = Literal["under", "over"]
+"""What of the card a plan may have: the most at which the estimate says no, the least at which it says that it fits."""
+
+
+BESIDE = frozenset({"cap", "encode"})
+"""What a plan of the file says beside fields of a Strategy."""
+
+
+class Entry(Record):
+    """One plan of a grid, whatever the card."""
+
+    job: Job
+    strategy: Strategy
+    cap: Cap | None = None
+    encode: Flag = False
+    """goes through text encoders and VAE first, as caching does, in a process of its own"""
+    config: dict[str, Any] = {}
+    """keys of the model's published architecture that are replaced, to shrink it: for rehearsals"""
+
+    @property
+    def title(self) -> str:
+        """The plan in a few words: what it says that is not a default."""
+        job = self.job
+        shape = f"{job.frames}x{job.height}x{job.width}" if job.frames > 1 else f"{job.height}x{job.width}"
+        shape += f" x {job.batch_size}" if job.batch_size > 1 else ""
+        ways = [_words(name, getattr(self.strategy, name)) for name in sorted(self.strategy.model_fields_set)]
+        ways += ["encodes"] if self.encode else []
+        ways += [f"capped {self.cap} its peak"] if self.cap else []
+        return f"{job.model} {job.method} {shape}: {', '.join(filter(None, ways)) or 'as it is'}"
+
+
+def _words(name: str, value: object) -> str:
+    return f"{name.replace('_', '-')} {'off' if value is False else 'on' if value is True else value}"
+
+
+def read_grid(path: str | Path) -> tuple[Entry, ...]:
+    """The plans of a grid's file, in its order; a VplanError that names the file and its fault."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "that is no file's name"
+        names = ", ".join(sorted(grid.stem for grid in profiles.GRIDS.glob("*.toml")))
+        fix = f"name a grid's .toml file, or one that comes with vplan: {names}"
+        raise VplanError(f"cannot read the grid {quoted(str(path))}: {reason}", fix) from None
+    if len(text) > LARGEST_BYTES:
+        raise VplanError(f"{path.name} is larger than a grid of {MOST_PLANS} plans", "name a grid's .toml file")
+    try:
+        whole = tomllib.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else f"not TOML: {error}"
+        raise VplanError(f"{path.name} is {what}", "correct that line") from None
+    found = tuple(_entries(whole, path.name))
+    if not 0 < len(found) <= MOST_PLANS:
+        fix = f"write 1 to {MOST_PLANS} plans, as [[jobs]] with plans = [{{}}, ...]"
+        raise VplanError(f"{path.name} has {len(found)} plans", fix)
+    return found
+
+
+def _entries(whole: Mapping[str, Any], where: str) -> Iterator[Entry]:
+    if whole.get("schema") != 1:
+        raise VplanError(f"{where} is no grid of schema 1, which this vplan reads", "write schema = 1 at its top")
+    if unknown := sorted(whole.keys() - {"schema", "jobs"}):
+        raise VplanError(f"{where}: a grid has no {quoted(unknown[0])}", "write [[jobs]] tables")
+    jobs = whole.get("jobs", [])
+    for number, table in enumerate(jobs if isinstance(jobs, list) else [jobs], start=1):
+        here = f"{where}: job {number}"
+        if not isinstance(table, dict):
+            raise VplanError(f"{here} is no table", "write [[jobs]] above it")
+        said = dict(table)
+        plans, config = said.pop("plans", None), said.pop("config", {})
+        job = Job.read(said, here)
+        if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
+            raise VplanError(f"{here} ({job.model}) has no list of plans", "write plans = [{}] below it")
+        for place, plan in enumerate(plans, start=1):
+            ways = {name: value for name, value in plan.items() if name not in BESIDE}
+            strategy = Strategy.read(ways, f"{here}, plan {place}")
+            how = {name: value for name, value in plan.items() if name in BESIDE}
+            yield Entry.read({"job": job, "strategy": strategy, "config": config, **how}, f"{here}, plan {place}")

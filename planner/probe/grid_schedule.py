@@ -1,0 +1,182 @@
+"""What of a grid can run on a card, how long each plan takes, and in which order plans tell most in the least time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planner.catalog import lookup
+from planner.catalog.plan_id import row_id
+from planner.errors import VplanError
+from planner.estimate.estimate import estimate
+from planner.evidence.measurement import ProbeRow, phases_of
+from planner.launch.supported import settled
+from planner.layout import margin
+from planner.layout.correction import APART
+from planner.layout.inputs import facts
+from planner.probe.grid_file import Entry
+from planner.spec.job import Machine
+from planner.spec.plan import RAN, Estimate, PhaseName, PhasePeak, Plan
+from planner.units import MIB, gib
+
+START_SECONDS = 25.0
+"""Of a probe's process before it steps: imports, the model on the meta device, its random weights, kernels that load.
+Seen on two slow cores: 15 to 34 s of imports, 3.5 to 7 s to build a model of 1 to 14 billion parameters. A run corrects
+it by what its own plans take."""
+
+STEPS = 3
+"""Steady steps that are timed."""
+
+OTHER_STEPS = 5
+"""What a probe steps beside those: the first, a warm-up, one taken apart, one forward more and an end."""
+
+SAMPLED_STEPS = 3
+"""What a sample of two noise levels takes, in steps: its VAE decodes for about as long as the model denoises."""
+
+SAVED_BYTES_PER_SECOND = 1e9
+
+OFF = (("allocated_bytes", 0.01), ("device_bytes", 0.03))
+"""Counters, and the share of the measured one from which on an estimate's error has a cause to look for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One plan of a grid on one card."""
+
+    entry: Entry
+    plan: Plan
+    name: str
+    """the id of its row"""
+    seconds: float
+    """that its probe takes, all in all"""
+    skip: str | None = None
+    """why it cannot run there"""
+    phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
+    """what the estimate says of each"""
+
+    def is_off(self, row: ProbeRow) -> bool:
+        """Whether a row that ran is further from the estimate of its phases than `OFF` allows."""
+        said = [peak for phase, peak in self.phases.items() if phase in phases_of(row.details)]
+        if not said or row.measured.outcome not in RAN:
+            return False
+        pairs = ((getattr(row.measured, name), max(getattr(peak, name) for peak in said), share) for name, share in OFF)
+        return any(seen and abs(predicted - seen) > share * seen for seen, predicted, share in pairs)
+
+
+def pricing(
+    entries: Sequence[Entry], machine: Machine, host_ram: int | None, on_cpu: bool
+) -> Callable[[str], Candidate]:
+    """Answers for the number of an entry, as `planner.parallel` asks; the rest as in `candidate`."""
+    return lambda number: candidate(entries[int(number)], machine, host_ram, on_cpu)
+
+
+def candidate(entry: Entry, machine: Machine, host_ram: int | None = None, on_cpu: bool = False) -> Candidate:
+    """A grid's plan on a machine, with the reason where it cannot run there.
+
+    `host_ram`: bytes of this computer; `on_cpu`: it steps on the CPU, which takes only models that are shrunk.
+    """
+    bare = Plan(job=entry.job, strategy=entry.strategy, machine=machine)
+    try:
+        plan = settled(bare)
+        if on_cpu and not entry.config:
+            raise VplanError("a whole model takes too long on the CPU: its job needs a config that shrinks it")
+        if entry.config:
+            if entry.cap:
+                raise VplanError("a shrunk model's peak is not estimated, so nothing can be capped at it")
+            seconds = START_SECONDS * (2 if entry.encode else 1)
+            return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=seconds)
+        # From recordings alone, whatever has been learned: the same plan has the same row on every machine of a kind.
+        found = estimate(plan.job, plan.strategy, machine, facts(plan.job, plan.strategy, machine))
+        plan = plan.replace(machine=_capped(entry, found)) if entry.cap else plan
+        skip = None if entry.cap else _short_of_memory(found, entry.encode)
+        if host_ram is not None and found.host_ram_bytes > host_ram:
+            skip = f"it needs {gib(found.host_ram_bytes):.0f} GiB of host RAM, and here are {gib(host_ram):.0f}"
+    except VplanError as error:
+        return Candidate(entry=entry, plan=bare, name="", seconds=0.0, skip=error.message)
+    return Candidate(
+        entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found, entry.encode), skip=skip, phases=found.phases
+    )  # fmt: skip
+
+
+def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
+    """Why a plan cannot fit; None where it may. A probe that only trains encodes nothing."""
+    needed = max(peak.device_bytes for phase, peak in found.phases.items() if encodes or phase not in APART)
+    if margin.verdict(needed, found.budget_bytes, found.strategy.compile != "none") != "no":
+        return None
+    return f"it needs {gib(needed):.1f} GiB, and the card gives {gib(found.budget_bytes):.1f}"
+
+
+def _capped(entry: Entry, found: Estimate) -> Machine:
+    """The machine with all of the card in reserve but what the plan may have."""
+    if found.peak.phase in APART:
+        raise VplanError("its peak is in encoding, so a cap at it says nothing of training")
+    budget = found.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-found.high_bytes // MIB) * MIB
+    card = lookup.parse_gpus(found.machine.gpu)[1].allocatable_bytes
+    if budget >= card:
+        raise VplanError(f"a cap at {gib(budget):.1f} GiB is no cap on a card of {gib(card):.1f}")
+    return found.machine.replace(reserve=card - budget)
+
+
+def _seconds(found: Estimate, encodes: bool) -> float:
+    steps = OTHER_STEPS + STEPS + len(found.job.buckets) + SAMPLED_STEPS * (found.strategy.validation_mode != "off")
+    usual = (found.step_seconds + (found.step_seconds_high or found.step_seconds)) / 2
+    return START_SECONDS * (2 if encodes else 1) + steps * usual + found.disk_bytes / SAVED_BYTES_PER_SECOND
+
+
+# ---- what tells most in the least time
+
+FAMILY, MODEL, ROW = 4.0, 1.0, 0.25
+"""What a family's first row is worth, a model's, and any row, where the first of a technique is worth 1."""
+
+TECHNIQUES = 2
+"""Of one row that count: what is off in a row of many new things has no name."""
+
+AGAIN = 0.5
+"""What each further row of the same is worth, over the one before."""
+
+
+About = tuple[str, object]
+"""Something that a row is a row of: ("family", "wan")."""
+
+LONG_CLIP = 49
+"""Frames."""
+
+
+def in_order(candidates: Iterable[Candidate], done: Iterable[Entry] = ()) -> list[Candidate]:
+    """The candidates by what they tell a second, given what was measured already: the next is always the best one."""
+    left, seen = list(candidates), Counter[About]()
+    for entry in done:
+        seen.update(itertools.chain(*_tells(entry)))
+    found = []
+    while left:
+        best = max(left, key=lambda each: _worth(each.entry, seen) / each.seconds)
+        left.remove(best)
+        found.append(best)
+        seen.update(itertools.chain(*_tells(best.entry)))
+    return found
+
+
+def _worth(entry: Entry, seen: Counter[About]) -> float:
+    shapes, techniques = _tells(entry)
+    weights = {"family": FAMILY, "model": MODEL}
+    tried = sorted((AGAIN ** seen[about] for about in techniques), reverse=True)
+    return ROW + sum(weights.get(about[0], 1.0) * AGAIN ** seen[about] for about in shapes) + sum(tried[:TECHNIQUES])
+
+
+def _tells(entry: Entry) -> tuple[list[About], list[About]]:
+    """What a row is a row of: what is trained, and the techniques it tries."""
+    job, strategy = entry.job, entry.strategy
+    tried = [(name, getattr(strategy, name)) for name in sorted(strategy.model_fields_set)]
+    shape = "image" if job.frames == 1 else "clip" if job.frames < LONG_CLIP else "long clip"
+    trained: list[About] = [
+        ("family", lookup.model(job.model).family),
+        ("model", job.model),
+        ("method", job.method),
+        ("shape", shape),
+        ("batch", min(job.batch_size, 2)),
+        ("buckets", bool(job.buckets)),
+    ]
+    techniques: list[About] = [(name, value > 0 if isinstance(value, int) else value) for name, value in tried]
+    return trained, [*techniques, ("cap", entry.cap), ("encode", entry.encode)]

@@ -1,0 +1,405 @@
+"""A probe: a few real steps of one plan in fresh processes of their own, and what they measured as one row.
+
+Each rank is a `trainers/probe.py`, under torch's launcher where there are several. It tells what it knows in a JSON
+file of its own, replaced whole before and after each phase, so that one that is killed has still said where it was.
+They and all they started are gone when `probe` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import psutil
+
+from planner.catalog import lookup
+from planner.catalog.plan_id import row_id
+from planner.errors import VplanError, quoted
+from planner.evidence.measurement import ProbeRow
+from planner.hardware import doctor
+from planner.hardware.nvml import CONTEXT_BYTES
+from planner.launch import launch
+from planner.launch.supported import settled
+from planner.spec.job import Machine, Strategy
+from planner.spec.plan import Environment, Measured, Outcome, Plan
+from planner.worker_process import (
+    REQUEST,
+    SCRATCH,
+    Ended,
+    read_json,
+    result_file,
+    run_worker,
+    vplan_command,
+    write_json,
+)
+
+STEPS = 3
+"""Steady steps, after the first step and a warm-up."""
+TIME_LIMIT = 900.0
+"""Seconds for a whole probe, its imports and the first step included."""
+SETTLE_SECONDS = 5.0
+"""In which a driver takes back the memory of a process that is gone."""
+LOG, ENCODE = "log.txt", "encode"
+"""A file in the folder that parent and workers share, and the folder of encoding."""
+COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
+STEADY = ("step", "train", "optimizer")
+"""Phases in which nothing new comes: an allocator that has to empty its cache there does so in every step."""
+WORST_FIRST = ("oom", "host-oom", "nan", "ok")
+"""Of ranks that say different things, whose word counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealRunner:
+    """A `planner.probe.runner.Runner` that measures in fresh processes on this machine, see `probe`."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    weights: str | Path | None = None
+    """folder of published weights; random ones take as much"""
+    config: Mapping[str, Any] | None = None
+    """replaces keys of the model's published architecture, to shrink it"""
+    history: str | Path | None = None
+    """file for every event of the allocator"""
+    encode: bool = False
+    """goes through what is cached before training too, whoever asks"""
+    command: str = "vplan probe"
+    """what a row says was typed"""
+
+    @property
+    def name(self) -> str:
+        return "real"
+
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
+        return probe(plan, self, steps=steps, time_limit=time_limit, encode=encode or self.encode)
+
+
+HERE = RealRunner()
+"""On this machine's GPU, with random weights."""
+
+
+def probe(
+    plan: Plan,
+    how: RealRunner = HERE,
+    *,
+    steps: int = STEPS,
+    time_limit: float = TIME_LIMIT,
+    encode: bool = False,
+) -> ProbeRow:
+    """Run a few steps of a plan in processes of their own. Running out of memory, time or numbers are results.
+
+    `steps` steady steps are timed; `time_limit` is in seconds, and a checkpoint that is being written then has as long
+    again: it is a disk's time, minutes of a large model. `encode` goes through what is cached before training too, in a
+    process of its own: text encoders with random weights, and the VAE on the largest clip. On a card that gives more
+    than the plan's, a process gets what the plan's gives and no more. A plan that cannot be run here as it stands (no
+    GPU, a switch our step lacks) is a VplanError.
+    """
+    device, weights, config, history = how.device, how.weights, how.config, how.history
+    plan = settled(plan)
+    _check_installed(plan.strategy)
+    if history and device == "cpu":
+        raise VplanError("the allocator's history is of a GPU", "leave out --record-history, or --device cpu")
+    if history and not Path(history).absolute().parent.is_dir():
+        raise VplanError(f"there is no folder for {quoted(str(history))}", "make it, or name another file")
+    card = lookup.parse_gpus(plan.machine.gpu)[1]
+    request = {
+        "plan": {"schema": 1, **{part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}},
+        "device": device,
+        "steps": steps,
+        "weights": str(Path(weights).absolute()) if weights else None,
+        "config": dict(config or {}),
+        "history": str(Path(history).absolute()) if history else None,
+        "capacity_bytes": card.allocatable_bytes - plan.machine.reserve,
+    }
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    outcome, told, details = _run(plan, request, time_limit, encode)
+    return ProbeRow(
+        id=row_id(plan, config),
+        job=plan.job,
+        strategy=plan.strategy,
+        machine=_machine(plan.machine, told.get("gpu"), told.get("capped_bytes")),
+        planned_gpu=plan.machine.gpu,
+        measured=measured(outcome, told),
+        env=_environment(told, how.command, started),
+        capped_bytes=told.get("capped_bytes"),
+        requested_bytes=told.get("requested_bytes"),
+        details={**details, "config": dict(config)} if config else details,
+    )
+
+
+def _run(
+    plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool
+) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
+    """What became of the processes of a request, what they told, and of it what the row keeps as `details`."""
+    folder = _folder(request, encode)
+    keep = False
+    before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" else None
+    end = time.monotonic() + time_limit
+    try:
+        heard = encoded = None
+        if encode:
+            inner = folder / ENCODE
+            heard = encoded = _heard(vplan_command("worker", "probe", str(inner)), inner, request, 1, time_limit)
+        if heard is None or heard.outcome == "ok":
+            words = launch.command(plan, folder, launch.Nodes(), "probe")
+            heard = _heard(words, folder, request, plan.machine.gpus, max(0.0, end - time.monotonic()))
+        outcome, told, ended, log = heard
+        if encoded:
+            told |= _with_encoding(told, encoded.told)
+        if outcome == "ok" and (times := steady_retries(told)):
+            outcome = "oom"
+            message = f"the allocator had to empty its cache {times} times in steady steps: it runs at the edge, slowly"
+            told |= {"phase": "step", "message": message}
+        keep = outcome in ("crash", "timeout")
+        details = _details(told, ended, log if keep else None)
+        if before is not None and (left := _left_bytes(before, plan.machine.gpus)):
+            details["left_bytes"] = left
+        return outcome, told, details
+    finally:
+        shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
+
+
+class _Heard(NamedTuple):
+    """What became of one start of the worker."""
+
+    outcome: Outcome
+    told: dict[str, Any]
+    ended: Ended
+    log: Path
+
+
+def _heard(words: list[str], folder: Path, request: Mapping[str, Any], ranks: int, time_limit: float) -> _Heard:
+    """Runs the worker on the request in a folder. What it refuses is a VplanError."""
+
+    def told() -> dict[str, Any]:
+        return together([read_json(folder / result_file(rank)) for rank in range(ranks)])
+
+    def saves() -> bool:
+        return told().get("phase") == "save"
+
+    log = folder / LOG
+    ended = run_worker(words, log, time_limit, launch.environment(request["device"]), saves)
+    if refused := told().get("refused"):
+        raise VplanError(refused["message"], refused["fix"])
+    if ranks > 1 and not ended.timed_out and _rank_was_killed(log):
+        ended = Ended(-9)
+    found = told()
+    return _Heard(classify(found.get("outcome"), ended), found, ended, log)
+
+
+def _with_encoding(told: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """What the process that encoded adds to what the steps' processes told, or is all there is."""
+    phases = {**encoded.get("phases", {}), **told.get("phases", {})}
+    missing = list(dict.fromkeys([*told.get("missing", ()), *encoded.get("missing", ())]))
+    host = _known(max, (each.get("host_bytes") for each in (told, encoded)))
+    return {"phases": phases, "missing": missing, "host_bytes": host}
+
+
+def _folder(request: Mapping[str, Any], encode: bool) -> Path:
+    """A new folder with a request in it, and one of encoding; a VplanError where there is no room for it."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
+        try:
+            write_json(folder / REQUEST, request)
+            if encode:
+                (folder / ENCODE).mkdir()
+                write_json(folder / ENCODE / REQUEST, {**request, "part": "encode", "history": None})
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        fault = f"cannot write into {tempfile.gettempdir()}: {error.strerror}"
+        raise VplanError(fault, "make room there, or set TMPDIR to a folder that has some") from None
+    return folder
+
+
+def used_bytes(gpus: int) -> int | None:
+    """What is in use on as many of the cards that a process started here would see; None where NVML does not tell."""
+    used = [card["used_bytes"] for card in doctor.visible()[1][:gpus] if card["name"] is not None]
+    return sum(used) if used and None not in used else None
+
+
+def _left_bytes(before: int, gpus: int) -> int:
+    """What is on the cards beyond what was there before; 0 as soon as the driver has taken back what a process had."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        left = (used_bytes(gpus) or 0) - before
+        if left < CONTEXT_BYTES:
+            return 0
+        if time.monotonic() > end:
+            return left
+        time.sleep(0.1)
+
+
+def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMIT) -> dict[str, Any]:
+    """What a fresh process of `trainers/calibrate.py` tells of the device, in the fields of a `Calibration`.
+
+    A VplanError when there is no such device (exit 1), or when the process failed (exit 4, with its last words).
+    """
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="vplan-calibrate-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / LOG
+        write_json(Path(folder) / REQUEST, {"device": device})
+        ended = run_worker(vplan_command("worker", "calibrate", folder), log, time_limit, launch.environment(device))
+        told = read_json(Path(folder) / result_file(0))
+        if refused := told.get("refused"):
+            raise VplanError(refused["message"], refused["fix"])
+        if told.get("outcome") != "ok":
+            where = f" in {told['phase']}" if "phase" in told else ""
+            raise VplanError(f"calibrating failed{where}: {_last_words(log, ended)}", "see `vplan doctor`", 4)
+    names = ("gpu", "driver", "total_bytes", "context_bytes", "kernels", "workspaces", "rates")
+    versions = {name: metadata.version(name) for name in ("torch", "diffusers")}
+    return {**{name: told[name] for name in names}, **versions, "time": started}
+
+
+def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks told, as one: the peaks and seconds of the highest, the worst outcome with what led to it.
+
+    Without an outcome from every rank there is none, unless one of them ran out of memory or numbers.
+    """
+    if refused := next((rank for rank in ranks if "refused" in rank), None):
+        return dict(refused)
+    outcomes = [rank.get("outcome") for rank in ranks]
+    worst = next((name for name in WORST_FIRST if name in outcomes), None)
+    if worst == "ok" and None in outcomes:
+        worst = None
+    told = dict(ranks[outcomes.index(worst)])
+    names = dict.fromkeys(name for rank in ranks for name in rank.get("phases", {}))
+    told["phases"] = {
+        name: _highest([rank["phases"][name] for rank in ranks if name in rank.get("phases", {})]) for name in names
+    }
+    told["host_bytes"] = _known(sum, (rank.get("host_bytes") for rank in ranks))
+    if len(ranks) > 1:
+        steps = zip(*(rank.get("step_seconds", ()) for rank in ranks), strict=False)
+        told["step_seconds"] = [max(each) for each in steps]
+        peaks = (_highest(list(rank.get("phases", {}).values())) for rank in ranks)
+        told["device_bytes_by_rank"] = [peak.get("device_bytes") for peak in peaks]
+    return told
+
+
+def _highest(phases: Sequence[Mapping[str, int | None]]) -> dict[str, int | None]:
+    """The highest of each counter of one phase."""
+    names = dict.fromkeys(name for phase in phases for name in phase)
+    return {name: _known(max, (phase.get(name) for phase in phases)) for name in names}
+
+
+def steady_retries(told: Mapping[str, Any]) -> int:
+    """How often the allocator had to empty its cache in steady steps to serve a request."""
+    phases = told.get("phases", {})
+    return sum(phases[name]["retries"] or 0 for name in STEADY if name in phases)
+
+
+KILLED = re.compile(r"exitcode\s*:\s*-9\b")
+"""How torch's launcher reports a rank that was ended by SIGKILL."""
+
+
+def _rank_was_killed(log: Path) -> bool:
+    return bool(KILLED.search(log.read_text(encoding="utf-8", errors="replace")))
+
+
+def classify(told: str | None, ended: Ended) -> Outcome:
+    """What became of a probe: what its worker said last, else what its end says.
+
+    SIGKILL within the time limit can only be the kernel, short of host RAM: we send it at the limit alone.
+    """
+    if told in ("ok", "oom", "host-oom", "nan"):
+        return cast(Outcome, told)
+    if ended.timed_out:
+        return "timeout"
+    return "host-oom" if ended.returncode in (-9, 137) else "crash"
+
+
+def measured(outcome: Outcome, told: Mapping[str, Any]) -> Measured:
+    """The row's numbers: the highest of each counter over all phases, and the median steady step."""
+    phases: Mapping[str, Mapping[str, Any]] = told.get("phases", {})
+    finished = outcome in ("ok", "nan")
+    steps = told.get("step_seconds")
+    where: Any = "train" if told.get("phase") == "step" else told.get("phase")
+    return Measured(
+        outcome=outcome,
+        phase=_peak_phase(phases) if finished else where,
+        **{name: _known(max, (phase[name] for phase in phases.values())) for name in COUNTERS},
+        host_bytes=told.get("host_bytes"),
+        step_seconds=statistics.median(steps) if finished and steps else None,
+        retries=_known(sum, (phase["retries"] for phase in phases.values())),
+    )
+
+
+def _known(how: Any, values: Iterable[int | None]) -> int | None:
+    """`how` over the values that are there; None when none is."""
+    found = [value for value in values if value is not None]
+    return cast(int, how(found)) if found else None
+
+
+def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The phase whose tensors peak highest, the later among equals, as an estimate names it; None without counters.
+
+    `step` is no phase but whole steady steps: `train` and `optimizer` together.
+    """
+    seen = [(name, phase["allocated_bytes"]) for name, phase in phases.items() if name != "step"]
+    counted = [(name, nbytes) for name, nbytes in seen if nbytes is not None]
+    return max(reversed(counted), key=lambda pair: pair[1])[0] if counted else None
+
+
+def _check_installed(strategy: Strategy) -> None:
+    """Name what is missing before a process is started for nothing."""
+    needed = ["torch", "diffusers", "peft", "accelerate"]
+    for package in (*needed, *launch.libraries(strategy)):
+        if importlib.util.find_spec(package) is None:
+            raise VplanError(f"a probe of this plan needs {package}", "install it: pip install 'vplan[train]'")
+
+
+def _details(told: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[str, Any]:
+    """What the row's fixed fields have no place for; with a log, its last words and where it is."""
+    placed = {"outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel", "capped_bytes", "requested_bytes"}
+    details = {name: value for name, value in told.items() if name not in placed | {"pid"}}
+    if log:
+        details["message"] = _last_words(log, ended)
+        details["log"] = str(log)
+    elif "outcome" not in told:
+        details["message"] = f"ended by the kernel (exit code {ended.returncode})"
+    return details
+
+
+def _last_words(log: Path, ended: Ended) -> str:
+    """How a process ended, and the last line of its log."""
+    words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    last = next((line for line in reversed(words) if line), "it said nothing")
+    how = "ended at its time limit" if ended.timed_out else f"exit code {ended.returncode}"
+    return f"{how}: {last[:500]}"
+
+
+def _machine(asked: Machine, gpu: str | None, capped: int | None) -> Machine:
+    """The machine that a row speaks of: the one it was taken on, whatever card and torch the plan is for.
+
+    What a capped process could not have of the card is `reserve`.
+    """
+    asked = asked.replace(torch=doctor.torch_release())
+    with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
+        card = lookup.gpu(gpu or "")
+        if card.name != lookup.parse_gpus(asked.gpu)[1].name:
+            ram = psutil.virtual_memory().total
+            reserve = 0 if capped is None else max(0, card.allocatable_bytes - capped)
+            return asked.replace(gpu=card.name, host_ram=ram, unified=card.unified, reserve=reserve, links=None)
+    return asked
+
+
+def _environment(told: Mapping[str, Any], command: str, started: str) -> Environment:
+    return Environment(
+        gpu=told.get("gpu") or "unknown",
+        driver=told.get("driver") or "unknown",
+        torch=metadata.version("torch"),
+        diffusers=metadata.version("diffusers"),
+        attention_kernel=told.get("attention_kernel") or "unknown",
+        command=command,
+        time=started,
+    )

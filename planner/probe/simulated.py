@@ -1,0 +1,246 @@
+"""A machine that is not there: plays a plan's recordings on hardware of which nobody has told the estimate the truth.
+
+A search is proved on it, and shown where no GPU is. It shares with the estimate what was recorded and what a strategy
+puts where (`planner.layout.pipeline`), and nothing else: what is true of it (`planner.probe.simulated_truth`) is drawn
+from a seed. Its rows say nothing about any real card.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from planner.allocator.caching import Replayed
+from planner.allocator.implementation import CachingAllocator
+from planner.catalog import lookup
+from planner.catalog.plan_id import row_id
+from planner.catalog.profiles import GpuProfile
+from planner.catalog.shapes import grid
+from planner.evidence.measurement import ProbeRow
+from planner.hardware.memory_trace import POINTS, PhaseTrace, Trace
+from planner.layout import inputs
+from planner.layout.phases import caching
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Facts, Run
+from planner.probe.simulated_truth import Hidden, host_bytes, true_seconds
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Environment, Measured, Outcome, PhaseName, Plan
+from planner.spec.rules import resolve
+from planner.tape.program import Stage
+from planner.units import MIB
+
+Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
+
+NOISE = 0.01
+"""Between two runs of one plan: of its seconds (one standard deviation), and of the memory it is given (at most)."""
+CRASH = 0.02
+"""Probes that end for no reason of their own."""
+
+START_SECONDS = 20.0
+"""Imports, building the model and the first step's extra work, before the steady steps."""
+STEADY = ("train", "optimizer")
+
+
+@dataclass
+class SimulatedRunner:
+    """Measures on the machine of a seed, in no time. What it says of a plan depends on the seed, the plan and how often
+    it was asked before, so a search can be told again."""
+
+    seed: int = 0
+    facts: Callable[[Job, Strategy, Machine], Facts] = inputs.facts
+    layout: Layout = lay_out
+    crash: float = CRASH
+    asked: dict[str, int] = field(default_factory=dict)
+    """row id -> how often it was run"""
+    played: dict[str, _Played] = field(default_factory=dict)
+    """row id -> what was played, of plans that ran"""
+
+    @property
+    def name(self) -> str:
+        """The word in its rows."""
+        return "simulate"
+
+    def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = True) -> ProbeRow:
+        """Plays the plan, with what is cached before it. Raises the VplanError of a plan that has no recording."""
+        strategy = resolve(plan.job, plan.strategy, plan.machine)
+        plan = Plan(job=plan.job, strategy=strategy, machine=plan.machine, trainer=plan.trainer)
+        name = row_id(plan)
+        self.asked[name] = self.asked.get(name, 0) + 1
+        chance = random.Random(f"{self.seed} {name} {self.asked[name]}")
+        gpu = lookup.parse_gpus(plan.machine.gpu)[1]
+        played = self.played.get(name) or _Played(self.runs(plan), Hidden.drawn(gpu, self.seed))
+        seconds = played.step_seconds * chance.gauss(1.0, NOISE)
+        slack = int(chance.uniform(-NOISE / 2, NOISE / 2) * gpu.allocatable_bytes)
+        measured, requested = played.measured(seconds, slack)
+        if played.calm:
+            self.played[name] = played
+        if measured.outcome == "ok" and START_SECONDS + (steps + 2) * seconds > time_limit:
+            measured = Measured(outcome="timeout", phase="train")
+        if chance.random() < self.crash:
+            measured, requested = Measured(outcome="crash", phase="first_step"), None
+        return ProbeRow(
+            id=name,
+            job=plan.job,
+            strategy=strategy,
+            machine=plan.machine,
+            measured=measured,
+            env=environment(gpu, self.seed, f"vplan tune --runner simulate --seed {self.seed}"),
+            runner=self.name,
+            requested_bytes=requested,
+            details={"trace": played.trace(measured).to_json()} if measured.outcome == "ok" else {},
+        )
+
+    def runs(self, plan: Plan) -> list[Run]:
+        """The plan laid out, once for each shape of its job."""
+        facts = self.facts(plan.job, plan.strategy, plan.machine)
+        return [
+            self.layout(plan.job, plan.strategy, plan.machine, facts, grid(facts.model, plan.job, shape), plan.trainer)
+            for shape in plan.job.shapes
+        ]
+
+
+class _Played:
+    """A plan on a machine."""
+
+    def __init__(self, runs: list[Run], hidden: Hidden) -> None:
+        run = runs[0]
+        self.runs = runs
+        self.hidden = hidden
+        self.step_seconds = true_seconds(runs, hidden)
+        self.host_bytes = max(host_bytes(each, hidden) for each in runs)
+        self.outside_bytes = hidden.context_bytes + hidden.slack_bytes + run.outside_bytes + _communicators(run)
+        self.room_bytes = run.facts.gpu.allocatable_bytes - run.machine.reserve
+        self.host_ram = run.machine.host_ram
+        self.calm: tuple[tuple[PhaseName, Replayed], ...] = ()
+        """what the allocator did where it never ran short: the same wherever it has as much as it reserved then"""
+        self.stretches: dict[str, list[Replayed]] = {}
+        """phase of a steady step -> its stretches, one after the other"""
+
+    def measured(self, seconds: float, slack: int) -> tuple[Measured, int | None]:
+        """What a probe would see, and the bytes asked for in vain; `slack` more is missing than usually."""
+        host = self.host_bytes
+        if self.host_ram is not None and host > self.host_ram:
+            return Measured(outcome="host-oom", phase="load", host_bytes=self.host_ram), None
+        outside = self.outside_bytes + slack
+        room = self.room_bytes - outside
+        allocated = reserved = retries = steady = 0
+        phase: PhaseName = "load"
+        outcome: Outcome = "ok"
+        requested = None
+        played: list[tuple[PhaseName, Replayed]] = []
+        for name, replayed in self._known(room) or self._replayed(room):
+            played.append((name, replayed))
+            if replayed.allocated_peak_bytes > allocated:
+                allocated, phase = replayed.allocated_peak_bytes, name
+            reserved = max(reserved, replayed.reserved_peak_bytes)
+            retries += replayed.retries
+            steady += replayed.retries if name in STEADY else 0
+            if replayed.oom_at is not None:
+                outcome, phase, requested = "oom", name, replayed.requested_bytes
+                break
+        if outcome == "ok" and not retries:
+            self.calm = tuple(played)
+        if outcome == "ok" and steady:  # it had to empty its cache in steps that bring nothing new: at the edge
+            outcome, phase = "oom", "train"
+        seen = Measured(
+            outcome=outcome,
+            phase=phase,
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            device_bytes=reserved + outside,
+            host_bytes=host,
+            step_seconds=seconds if outcome == "ok" else None,
+            retries=retries,
+        )
+        return seen, requested
+
+    def _known(self, room: int) -> Sequence[tuple[PhaseName, Replayed]]:
+        """What the allocator does with so much; nothing where that is to be played."""
+        enough = all(replayed.reserved_peak_bytes <= room for _, replayed in self.calm)
+        return self.calm if enough else ()
+
+    def _replayed(self, room: int) -> Iterator[tuple[PhaseName, Replayed]]:
+        """Every stage in order on one allocator; what is cached before, on allocators of its own."""
+        first = self.runs[0]
+        expandable = first.strategy.expandable_segments
+        for run in self.runs:
+            for encoding in caching(run):
+                assert encoding.encode is not None
+                alone = CachingAllocator(expandable_segments=expandable, capacity_bytes=room)
+                yield "encode", alone.run(encoding.encode.ops, self._sizes(encoding))
+        allocator = CachingAllocator(expandable_segments=expandable, capacity_bytes=room)
+        for run in self.runs:
+            sizes = self._sizes(run)
+            for phase, stage in run.stages:
+                if run is not first and phase not in ("train", "optimizer"):
+                    continue
+                around = phase == "encode" and run.empty_cache_around_encode
+                if around:
+                    allocator.empty_cache()
+                yield phase, self._in_stretches(phase, stage, allocator, sizes)
+                if around or _emptied_behind(run, phase, stage):
+                    allocator.empty_cache()
+
+    def _in_stretches(
+        self, phase: PhaseName, stage: Stage, allocator: CachingAllocator, sizes: Sequence[int]
+    ) -> Replayed:
+        """Plays a stage, in stretches where a probe's trace is of it; each keeps its peaks."""
+        ops = stage.ops
+        if phase not in STEADY or not ops:
+            return allocator.run(ops, sizes)
+        length = -(-len(ops) // POINTS)
+        played = self.stretches[phase] = []
+        for first in range(0, len(ops), length):
+            played.append(allocator.run(ops[first : first + length], sizes))
+            if played[-1].oom_at is not None:
+                break
+        return played[-1]._replace(
+            allocated_peak_bytes=max(part.allocated_peak_bytes for part in played),
+            reserved_peak_bytes=max(part.reserved_peak_bytes for part in played),
+            retries=sum(part.retries for part in played),
+        )
+
+    def trace(self, seen: Measured) -> Trace:
+        """How a plan that ran went, as NVML and the allocator would have told it."""
+        assert seen.device_bytes is not None and seen.reserved_bytes is not None and seen.step_seconds is not None
+        outside = seen.device_bytes - seen.reserved_bytes
+        phases = {}
+        for phase, played in self.stretches.items():
+            allocated = [part.allocated_peak_bytes // MIB for part in played]
+            phases[phase] = PhaseTrace(
+                seconds=seen.step_seconds if phase == "train" else 0.0,
+                device_mib=tuple((part.reserved_peak_bytes + outside) // MIB for part in played),
+                allocated_mib=(allocated[0], max(allocated), allocated[-1]),
+            )
+        return Trace(phases=phases)
+
+    def _sizes(self, run: Run) -> list[int]:
+        terms = self.hidden.memory
+        return [int(size * terms[category]) for size, category in zip(run.sizes, run.program.category, strict=True)]
+
+
+def _emptied_behind(run: Run, phase: PhaseName, stage: Stage) -> bool:
+    """Whether the trainer empties the allocator's cache behind a stage."""
+    before_validation = stage is run.optimizer and bool(run.validation) and run.empty_cache_before_validation
+    loaded = phase == "load" and run.empty_cache_after_load
+    return before_validation or loaded or any(stage is entry for entry in run.emptied_after)
+
+
+def _communicators(run: Run) -> int:
+    return 640 * MIB if run.machine.world > 1 and not run.samples else 0
+
+
+def environment(gpu: GpuProfile, seed: int, command: str) -> Environment:
+    """Where a row comes from: no time of day, so that the same question has the same answer."""
+    digest = hashlib.sha256(f"{gpu.name} {seed}".encode()).hexdigest()[:8]
+    return Environment(
+        gpu=f"simulated {gpu.title}",
+        driver=f"simulated {digest}",
+        torch="simulated",
+        diffusers="simulated",
+        attention_kernel="simulated",
+        command=command,
+        time="1970-01-01T00:00:00+00:00",
+    )

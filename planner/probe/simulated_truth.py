@@ -1,0 +1,193 @@
+"""What is true of a machine that is not there: its memory terms, a roofline and an account of host RAM of its own.
+
+None of it comes from the estimate, which is judged by it (`planner.probe.simulated`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from planner.catalog.profiles import GpuProfile
+from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.run import Run, main_piece
+from planner.spec.job import SPLIT
+from planner.tape.format import CATEGORIES, KINDS, Tape
+from planner.tape.program import Block
+from planner.tape.templates import kept_template
+from planner.units import GIB, MIB
+
+MEMORY = 0.08
+"""How far a category's buffers may be from what was recorded, as a share of it."""
+SPEED = 0.15
+"""The same of how fast a class of operators runs."""
+REACHED = {"matmul": 0.75, "attention": 0.55, "convolution": 0.6, "pointwise": 0.8}
+"""Part of the data sheet's rate (of memory bandwidth for pointwise) around which a machine's own is drawn."""
+LAUNCH_SECONDS = 40e-6
+HOST_STEP_SECONDS = 0.3e-9
+"""Per parameter that the CPU steps over."""
+NOT_HIDDEN = 0.05
+"""Part of the shorter of kernels and transfers that does not run beside the other."""
+PROCESS_BYTES = 3 * GIB
+LINK_BETWEEN_GPUS = 0.6
+"""Part of NVLink's rate, or of the link to the host, that one GPU sends at."""
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What is true of a machine."""
+
+    context_bytes: int
+    slack_bytes: int
+    """what the card has and does not give"""
+    memory: Mapping[str, float]
+    """category -> its buffers' sizes over the recorded ones"""
+    reached: Mapping[str, float]
+    """class of operator -> part of the data sheet's rate; `link` and `host` of what those usually reach"""
+
+    @classmethod
+    def drawn(cls, gpu: GpuProfile, seed: int) -> Hidden:
+        """The machine of a seed."""
+        chance = random.Random(f"machine {seed}")
+        categories = (*CATEGORIES, "residents", "buckets", "ema")
+        memory = {name: chance.uniform(1 - MEMORY, 1 + MEMORY) for name in categories}
+        rates = {**REACHED, "link": 1.0, "host": 1.0, "launch": 1.0}
+        reached = {name: rate * chance.uniform(1 - SPEED, 1 + SPEED) for name, rate in rates.items()}
+        context = int(gpu.context_bytes * chance.uniform(0.7, 1.5))
+        return cls(context, chance.randrange(256 * MIB), memory, reached)
+
+
+def true_seconds(runs: list[Run], hidden: Hidden) -> float:
+    """Seconds of one step, the slowest of several shapes, without noise."""
+    return max(_seconds(run, hidden) for run in runs)
+
+
+# ---- host RAM
+
+
+def host_bytes(run: Run, hidden: Hidden) -> int:
+    """Host RAM of a node: what waits there for its turn, and the processes."""
+    return int(run.machine.gpus * (PROCESS_BYTES + _waiting_bytes(run)) * hidden.memory["residents"])
+
+
+def _waiting_bytes(run: Run) -> int:
+    strategy, world = run.strategy, run.machine.world
+    nbytes = _swapped_bytes(run) + _checkpoint_bytes(run)
+    if strategy.offload_optimizer != "none":
+        nbytes += 16 * run.trained_parameters // (world if strategy.sharding in SPLIT else 1)
+    if strategy.offload_params != "none":
+        nbytes += 2 * sum(run.elements.values()) // world
+    return nbytes
+
+
+def _swapped_bytes(run: Run) -> int:
+    if not run.strategy.swap_blocks:
+        return 0
+    return sum(map(run.total_bytes, run.swapped_blocks.values()))
+
+
+def _checkpoint_bytes(run: Run) -> int:
+    if run.strategy.gradient_checkpointing != "offload":
+        return 0
+    return sum(map(run.total_bytes, block_inputs(run).values()))
+
+
+# ---- seconds
+
+
+def _seconds(run: Run, hidden: Hidden) -> float:
+    """A roofline: every class of operators at its own rate; copies beside it, not quite hidden."""
+    strategy, gpu = run.strategy, run.facts.gpu
+    kernels, launches = 0.0, 0.0
+    for (kind, half), (flops, nbytes) in _passes(run).items():
+        if kind == "kernels":
+            launches += flops * LAUNCH_SECONDS / hidden.reached["launch"]
+            continue
+        bandwidth = gpu.bandwidth_gbs * 1e9 * hidden.reached["pointwise"]
+        compute = _rate(gpu, half) * hidden.reached.get(kind, 1.0)
+        kernels += max(nbytes / bandwidth, 0.0 if kind == "pointwise" else flops / compute)
+    busy = max(kernels, launches) * strategy.gradient_accumulation / strategy.context_parallel
+    moved = _transfer_seconds(run, hidden)
+    return max(busy, moved) + NOT_HIDDEN * min(busy, moved) + _optimizer_seconds(run, hidden)
+
+
+def _rate(gpu: GpuProfile, half: int) -> float:
+    """FLOP/s of the data sheet."""
+    return 1e12 * ((gpu.bf16_tflops or gpu.fp32_tflops) if half else gpu.fp32_tflops)
+
+
+def _passes(run: Run) -> dict[tuple[str, int], tuple[float, float]]:
+    """(class, whether in 16 bits) -> FLOPs and bytes of one forward and backward at the run's shape."""
+    facts, blocks = run.facts, run.checkpointed
+    found: dict[tuple[str, int], tuple[float, float]] = {}
+    _count(found, facts.step, main_piece(facts.step), run.grid, lambda block: block not in blocks)
+    if blocks:
+        assert facts.checkpointed is not None
+        _count(found, facts.checkpointed, "step", run.grid, lambda block: block in blocks)
+    return found
+
+
+def _count(
+    found: dict[tuple[str, int], tuple[float, float]],
+    tape: Tape,
+    piece: str,
+    where: Mapping[str, int],
+    chosen: Callable[[Block | None], bool],
+) -> None:
+    """Adds the work of the chosen blocks, and of what is outside them (None), that a tape counted."""
+    atoms = tape.values(where)
+    worth: dict[int, list[tuple[tuple[str, int], float, float]]] = {}
+    for item in tape.pieces[piece]:
+        blocks = None if item["run"] is None else tape.runs[item["run"]]
+        depth = blocks.count if blocks and item.get("step") else 1
+        for turn in range(depth):
+            index = turn if item.get("step") else item.get("block", -1)
+            if not chosen((blocks.module_list, blocks.start + index % blocks.count) if blocks else None):
+                continue
+            template = item["templates"][kept_template(item, turn, depth) if item.get("step") else 0]
+            if id(template) not in worth:
+                worth[id(template)] = [_valued(entry, atoms) for entry in template["work"]]
+            for key, flops, nbytes in worth[id(template)]:
+                before = found.get(key, (0.0, 0.0))
+                found[key] = before[0] + flops, before[1] + nbytes
+
+
+def _valued(entry: list[int], atoms: list[int]) -> tuple[tuple[str, int], float, float]:
+    kind, half, flops, nbytes, *exponents = entry
+    factor = 1.0
+    for atom, power in zip(atoms, exponents, strict=True):
+        factor *= atom**power
+    return (KINDS[kind], half), flops * factor, nbytes * factor
+
+
+def _transfer_seconds(run: Run, hidden: Hidden) -> float:
+    """Seconds that the links are busy beside the kernels."""
+    strategy, machine, gpu = run.strategy, run.machine, run.facts.gpu
+    host = gpu.link_gbs * 1e9 * hidden.reached["link"]
+    between = LINK_BETWEEN_GPUS * max(gpu.nvlink_gbs, gpu.link_gbs) * 1e9 * hidden.reached["link"]
+    turns = strategy.gradient_accumulation
+    moved = turns * (2 * _swapped_bytes(run) + _checkpoint_bytes(run))
+    sent = 0.0
+    others = (machine.world - 1) / machine.world
+    if strategy.offload_params != "none":
+        moved += 4 * turns * sum(run.elements.values()) // machine.world
+    if strategy.sharding in ("zero-3", "fsdp"):
+        sent = 6 * turns * sum(run.elements.values()) * others
+    elif machine.world > 1:
+        sent = 2 * run.total_bytes(run.named("gradient").values()) * others
+    if run.samples and strategy.group_offload != "none":
+        moved += run.total_bytes(run.named("weight").values())
+    return moved / host + sent / between
+
+
+def _optimizer_seconds(run: Run, hidden: Hidden) -> float:
+    """Seconds of the optimizer's step: on the GPU it reads and writes all it steps over, on the CPU it computes."""
+    gpu, strategy = run.facts.gpu, run.strategy
+    share = run.machine.world if strategy.sharding in SPLIT else 1
+    gradients = run.total_bytes(run.named("gradient").values())
+    if strategy.offload_optimizer != "none":
+        copied = 2 * gradients / share / (gpu.link_gbs * 1e9 * hidden.reached["link"])
+        return copied + run.trained_parameters / share * HOST_STEP_SECONDS / hidden.reached["host"]
+    states = run.total_bytes(run.named("optimizer").values())
+    return (3 * gradients + 2 * states) / share / (gpu.bandwidth_gbs * 1e9 * hidden.reached["pointwise"])

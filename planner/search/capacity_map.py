@@ -1,0 +1,320 @@
+"""How far a card goes: frames x resolution, with the best way to train in each cell.
+
+A few strategies (the ladder) are priced at all shapes at once by what they allocate (`planner.search.batched_peaks`).
+Where that alone does not decide, near the budget, the shape is replayed as an estimate would; a replay also tells how
+much that strategy loses to fragmentation, so the next cells of it need fewer. Pure, given a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.catalog.shapes import grid
+from planner.errors import NotEstimatedError
+from planner.estimate.estimate import outside_bytes
+from planner.layout import margin
+from planner.layout.phases import caching
+from planner.layout.pipeline import kernels
+from planner.layout.run import Run
+from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
+from planner.search.batched_peaks import PeakForms, peak_forms
+from planner.search.capacity_axes import lengths, sizes
+from planner.search.objectives import Wish
+from planner.search.screening import Look, Screen
+from planner.search.search import Search
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Estimate, Verdict
+
+UNKNOWN_LOSS = (1.0, 1.20)
+"""Reserved over allocated before a replay told: what is allocated is a lower bound, and a fifth above it is more than
+fragmentation was seen to take (19 %: checkpoints offloaded, most blocks swapped, 117 frames on 8 GB)."""
+KNOWN_LOSS = 0.01
+"""The same to either side of the last replay of the strategy."""
+OTHERS_LOSS = 0.03
+"""The same to either side of what other strategies were seen to lose."""
+ONE = 2**40
+"""A round number of bytes, to read the margin's share off."""
+Shape = tuple[int, int, int]
+"""Frames (of an image model: the batch), height, width."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape of the map: the best verdict any way of the ladder has there, and which."""
+
+    shape: Shape
+    verdict: Verdict
+    rung: int | None
+    """index into the ladder; None where nothing fits"""
+    device_bytes: int
+    """of that way, or of the one that needs least"""
+    replayed: bool
+    tiled: bool = False
+    """the clip is encoded in tiles, as the VAE does not take it whole"""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The map. ``cells[row][column]``: a row per size, a column per length (of an image model: per batch)."""
+
+    axis: str
+    """frames or batch"""
+    lengths: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
+    ladder: tuple[Look, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+
+
+# ---- the map
+
+
+KNOTS = (1, 3, 5, 7, 9, 30, 150)
+"""Which of the lengths, beside the first and the last, a run with stages of its own shape is laid out at."""
+
+OFF_THE_LINE = 0.05
+"""By how much a peak may be beside the line: a choice that held for the four plans it was tried on."""
+
+VAE_LOSS = 1.25
+"""So much is taken to be reserved over what is allocated where a VAE shares the step's allocator (CogVideoX's: 1.2);
+so near to the budget it is replayed."""
+
+Known = dict[tuple[int, int], int]
+"""(length, pixels) -> bytes, for what a longer or larger clip never needs less of."""
+
+
+class Forms:
+    """Allocated bytes of strategies at many shapes; what cards have in common is worked out once."""
+
+    def __init__(self, screen: Screen, job: Job, wish: Wish) -> None:
+        self.screen = screen
+        self.job = job.replace(buckets=())
+        self.wish = wish
+        self.straight: set[Strategy] = set()
+        """Strategies whose peaks are on straight lines between a few lengths"""
+        self.outside: dict[Strategy, int] = {}
+        """Strategy -> device bytes that are neither torch's nor CUDA's context"""
+        self.encoded: dict[bool, Known] = {}
+        """In tiles or not -> allocated bytes of what is cached before training, less cuBLAS's workspace"""
+        self.host: dict[Strategy, Known] = {}
+        """Strategy -> host RAM"""
+        self._forms: dict[tuple[object, ...], tuple[PeakForms | None, int]] = {}
+        """What is alike -> its forms, and what of them is cuBLAS's workspace"""
+        self._allocated: dict[tuple[object, ...], dict[Shape, int]] = {}
+        self._jobs: dict[Shape, Job] = {}
+        self._grids: dict[Shape, dict[str, int]] = {}
+
+    def at(self, shape: Shape) -> Job:
+        """The job at another shape."""
+        if shape not in self._jobs:
+            self._jobs[shape] = self.wish.put(self.job.replace(height=shape[1], width=shape[2]), shape[0])
+        return self._jobs[shape]
+
+    def grid(self, search: Search, shape: Shape) -> dict[str, int]:
+        """The same as the model counts it."""
+        if shape not in self._grids:
+            self._grids[shape] = grid(search.question.model, self.at(shape))
+        return self._grids[shape]
+
+    def allocated(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> list[int]:
+        """Of the job at each shape, without what is cached ahead of training."""
+        question = search.question
+        # Cards differ in their attention's kernel, and in a workspace that is there all the time.
+        alike = strategy, kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine))
+        known = self._allocated.setdefault(alike, {})
+        workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
+        by_recording: dict[int, list[Shape]] = {}
+        for shape in shapes:
+            by_recording.setdefault(self._recording(search, shape), []).append(shape)
+        for recording, there in by_recording.items():
+            new = [shape for shape in there if shape not in known]
+            if new:
+                forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, recording))
+                if forms is None:
+                    self.straight.add(strategy)
+                    known |= {shape: peak - workspace for shape, peak in self._between(search, strategy, new).items()}
+                else:
+                    peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
+                    known.update(zip(new, map(int, peaks), strict=True))
+        return [known[shape] + workspace for shape in shapes]
+
+    def _recording(self, search: Search, shape: Shape) -> int:
+        """What tells which recording holds for a shape: its batch, or only whether it is more than one sample."""
+        batch = self.at(shape).batch_size
+        return batch if search.question.model.shape.batches else min(batch, 2)
+
+    def _between(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> dict[Shape, int]:
+        """Laid out at a few lengths of each size, and on straight lines between them: a peak is the largest of what
+        rises evenly with the length, which such lines do not cut short."""
+        found: dict[Shape, int] = {}
+        for size in dict.fromkeys(shape[1:] for shape in shapes):
+            lengths = sorted(shape[0] for shape in shapes if shape[1:] == size)
+            knots = sorted({lengths[0], lengths[-1], *(lengths[at] for at in KNOTS if at < len(lengths))})
+            jobs = [self.at((length, *size)) for length in knots]
+            exact = [self.screen.allocated_bytes(job, strategy, search.question.machine) for job in jobs]
+            peaks = np.interp(lengths, knots, exact)
+            found |= {(length, *size): int(peak) for length, peak in zip(lengths, peaks, strict=True)}
+        return found
+
+    def _of(
+        self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]
+    ) -> tuple[PeakForms | None, int]:
+        """Of one recording. None where a stage beside the model is laid out at the shape itself, and so knows no
+        other."""
+        if key not in self._forms:
+            machine = search.question.machine
+            facts = self.screen.facts(job, strategy, machine)
+            where = grid(search.question.model, job)
+            run = self.screen.lay_out(job, strategy, machine, facts, where, self.screen.trainer)
+            self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
+            own_shape = run.samples or run.encode or (run.validation and not job.validation)
+            self._forms[key] = None if own_shape else peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)
+        return self._forms[key]
+
+
+class _Found(NamedTuple):
+    verdict: Verdict
+    device_bytes: int
+    replayed: bool = False
+    tiled: bool = False
+
+
+def _cell_of(shape: Shape, rung: int | None, found: _Found) -> Cell:
+    return Cell(shape, found.verdict, rung, found.device_bytes, found.replayed, found.tiled)
+
+
+class Room:
+    """What one machine has room for beside training: host RAM, and encoding before it."""
+
+    def __init__(self, search: Search, forms: Forms) -> None:
+        self.search = search
+        self.forms = forms
+
+    def has_ram(self, shape: Shape, strategy: Strategy) -> bool:
+        """Whether the host has the RAM for a way at a shape."""
+        machine = self.search.question.machine
+        if machine.host_ram is None:
+            return True
+        known = self.forms.host.setdefault(strategy, {})
+        return _at_most(
+            machine.host_ram,
+            shape,
+            known,
+            lambda: self.search.screen.host_ram_bytes(self.forms.at(shape), strategy, machine),
+        )
+
+    def encoding(self, shape: Shape, strategy: Strategy) -> Strategy | None:
+        """The way itself, where what is cached before training fits at a shape; in tiles, where that does; or None."""
+        card = self.search.question.gpu
+        room = int(self.search.question.budget_bytes / margin.interval(ONE)[1] * ONE)
+        room -= card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
+        for tiled in (strategy.vae_tiling, True):
+            way = strategy.replace(vae_tiling=tiled) if tiled != strategy.vae_tiling else strategy
+            known = self.forms.encoded.setdefault(tiled, {})
+            if _at_most(room, shape, known, partial(self._encode_bytes, shape, way)):
+                return way
+        return None
+
+    def _encode_bytes(self, shape: Shape, way: Strategy) -> int:
+        question, job = self.search.question, self.forms.at(shape)
+        facts = self.search.screen.facts(job, way, question.machine)
+        run = Run(job, way, question.machine, facts, grid=grid(question.model, job))
+        workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
+        return max((entry.encode_peak_bytes - workspace for entry in caching(run)), default=0)
+
+
+class Mapper(Room):
+    """Prices shapes of one job on one machine."""
+
+    def __init__(self, search: Search, forms: Forms) -> None:
+        super().__init__(search, forms)
+        self._lost: dict[Strategy, tuple[float, float]] = {}
+        """Strategy -> reserved over allocated, from and to, by its last replay"""
+        self._most_lost: dict[Strategy, float] = {}
+        """The same, the most that any replay of it told"""
+        self._encoding: dict[Strategy, int] = {}
+        """Strategy -> on the device, to encode the smallest shape before training: text encoders do the same for all"""
+
+    def map(self, rungs: Sequence[Look]) -> Capacity:
+        """The whole map over a ladder."""
+        model = self.search.question.model
+        columns, rows = lengths(model, self.forms.job), sizes(model, self.forms.job)
+        shapes = [(length, height, width) for height, width in rows for length in columns]
+        allocated = [self.forms.allocated(self.search, rung.strategy, shapes) for rung in rungs]
+        for height, width in reversed(rows):  # what is encoded whole at a row's end is so at all that is smaller
+            way = rungs[0].strategy if rungs else None
+            if way is None or self.encoding((columns[-1], height, width), way) == way:
+                break
+        card = self.search.question.gpu
+        beside = card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
+        for rung in rungs:
+            self._encoding[rung.strategy] = self._encode_bytes((columns[0], *rows[0]), rung.strategy) + beside
+        # The largest first: who has the RAM there has it everywhere.
+        cells: dict[Shape, Cell] = {}
+        for index in reversed(range(len(shapes))):
+            cells[shapes[index]] = self._cell(shapes[index], rungs, [each[index] for each in allocated])
+        table = tuple(tuple(cells[(length, *size)] for length in columns) for size in rows)
+        return Capacity(self.forms.wish.fields[0].removesuffix("_size"), columns, rows, tuple(rungs), table)
+
+    def _cell(self, shape: Shape, rungs: Sequence[Look], allocated: Sequence[int]) -> Cell:
+        """As a search answers: what fits without loss, what fits, what is tight without loss, what is tight."""
+        found: dict[int, _Found] = {}
+        for wanted in ("fits", "tight"):
+            for index, (rung, nbytes) in enumerate(zip(rungs, allocated, strict=True)):
+                if index not in found:
+                    found[index] = self._priced(shape, rung, nbytes)
+                if found[index].verdict == wanted:
+                    return _cell_of(shape, index, found[index])
+        return _cell_of(shape, None, min(found.values(), key=lambda each: each.device_bytes))
+
+    def _priced(self, shape: Shape, rung: Look, allocated: int) -> _Found:
+        question, strategy = self.search.question, rung.strategy
+        outside, compiled = rung.device_bytes - rung.allocated_bytes, strategy.compile != "none"
+        lost = self._lost.get(strategy) or self._usual()
+        ends = lost
+        if strategy in self.forms.straight:
+            ends = 1 - OFF_THE_LINE, max(lost[1] * (1 + OFF_THE_LINE), VAE_LOSS)
+        best, worst = (
+            margin.verdict(int(allocated * each) + outside, question.budget_bytes, compiled) for each in ends
+        )
+        guess = max(int(allocated * (sum(lost) / 2)) + outside, self._encoding[strategy])
+        if best == worst == "no" or not self.has_ram(shape, strategy):
+            return _Found("no", guess)
+        way = self.encoding(shape, strategy)
+        if way is None:
+            return _Found("no", guess)
+        tiled = way != strategy
+        if best == worst:
+            return _Found(best, guess, tiled=tiled)
+        try:
+            found = self.search.judged(self.forms.at(shape), way)
+        except NotEstimatedError:
+            return _Found("no", guess)
+        seen = reserved_bytes(found) / allocated
+        self._lost[strategy] = max(1.0, seen - KNOWN_LOSS), seen + KNOWN_LOSS
+        self._most_lost[strategy] = max(seen, self._most_lost.get(strategy, 1.0))
+        return _Found(found.verdict, found.peak.device_bytes, True, tiled)
+
+    def _usual(self) -> tuple[float, float]:
+        seen = self._most_lost.values()
+        return (max(1.0, min(seen) - OTHERS_LOSS), max(seen) + OTHERS_LOSS) if seen else UNKNOWN_LOSS
+
+
+def reserved_bytes(found: Estimate) -> int:
+    """The most that is reserved once training has begun."""
+    return max(found.phases[phase].reserved_bytes for phase in found.phases if phase != "encode")
+
+
+def _at_most(limit: int, shape: Shape, known: Known, price: Callable[[], int]) -> bool:
+    """Whether a shape needs at most that much: told by what larger or smaller ones need, or priced."""
+    length, area = shape[0], shape[1] * shape[2]
+    if any(nbytes <= limit for at, nbytes in known.items() if at[0] >= length and at[1] >= area):
+        return True
+    if any(nbytes > limit for at, nbytes in known.items() if at[0] <= length and at[1] <= area):
+        return False
+    known[length, area] = price()
+    return known[length, area] <= limit

@@ -1,0 +1,32 @@
+"""What is worth what in a search: how much a strategy gives up, and how much slower is slower."""
+
+from __future__ import annotations
+
+import math
+
+from planner.spec.job import Job, Strategy
+
+SAME_SPEED = 0.005
+"""Seconds that differ by less than this share are no reason to switch anything on: predictions are not that good."""
+
+FOUR_BITS = ("nf4", "int4")
+
+TIGHTEST = 3
+"""How many of the tightest strategies anybody asks for."""
+
+WORTH_LOSS = 1.05
+"""The tightest plan of all is a lossy one only when every lossless one needs this much more."""
+
+WORTH_SPEED = 2.0
+"""Among lossy plans one more lossy field must make the step this much faster: an optimizer in host RAM gives up nothing
+more than one of 8 bits saves, and can take eight times as long."""
+
+
+def loss(job: Job, strategy: Strategy) -> int:
+    """How much a strategy gives up: its lossy fields, 4 bits of a weight counting twice."""
+    return len(strategy.lossy_fields(job)) + (strategy.weights(job.method) in FOUR_BITS)
+
+
+def slowness(seconds: float, fastest: float, lost: int = 0) -> int:
+    """Seconds of a step beside the fastest, in steps that matter, with what is given up in the same currency."""
+    return round((math.log(seconds / fastest) + lost * math.log(WORTH_SPEED)) / SAME_SPEED)

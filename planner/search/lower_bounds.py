@@ -1,0 +1,258 @@
+"""What a strategy needs at the least, read off its tape without laying it out: enough to rule most strategies out.
+
+A tape is walked as it is laid out, stretch by stretch, but what a template does to what is allocated is summed up once:
+the blocks in the middle of a model are all alike. That is exact for what was recorded; of what a strategy adds to it
+only swap, offloaded checkpoints and the optimizer's states are counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.layout.encoders_vae import STORED
+from planner.layout.single_gpu import RING
+from planner.spec.job import SPLIT, Job, Strategy
+from planner.tape.format import CATEGORIES, Growing, Tape
+from planner.tape.templates import Item, Pattern, in_order, pattern_of, target_block
+
+LEAST = {**STORED, "nf4": 0.5, "int4": 0.5}
+"""Bytes per parameter, without the constants of 4-bit formats, which may be quantised too."""
+
+WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
+
+
+def parameter_bytes(job: Job, strategy: Strategy, parameters: int) -> int:
+    """Weights, gradients and states of a model of so many parameters, where they lie on the GPU whole; else 0."""
+    if job.method == "sample" or strategy.sharding in SPLIT:
+        return 0
+    weights = int(LEAST[strategy.weights(job.method)] * parameters)
+    held = 0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
+    if job.method == "full" and not job.trainable:
+        if strategy.offload_gradients == "none" and strategy.optimizer_step != "backward":
+            held += weights
+        if strategy.offload_optimizer == "none":
+            held += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
+    return held
+
+
+def is_walked(job: Job, strategy: Strategy) -> bool:
+    """Whether `Walked` holds: all that was recorded is there, whole, on the GPU, and as long."""
+    return (
+        job.method != "sample"
+        and not job.trainable
+        and strategy.gradient_checkpointing != "partial"
+        and strategy.sharding not in SPLIT
+        and strategy.context_parallel == 1
+        and strategy.compile == "none"
+        and strategy.offload_params == "none"
+        and strategy.offload_gradients == "none"
+        and strategy.optimizer_step != "backward"
+    )
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a recorded step allocates at a shape, at full depth, without the workspaces of attention kernels: bytes."""
+
+    load_peak: int
+    """the most while loading"""
+
+    step_peak: int
+    """the most of a step"""
+
+    offloaded_peak: int
+    """the most of a backward whose blocks' inputs wait in host RAM, but for its own and the next"""
+
+    inputs: int
+    """what checkpoints keep of all blocks"""
+
+    gradients: int
+    frozen: tuple[int, ...]
+    """weights that are not trained, by block in the order they are loaded"""
+
+    frozen_blocks: tuple[int, ...]
+    """the same in the allocator's whole blocks"""
+
+    def device_bytes(self, strategy: Strategy) -> int:
+        """What a strategy that `is_walked` has on the GPU at its peak, at the least, with as many swapped blocks or
+        fewer: where one that is larger than the others joins them, the ring grows by more than itself."""
+        peak = self.offloaded_peak if strategy.gradient_checkpointing == "offload" else self.step_peak
+        peak -= self._most_swapped_out(strategy.swap_blocks)
+        if strategy.offload_optimizer == "none":
+            # Two states of the format of what is trained, or of one byte per number of at most four.
+            peak += {"adamw": 2 * self.gradients, "adamw-8bit": self.gradients // 2}.get(strategy.optimizer, 0)
+        return peak if strategy.swap_blocks else max(peak, self.load_peak)
+
+    def _most_swapped_out(self, blocks: int) -> int:
+        """What so many swapped blocks or fewer take off the GPU, their ring counted."""
+        most = gone = largest = 0
+        for count in range(1, blocks + 1):
+            gone += self.frozen_blocks[-count]
+            largest = max(largest, self.frozen[-count])
+            most = max(most, gone - min(RING, count) * largest)
+        return most
+
+    def host_bytes(self, strategy: Strategy) -> int:
+        """What its swapped blocks and offloaded checkpoints take in a process's host RAM."""
+        inputs = self.inputs if strategy.gradient_checkpointing == "offload" else 0
+        return inputs + (sum(self.frozen[-strategy.swap_blocks :]) if strategy.swap_blocks else 0)
+
+
+def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
+    """A recorded step at the shape of ``grid``."""
+    walk = _Walk(tape, grid)
+    level = load_peak = step_peak = gradients = 0
+    blocks: list[list[Weight]] = []
+    backward: dict[tuple[int, int], list[Backward]] = {}
+    for stretch in walk.stretches("load"):
+        if stretch.block:
+            blocks.append(stretch.made.weights)
+        load_peak = max(load_peak, level + stretch.did.most)
+        level += stretch.did.rise
+    for stretch in walk.stretches("step"):
+        if stretch.passes == "backward" and stretch.block:
+            backward.setdefault(stretch.block, []).append(Backward(level + stretch.did.most, stretch.did.inputs))
+        gradients += stretch.made.gradients
+        step_peak = max(step_peak, level + stretch.did.most)
+        level += stretch.did.rise
+    frozen = [[nbytes for run, leaf, nbytes in block if (run, leaf) not in walk.trained] for block in blocks]
+    inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
+    offloaded = 0
+    for at, parts in enumerate(backward.values()):
+        waiting = sum(inputs[at + 2 :])
+        offloaded = max(offloaded, max(part.peak for part in parts) - waiting)
+    return Walked(
+        load_peak,
+        step_peak,
+        offloaded,
+        sum(inputs),
+        gradients,
+        tuple(map(sum, frozen)),
+        tuple(sum(map(_whole, block)) for block in frozen),
+    )
+
+
+Weight = tuple[int, str, int]
+"""(run, name in its block, bytes)"""
+
+
+class Backward(NamedTuple):
+    """A stretch of a block's backward: bytes."""
+
+    peak: int
+    inputs: int
+
+
+class Made(NamedTuple):
+    """What a template makes: bytes."""
+
+    pattern: Pattern
+    sizes: list[int]
+    """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels"""
+    weights: list[Weight]
+    gradients: int
+
+
+class Did(NamedTuple):
+    """What a stretch does to what is allocated: bytes."""
+
+    rise: int
+    most: int
+    """the highest on the way"""
+    inputs: int
+    """what it frees of what blocks made in forward, but for weights"""
+
+
+class Stretch(NamedTuple):
+    """A template at one block."""
+
+    passes: str
+    block: tuple[int, int] | None
+    """(run, block)"""
+    made: Made
+    did: Did
+
+
+class _Walk:
+    """A tape at a shape, with what each of its templates was found to do."""
+
+    def __init__(self, tape: Tape, grid: Mapping[str, int]) -> None:
+        self.tape = tape
+        values = tape.values(grid)
+        assert not tape.growing, "only the chunks of a VAE grow"
+        self.sizes = [size.value(values) for size in tape.sizes if not isinstance(size, Growing)]
+        self.whole = list(map(_whole, self.sizes))
+        self.counts = [run.count for run in tape.runs]
+        self.trained: set[tuple[int, str]] = set()
+        """(run, name in its block)"""
+        self._made: dict[int, Made] = {}
+        self._did: dict[tuple[int, ...], Did] = {}
+        self._named: dict[tuple[int, int, str], int] = {}
+        """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
+
+    def stretches(self, piece: str) -> Iterator[Stretch]:
+        """A piece in order."""
+        items = self.tape.pieces[piece]
+        there: list[dict[int, Made]] = []
+        for item in items:
+            run = item["run"]
+            here: dict[int, Made] = {}
+            there.append(here)
+            for block, template in in_order(item, self.counts):
+                made = here[block] = self._made_by(template)
+                freed = [
+                    (items[number], there[number][target_block(mode, to, items[number]["run"], block, self.counts)])
+                    for number, mode, to in made.pattern.bases
+                ]
+                where = None if run is None else (run, block)
+                yield Stretch(item["pass"], where, made, self._did_by(made, freed))
+
+    def _made_by(self, template: Mapping[str, Any]) -> Made:
+        pattern = pattern_of(template, self.tape)
+        if id(pattern) not in self._made:
+            sizes = list(map(self.whole.__getitem__, pattern.sizes))
+            for position, _ in pattern.kernels:
+                sizes[position] = 0
+            weights, gradients = [], 0
+            for (category, _, run, _), tensors in pattern.named.items():
+                for _, position, leaf in tensors:
+                    if position < 0:
+                        continue
+                    nbytes = self.sizes[pattern.sizes[position]]
+                    self._named[category, run, leaf] = nbytes
+                    if category == WEIGHT:
+                        weights.append((run, leaf, nbytes))
+                    elif category == GRADIENT:
+                        self.trained.add((run, leaf))
+                        gradients += nbytes
+            self._made[id(pattern)] = Made(pattern, sizes, weights, gradients)
+        return self._made[id(pattern)]
+
+    def _did_by(self, made: Made, freed: Sequence[tuple[Item, Made]]) -> Did:
+        """What a template does that frees what others made."""
+        pattern = made.pattern
+        key = (id(pattern), *(id(other) for _, other in freed))
+        if key not in self._did:
+            # What is freed by name stands at the first place of what is made, which may be nothing.
+            rows = [made.sizes or [0], *([-size for size in other.sizes] for _, other in freed)]
+            changes = [rows[row][at] for row, at in zip(pattern.origins, pattern.positions, strict=True)]
+            for (category, _, run, _), tensors in pattern.named.items():
+                for at, position, leaf in tensors:
+                    if position < 0:
+                        changes[at] = -_whole(self._named[category, run, leaf])
+            inputs = 0
+            for row, (item, other) in enumerate(freed, start=1):
+                if item["pass"] == "forward" and item["run"] is not None:
+                    kinds = other.pattern.categories
+                    gone = (at for origin, at in zip(pattern.origins, pattern.positions, strict=True) if origin == row)
+                    inputs += sum(other.sizes[at] for at in gone if kinds[at] != "weight")
+            self._did[key] = Did(sum(changes), max(itertools.accumulate(changes), default=0), inputs)
+        return self._did[key]
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES

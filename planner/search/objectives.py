@@ -1,0 +1,259 @@
+"""What a search may vary instead of the strategy: the longest clip, the largest batch, the largest size that fits.
+
+The same bisection says, when nothing fits, which single wish to relax and to what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid
+from planner.errors import ContradictionError, VplanError
+from planner.layout import context_parallel
+from planner.search.cost import TIGHTEST
+from planner.search.question import Suggestion
+from planner.search.search import Search
+from planner.search.space import searched
+from planner.spec.job import MAX_FRAMES, Job, Strategy
+from planner.spec.plan import Estimate
+from planner.units import GIB
+
+MOST_SAMPLES = 1_000
+Value = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One number of a job that can be turned: its values in rising order, and how to read and set it."""
+
+    name: str
+    fields: tuple[str, ...]
+    values: Sequence[Value]
+    read: Callable[[Job], Value]
+    put: Callable[[Job, Value], Job]
+
+    def below(self, job: Job) -> Sequence[Value]:
+        """The values less than the job's own, rising."""
+        own = self.size(self.read(job))
+        count = next((index for index, value in enumerate(self.values) if self.size(value) >= own), len(self.values))
+        return self.values[:count]
+
+    @staticmethod
+    def size(value: Value) -> int:
+        """What orders the values: pixels for a height and width."""
+        return value if isinstance(value, int) else value[0] * value[1]
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """A plan for the same job with one wish less, and which."""
+
+    field: str
+    before: str | int
+    after: str | int
+    plan: Estimate
+
+    def to_json(self) -> dict[str, object]:
+        """The wish that changes, from what, to what, and whether the plan is lossy."""
+        return {"field": self.field, "from": self.before, "to": self.after, "lossy": list(self.plan.lossy)}
+
+
+def frames(model: ModelProfile) -> Wish:
+    """The length of a clip, by the model's rule."""
+    step = model.shape.frame_step
+    first = -(-(model.shape.min_frames - 1) // step) * step + 1
+    # Latent frames of a clip; a single one would be an image.
+    longest = model.shape.max_frames if model.shape.window else MAX_FRAMES
+    last = longest if model.kind == "video" else 1
+    return Wish("frames", ("frames",), range(first, last + 1, step), lambda job: job.frames, _put("frames"))
+
+
+def batch(model: ModelProfile) -> Wish:
+    """The samples per GPU."""
+    values = model.shape.batches or range(1, MOST_SAMPLES + 1)
+    return Wish("batch", ("batch_size",), values, lambda job: job.batch_size, _put("batch_size"))
+
+
+def resolution(model: ModelProfile) -> Wish:
+    """The sizes the model lists, one of each area."""
+    areas = {height * width: (height, width) for height, width in reversed(model.shape.resolutions)}
+    return _resolution([areas[area] for area in sorted(areas)])
+
+
+def smaller_sizes(model: ModelProfile, job: Job) -> Wish:
+    """The listed sizes, and three quarters and half of the job's own where the model takes others."""
+    multiple = model.shape.size_multiple
+    areas = {height * width: (height, width) for height, width in model.shape.resolutions}
+    for share in () if model.shape.only_listed else (0.75, 0.5):
+        sides = [max(1, round(side * share / multiple)) * multiple for side in (job.height, job.width)]
+        areas.setdefault(sides[0] * sides[1], (sides[0], sides[1]))
+    return _resolution([areas[area] for area in sorted(areas)])
+
+
+def rank(model: ModelProfile) -> Wish:
+    """The rank of the adapters, by powers of two."""
+    return Wish("lora_rank", ("lora_rank",), (4, 8, 16, 32, 64, 128), lambda job: job.lora_rank, _put("lora_rank"))
+
+
+PREFERRED: dict[str, Callable[[ModelProfile], Wish]] = {"frames": frames, "batch": batch, "resolution": resolution}
+
+
+def largest(search: Search, wish: Wish, explain: bool = True) -> Suggestion | None:
+    """The largest value of a wish for which a plan fits, and the fastest plan there; None when none does."""
+    job, question = search.question.job, search.question
+    if job.buckets:
+        raise VplanError(
+            f"with buckets the shapes are given, so there is no largest {wish.name}", "leave out --buckets"
+        )
+    for lossy in (None,) if question.allow_lossy else (False, True):
+        found = largest_by(search, job, wish, lossy)
+        if found is not None:
+            return search.explained(found) if explain else search.bare(found)
+    return None
+
+
+def largest_by(search: Search, job: Job, wish: Wish, lossy: bool | None) -> Estimate | None:
+    """The fastest plan at the largest value of a wish, of lossless plans (False), lossy ones (True) or all (None)."""
+    return _largest(search, job, wish, _takeable(search, job, wish, wish.values), lossy)
+
+
+def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
+    """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it."""
+    model, found = search.question.model, []
+    wishes = [frames(model), smaller_sizes(model, job), batch(model)]
+    wishes += [rank(model)] if job.method == "lora" else []
+    for wish in wishes if not job.buckets else ():
+        values = _takeable(search, job, wish, wish.below(job))
+        plans = (_roomiest(search, job, wish, values, lossy) for lossy in (False, True))
+        if plan := next((plan for plan in plans if plan), None):
+            found.append(Relaxed(wish.name, _said(wish.read(job)), _said(wish.read(plan.job)), plan))
+    if job.method == "full" and not job.trainable:
+        adapters, plan = job.replace(method="lora"), None
+        with contextlib.suppress(ContradictionError):  # what was typed is for full training
+            plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
+        if plan is not None:
+            found.append(Relaxed("method", "full", "lora", plan))
+    return (*found, *_more_ram(search, job), *_untyped(search, job))
+
+
+def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
+    """The host RAM with which the job would fit as it is, in whole GiB: for the fastest plan, or, of the few ways to
+    sample, for the one that needs least."""
+    question = search.question
+    if question.machine.host_ram is None:
+        return
+    machine = question.machine.replace(host_ram=2**50)
+    richer = Search(replace(question, machine=machine), search.screen)
+    plans = richer.by_speed(job, _kind(richer, job))
+    few = job.method == "sample"
+    plan = min(plans, key=lambda found: found.host_ram_bytes, default=None) if few else next(plans, None)
+    if plan is not None:
+        need = -(-plan.host_ram_bytes // GIB)
+        plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
+        yield Relaxed("host_ram", f"{question.machine.host_ram / GIB:.0f}GiB", f"{need}GiB", plan)
+
+
+def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
+    """Switches that the user typed and that stand in the way, each alone."""
+    question = search.question
+    for field in (field for field in searched(job.method) if field in question.fixed):
+        freed = {field, "checkpointed_blocks"} if field == "gradient_checkpointing" else {field}
+        freer = Search(replace(question, fixed=question.fixed - freed), search.screen)
+        try:
+            plan = next(freer.by_speed(job, _kind(freer, job)), None)
+        except ContradictionError:  # the rest of what was typed allows nothing else
+            continue
+        if plan is not None:
+            yield Relaxed(field, getattr(question.strategy, field), getattr(plan.strategy, field), plan)
+
+
+def _kind(search: Search, job: Job) -> bool | None:
+    """Lossless plans alone (False), unless tiles make every plan lossy."""
+    return None if search.needs_tiles(job) else False
+
+
+def _takeable(search: Search, job: Job, wish: Wish, values: Sequence[Value]) -> Sequence[Value]:
+    """Those that are recorded, and at which the GPUs that share a clip can divide it."""
+    model, parts = search.question.model, search.question.strategy.context_parallel
+    if parts > 1:
+        values = [
+            value for value in values if context_parallel.divides(model, grid(model, wish.put(job, value)), parts)
+        ]
+    if wish.name == "batch" and model.shape.batches:
+        values = [value for value in values if search.is_recorded(wish.put(job, value))]
+    return values
+
+
+def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
+    """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
+    anchors = _anchors(search, [wish.put(job, value) for value in values[:1]] + [job], lossy)
+    for there in _roomy(search, job, wish, values, anchors):
+        if found := next(search.by_speed(there, lossy), None):
+            return found
+    return None
+
+
+def _roomiest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
+    """As `_largest`, but any plan there will do: the tightest, which is the first that is asked."""
+    anchors = _anchors(search, [job], lossy)
+    for there in _roomy(search, job, wish, values, anchors):
+        for strategy in anchors:
+            found = search.priced(there, search.most_in_ram(there, strategy))
+            if found is not None and found.verdict == "fits":
+                return found
+    return None
+
+
+def _roomy(search: Search, job: Job, wish: Wish, values: Sequence[Value], anchors: Sequence[Strategy]) -> Iterator[Job]:
+    """The job at the largest value at which one of the strategies seems to fit; then, with what was learned there, at
+    the largest below it, and so on."""
+
+    def seems(index: int) -> bool:
+        at = wish.put(job, values[index])
+        return any(search.seems(search.look(at, search.most_in_ram(at, strategy))) for strategy in anchors)
+
+    low, high, step = -1, len(values), 1
+    while low + step < high:  # gallop: the answer is nearer the small end
+        if not seems(low + step):
+            high = low + step
+            break
+        low, step = low + step, step * 2
+    while (last := _last(seems, low, high)) >= 0:
+        yield wish.put(job, values[last])
+        low, high, step = last - 1, last, 1
+        while low >= 0 and not seems(low):  # what is learned is some percent: the next is near
+            low, high, step = max(-1, low - step), low, step * 2
+
+
+def _last(seems: Callable[[int], bool], low: int, high: int) -> int:
+    """The last index that seems to fit, where ``low`` does, or is -1, and ``high`` does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seems(middle) else (low, middle)
+    return low
+
+
+def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[Strategy]:
+    """The strategies that are the tightest at any of the shapes, without their swap: they decide whether any fits."""
+    swap = search.question.strategy.swap_blocks
+    looks = [look for job in jobs for look in search.tightest_looks(job, lossy)[:TIGHTEST]]
+    return list(dict.fromkeys(look.strategy.replace(swap_blocks=swap) for look in looks))
+
+
+def _resolution(sizes: Sequence[tuple[int, int]]) -> Wish:
+    def put(job: Job, value: Value) -> Job:
+        assert isinstance(value, tuple)
+        return job.replace(height=value[0], width=value[1])
+
+    return Wish("resolution", ("height", "width"), sizes, lambda job: (job.height, job.width), put)
+
+
+def _put(field: str) -> Callable[[Job, Value], Job]:
+    return lambda job, value: job.replace(**{field: value})
+
+
+def _said(value: Value) -> str | int:
+    return value if isinstance(value, int) else f"{value[0]}x{value[1]}"

@@ -1,0 +1,354 @@
+"""A cheap look at a strategy: allocated peak, seconds and host RAM without the allocator's replay.
+
+The replay (`planner.estimate.estimate`) says what is reserved. A search looks at hundreds of strategies first, and what
+a look says is exact but for fragmentation: what is allocated is a lower bound of what is reserved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from planner.allocator.implementation import held
+from planner.catalog.shapes import grid
+from planner.errors import NotEstimatedError, NotRecordedError
+from planner.estimate import host_ram
+from planner.estimate.estimate import outside_bytes
+from planner.estimate.roofline import StepWork, Traffic, step_seconds
+from planner.estimate.stages import replayed_alone
+from planner.estimate.traffic import Passes, passes_work, step_work, traffic
+from planner.layout.phases import caching
+from planner.layout.pipeline import choose_kernels, end_of_step, kernels, transforms
+from planner.layout.run import Facts, Run, recorded
+from planner.layout.single_gpu import RING
+from planner.layout.unpriced import refuse_unpriced, refuse_untaken
+from planner.search import lower_bounds
+from planner.spec.job import Bucket, Job, Machine, Strategy
+from planner.tape.program import Stage
+
+FactsGetter = Callable[[Job, Strategy, Machine], Facts]
+"""Gives what is known about a question, or raises a VplanError when there is no recording for it."""
+
+
+Told = Literal["ran", "ran out"] | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look at a strategy said, at the worst of the job's shapes."""
+
+    strategy: Strategy
+    allocated_bytes: int
+    device_bytes: int
+    """A lower bound: as if nothing were lost to fragmentation."""
+
+    host_ram_bytes: int
+    step_seconds: float
+    in_optimizer: bool
+    """Whether the peak is where the optimizer's own step decides it."""
+
+    states_bytes: int
+    """What the optimizer's states take of it."""
+
+    told: Told = None
+    """What this very plan did where it was tried."""
+
+
+class Screen:
+    """Looks at strategies, and keeps what they share: tapes laid out at full depth, sizes at a shape, counted work."""
+
+    def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
+        self._find = facts
+        self.trainer = trainer
+        self._facts: dict[tuple[Job, Strategy, Machine], Facts | NotEstimatedError] = {}
+        self._steps: dict[tuple[object, ...], Run | NotRecordedError] = {}
+        self._laid_out: dict[tuple[object, ...], Run] = {}
+        self._sizes: dict[tuple[object, ...], Sizes] = {}
+        self._work: dict[tuple[object, ...], Passes] = {}
+        self._floors: dict[tuple[object, ...], lower_bounds.Walked] = {}
+        self._looks: dict[tuple[object, ...], Look] = {}
+
+    def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        """What is known about a question, looked up once; a NotEstimatedError where nothing is, or not enough."""
+        key = (job, strategy, machine)
+        if key not in self._facts:
+            try:
+                refuse_unpriced(job, strategy)
+                self._facts[key] = found = self._find(job, strategy, machine)
+                refuse_untaken(job, strategy, machine, found)
+            except NotEstimatedError as error:
+                self._facts[key] = error
+        known = self._facts[key]
+        if isinstance(known, NotEstimatedError):
+            raise known
+        return known
+
+    def floor_seconds(self, job: Job, strategy: Strategy, machine: Machine) -> float:
+        """Seconds of a step's passes if nothing had to be moved: never more than a look says, and known sooner."""
+        facts = self.facts(job, strategy, machine)
+        return max(
+            step_seconds(StepWork(self._passes(run)[0]), facts.gpu, strategy, job, machine, Traffic()).total
+            for run in (self._empty(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
+        )
+
+    def floor_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """What a strategy takes on the device for certain, with as many swapped blocks or fewer: never more than a
+        look says, and known sooner."""
+        facts = self.facts(job, strategy, machine)
+        nbytes = max(
+            lower_bounds.parameter_bytes(job, strategy, facts.model.parameters),
+            max((walked.device_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0),
+        )
+        return facts.learned.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
+
+    def parameter_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """The same of weights, gradients and states, known at once."""
+        facts = self.facts(job, strategy, machine)
+        nbytes = lower_bounds.parameter_bytes(job, strategy, facts.model.parameters)
+        return facts.learned.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
+
+    def largest_block_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int | None:
+        """The most that one swapped block more takes off the device; None where that is not known."""
+        if not (walked := self._walked(job, strategy, machine)):
+            return None
+        copies = 2 if strategy.inactive_expert == "gpu" else 1
+        nbytes = copies * max(max(each.frozen_blocks, default=0) for each in walked)
+        return self.facts(job, strategy, machine).learned.correction.peak(nbytes, nbytes, 0).reserved_bytes
+
+    def swapped_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """What the swapped blocks of the expert that runs would take on the GPU beyond the ring they come through."""
+        facts = self.facts(job, strategy, machine)
+        run = self._bare(job, strategy, machine, facts, grid(facts.model, job))
+        blocks = [run.total_bytes(buffers) for buffers in run.swapped_blocks.values()]
+        return sum(blocks) - min(RING, len(blocks)) * max(blocks, default=0)
+
+    def floor_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """What is in host RAM for certain: never more than `host_ram_bytes`, and known sooner."""
+        parameters = self.facts(job, strategy, machine).model.parameters
+        offloaded = host_ram.floor_bytes(job, strategy, machine, parameters)
+        waiting = max((walked.host_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0)
+        return offloaded + machine.gpus * waiting
+
+    def _walked(self, job: Job, strategy: Strategy, machine: Machine) -> list[lower_bounds.Walked]:
+        """The recorded step at the job's shapes; nothing where it says too little of what will be there."""
+        if self.trainer != "vplan" or not lower_bounds.is_walked(job, strategy):  # others store some weights otherwise
+            return []
+        facts, found = self.facts(job, strategy, machine), []
+        for shape in job.shapes:
+            where = grid(facts.model, job, shape)
+            key = (id(facts.step), *where.values())
+            if key not in self._floors:
+                self._floors[key] = lower_bounds.walked(facts.step, where)
+            found.append(self._floors[key])
+        return found
+
+    def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
+        """What a resolved strategy needs, at the worst of the job's shapes."""
+        key = (job, strategy, machine)
+        if key not in self._looks:
+            shapes = [self._look_at(job, strategy, machine, shape) for shape in job.shapes]
+            worst = max(shapes, key=lambda look: look.allocated_bytes)
+            self._looks[key] = Look(
+                strategy,
+                worst.allocated_bytes,
+                worst.device_bytes,
+                max(look.host_ram_bytes for look in shapes),
+                max(look.step_seconds for look in shapes),
+                worst.in_optimizer,
+                worst.states_bytes,
+                self.told(job, strategy, machine),
+            )
+        return self._looks[key]
+
+    def told(self, job: Job, strategy: Strategy, machine: Machine) -> Told:
+        """What this very plan did where it was tried."""
+        return self.facts(job, strategy, machine).learned.told(job, strategy, machine, self.trainer)
+
+    def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """Host RAM alone, for less than a look."""
+        if strategy.context_parallel > 1:  # what waits there is divided once it is laid out
+            return self.look(job, strategy, machine).host_ram_bytes
+        facts = self.facts(job, strategy, machine)
+        runs = (self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes)
+        return max(host_ram.ram_bytes(run, machine) for run in runs)
+
+    def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """Device bytes of what is cached before training, at the worst of the job's shapes, and at the most."""
+        facts = self.facts(job, strategy, machine)
+        runs = [Run(job, strategy, machine, facts, grid=grid(facts.model, job, shape)) for shape in job.shapes]
+        each = [encoding for run in runs for encoding in caching(run)]
+        peaks = (replayed_alone(one).reserved_peak_bytes + one.split_bytes["encode"] for one in each)
+        reserved = max(peaks, default=0)
+        return facts.learned.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
+
+    def allocated_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        """The peak that a look begins with, at the job's own shape: what tensors hold once loading has begun, without
+        what is cached before."""
+        facts = self.facts(job, strategy, machine)
+        where = grid(facts.model, job)
+        run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
+        return allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))[0]
+
+    def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
+        facts = self.facts(job, strategy, machine)
+        where = grid(facts.model, job, shape)
+        run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
+        allocated, in_optimizer = allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))
+        correction, outside = facts.learned.correction, outside_bytes(run)
+        device = correction.peak(allocated, allocated, outside).device_bytes
+        encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
+        if encoding > allocated:
+            allocated, in_optimizer = encoding, False
+        device = max(device, correction.peak(encoding, encoding, outside, "encode").device_bytes)
+        work = step_work(run, self._passes(run))
+        seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
+        ram = host_ram.ram_bytes(run, machine)
+        states = run.total_bytes(run.named("optimizer").values())
+        return Look(strategy, allocated, device, ram, seconds, in_optimizer, run.trained_experts * states)
+
+    def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+        """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""
+        if facts.checkpointed is not None:
+            return self._bare(job, strategy, machine, facts, where)
+        return Run(job, strategy, machine, facts, grid=where)
+
+    def _passes(self, run: Run) -> Passes:
+        key = (id(run.facts.step), run.checkpointed, *run.grid.values())
+        if key not in self._work:
+            self._work[key] = passes_work(run)
+        return self._work[key]
+
+    def lay_out(
+        self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str
+    ) -> Run:
+        """As `planner.layout.pipeline.lay_out`, from a copy of the tapes laid out before."""
+        base = self._bare(job, strategy, machine, facts, where)
+        run = replace(
+            base,
+            base=base,
+            program=base.program.copy(),
+            load=base.load.copy(),
+            step=base.step.copy(),
+            emptied_after=[],
+            optimizer_first=base.optimizer_first.copy(),
+            optimizer=base.optimizer.copy(),
+            sizes=base.sizes.copy(),
+        )
+        for transform in transforms(trainer):
+            transform(run)
+        return run
+
+    def _bare(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+        """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
+        base = self._unfolded(job, strategy, machine, facts)
+        sizes = self._sizes_at(job, strategy, machine, facts, where).nbytes
+        return replace(
+            base, base=base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where
+        )
+
+    def _sizes_at(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Sizes:
+        """What every buffer and stretch of the tapes takes at a shape."""
+        shape = (*_tapes(facts, strategy, machine), *where.values())
+        if shape not in self._sizes:
+            self._sizes[shape] = Sizes.of(self._unfolded(job, strategy, machine, facts), where)
+        return self._sizes[shape]
+
+    def _unfolded(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
+        """Both tapes laid out; the step's, which is most of the work, only once per recording."""
+        tapes = _tapes(facts, strategy, machine)
+        if tapes not in self._laid_out:
+            step = self._step(job, strategy, machine, facts)
+            run = replace(
+                step, base=step, strategy=strategy, facts=facts, program=step.program.copy(), step=step.step.copy()
+            )
+            run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
+            run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
+            end_of_step(run)
+            self._laid_out[tapes] = run
+        return self._laid_out[tapes]
+
+    def _step(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
+        key = _tapes(facts, strategy, machine)[:-1]
+        if key not in self._steps:
+            run = Run(job, strategy, machine, facts)
+            try:
+                run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
+                choose_kernels(run)
+                self._steps[key] = run
+            except NotRecordedError as error:  # two recordings that cannot be put together, of which many ask
+                self._steps[key] = error
+        found = self._steps[key]
+        if isinstance(found, NotRecordedError):
+            raise found
+        return found
+
+
+def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, ...]:
+    """What tells one layout from another: the recordings, of how many blocks each is taken, and attention's kernel."""
+    step = id(facts.step), id(facts.checkpointed), strategy.checkpointed_blocks, kernels(strategy, machine, facts)
+    return *step, id(facts.optimizer)
+
+
+@dataclass
+class Sizes:
+    """What the tapes take at a shape, before any transformation."""
+
+    run: Run | None = None
+    nbytes: list[int] = field(default_factory=list)
+    """by buffer"""
+
+    @classmethod
+    def of(cls, run: Run, where: Mapping[str, int]) -> Sizes:
+        """At the shape of the grid `where`."""
+        return cls(run, run.program.bytes_of(where))
+
+    @functools.cached_property
+    def stretches(self) -> dict[int, tuple[int, int]]:
+        """id of a stretch's list of events -> what it adds to what is allocated, and the most on the way.
+
+        Worked out when first asked for: who asks for host RAM alone, at many shapes, does without.
+        """
+        run = self.run
+        stages = (run.load, run.step, run.optimizer_first, run.optimizer) if run else ()
+        return {id(events): held(events, self.nbytes) for stage in stages for _, events in stage.stretches if events}
+
+
+UNKNOWN = Sizes()
+
+
+def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
+    """The most bytes that tensors hold at once in a whole run, and whether that is in the optimizer's step.
+
+    ``base``: of the tapes it was laid out from, so as not to sum up again what is as it was. (Without expandable
+    segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
+    """
+    known = {} if run.resized else base.stretches.copy()
+    stages = run.stages
+    rises = {id(stage): _rise_and_peak(stage, run.sizes, known) for _, stage in stages}
+    risen = 0
+    peaks = {True: 0, False: 0}
+    for _, stage in stages:
+        rise, peak = rises[id(stage)]
+        optimizer = stage.name.startswith("optimizer")
+        peaks[optimizer] = max(peaks[optimizer], risen + peak)
+        risen += rise
+    return max(peaks.values()), peaks[True] > peaks[False]
+
+
+def _rise_and_peak(stage: Stage, sizes: list[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """What a stage adds to what is allocated, and the most it adds on the way.
+
+    ``known``: the same as is returned, of lists of events by their ids; those of a first step come again in the later
+    one.
+    """
+    risen = peak = 0
+    for _, events in stage.stretches:
+        if events:
+            if id(events) not in known:
+                known[id(events)] = held(events, sizes)
+            rise, most = known[id(events)]
+            peak = max(peak, risen + most)
+            risen += rise
+    return risen, peak

@@ -1,0 +1,1 @@
+"""What a user asks for: jobs, strategies, machines and plans, and the rules between them."""

@@ -1,0 +1,1 @@
+"""Tapes: the recorded allocations of one training step, their file format and their variants."""

@@ -1,0 +1,66 @@
+"""Which of a model's weights are parameters, and how they divide: what an engine that splits weights must know.
+
+A tape calls everything a model loads a weight, tables of positions too, and knows bytes but not shapes. FSDP2 splits a
+parameter by rows of its first dimension, and no engine splits a table.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import VplanError
+from planner.tape.format import FORMAT
+
+FILE = "parameters.gz"
+"""Beside the tapes of a model."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a published model, by full name."""
+
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Size of the first dimension (1 for a scalar)."""
+
+    fp32: frozenset[str] = frozenset()
+    """Those that diffusers keeps in fp32 in a model of 16 bits (``_keep_in_fp32_modules``)."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a weight is a parameter: one of the model's own, or of an adapter."""
+        return ".lora_" in name or _bare(name) in self.rows
+
+    def rows_of(self, name: str, rank: int) -> int:
+        """Size of a parameter's first dimension. Adapters (peft): ``lora_A`` is rank x in, ``lora_B`` is out x rank."""
+        if ".lora_A." in name:
+            return rank
+        return self.rows[_bare(name)]
+
+    def elements(self, name: str, nbytes: int) -> int:
+        """Elements of a parameter that a tape of 16-bit weights shows as ``nbytes``."""
+        return nbytes // (4 if _bare(name) in self.fp32 and ".lora_" not in name else 2)
+
+
+def _bare(name: str) -> str:
+    """The name without an adapter on its layer: peft moves a layer's own weight to ``base_layer``."""
+    layer, lora, _ = name.partition(".lora_")
+    return f"{layer}.weight" if lora else name.replace(".base_layer.", ".")
+
+
+def read_parameters(path: Path) -> Parameters:
+    """Reads what ``vplan record`` wrote; a damaged file is named and refused."""
+    try:
+        data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+        if data["format"] != FORMAT:
+            raise VplanError(f"{path.name} of format {data['format']}, this vplan reads {FORMAT}", "record it again")
+        return Parameters(data["rows"], frozenset(data["fp32"]))
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, VplanError):
+            raise
+        fault = f"{path.name} of {path.parent.name} is damaged ({type(error).__name__})"
+        raise VplanError(fault, "reinstall vplan or record it again") from None

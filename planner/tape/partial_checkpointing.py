@@ -1,0 +1,164 @@
+"""Checkpointing of the first blocks only, put together from two recordings: nothing checkpointed, and every block.
+
+Forward runs the same operators either way, so both recordings allocate the same there and differ in what they free;
+backward of a block is the one or the other. What crosses the border between a block that is checkpointed and one that
+is not is found by what it is: in forward by its place among its block's allocations, in backward by its size among
+what leaves its block. Of a tensor that several blocks hold the last one frees it.
+tests/planner/tape/test_partial_checkpointing.py compares with direct recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.errors import NotRecordedError, VplanError
+from planner.tape.format import Tape
+from planner.tape.program import Block, Moment, Program, Stage
+
+Pair = tuple[Moment, list[int], list[int]]
+"""A moment, and its events without checkpointing and with it."""
+
+
+def partial(program: Program, plain: Tape, full: Tape, count: int) -> tuple[Stage, frozenset[Block]]:
+    """(the step in which the first ``count`` blocks are checkpointed, those blocks); ``load`` is unfolded already.
+
+    Raises a NotRecordedError where the two recordings do not walk alike, a VplanError for more blocks than there are.
+    """
+    without, with_it = program.unfold(plain, "step"), _unfold_beside(program, full)
+    pairs = list(_pairs(without, with_it))
+    renamed = _same_in_forward(program, pairs, plain)
+    blocks = checkpointed_blocks(pairs)
+    if count > len(blocks):
+        fault = f"checkpointed_blocks {count}: the model has {len(blocks)} blocks that can be checkpointed"
+        raise VplanError(fault, f"use at most {len(blocks)}, or --gradient-checkpointing full")
+    chosen = frozenset(blocks[:count])
+    if len(chosen) == len(blocks):
+        return with_it, chosen
+    renamed |= _same_in_backward(program, pairs)
+    stretches = []
+    for moment, events, recomputed in pairs:
+        known = [_renamed(event, renamed) for event in recomputed]
+        stretches.append((moment, known if _block(moment) in chosen else events.copy()))
+    both = [(events, [_renamed(event, renamed) for event in recomputed]) for _, events, recomputed in pairs]
+    weights = set(program.named["weight"].values())
+    _free_once(stretches, both, weights)
+    return Stage("step", stretches), chosen
+
+
+def checkpointed_blocks(pairs: list[Pair]) -> list[Block]:
+    """The blocks of which checkpointing keeps less, in the order they run."""
+    found: dict[Block, None] = {}
+    for moment, events, recomputed in pairs:
+        if moment.passes == "backward" and moment.block >= 0 and _allocations(recomputed) > _allocations(events):
+            found[_block(moment)] = None
+    ran = dict.fromkeys(_block(moment) for moment, _, _ in pairs if moment.passes == "forward" and moment.block >= 0)
+    return [block for block in ran if block in found]
+
+
+def _allocations(events: list[int]) -> int:
+    return sum(event >= 0 for event in events)
+
+
+def _block(moment: Moment) -> Block:
+    return moment.module_list, moment.block
+
+
+def _renamed(event: int, renamed: dict[int, int]) -> int:
+    return renamed.get(event, event) if event >= 0 else ~renamed.get(~event, ~event)
+
+
+def _unfold_beside(program: Program, full: Tape) -> Stage:
+    """Unfolds a second step whose named buffers (gradients, the batch) are those of the first."""
+    first = {kind: buffers.copy() for kind, buffers in program.named.items()}
+    stage = program.unfold(full, "step")
+    same: dict[int, int] = {}
+    for kind, buffers in first.items():
+        now = program.named[kind]
+        same |= {now[name]: buffer for name, buffer in buffers.items() if now[name] != buffer}
+        now |= buffers
+    return Stage(
+        stage.name, [(moment, [_renamed(event, same) for event in events]) for moment, events in stage.stretches]
+    )
+
+
+def _pairs(without: Stage, with_it: Stage) -> Iterator[Pair]:
+    """Stretches of the same moment side by side; where a recording has none (nothing is freed there), an empty one."""
+    ours, theirs = without.stretches.copy(), with_it.stretches.copy()
+    while ours or theirs:
+        one, other = (stretches[0][0][1:] if stretches else None for stretches in (ours, theirs))
+        if one == other:
+            (moment, events), (_, recomputed) = ours.pop(0), theirs.pop(0)
+            yield moment, events, recomputed
+        elif one is None or any(one == moment[1:] for moment, _ in theirs):
+            moment, recomputed = theirs.pop(0)
+            yield moment, [], recomputed
+        else:
+            moment, events = ours.pop(0)
+            yield moment, events, []
+
+
+def _same_in_forward(program: Program, pairs: list[Pair], tape: Tape) -> dict[int, int]:
+    """A buffer of the checkpointed recording's forward -> the other's, one by one in order."""
+    forward = [(events, recomputed) for moment, events, recomputed in pairs if moment.passes == "forward"]
+    ours, theirs = ([event for pair in forward for event in pair[which] if event >= 0] for which in (0, 1))
+    alike = len(ours) == len(theirs) and all(
+        program.op[one] == program.op[other] and _size(program, one) == _size(program, other)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+    if not alike:
+        fault = f"{tape.model} does other work in forward when it is checkpointed, so a part cannot be put together"
+        raise NotRecordedError(fault, "use --gradient-checkpointing full or none")
+    return dict(zip(theirs, ours, strict=True))
+
+
+def _size(program: Program, buffer: int) -> object:
+    size = program.sizes[program.buffers[buffer]]
+    return size if isinstance(size, int) else (size[0].atoms, size[1])
+
+
+def _same_in_backward(program: Program, pairs: list[Pair]) -> dict[int, int]:
+    """The same of what leaves its stretch in backward: gradients for the block before, by size and order. Those of
+    weights are one and the same already (`_unfold_beside`), and no other buffer may take their place."""
+    found: dict[int, int] = {}
+    for moment, events, recomputed in pairs:
+        if moment.passes != "backward":
+            continue
+        waiting: dict[object, list[int]] = {}
+        leaving, others = _leaving(events), _leaving(recomputed)
+        same = set(leaving) & set(others)
+        for buffer in leaving:
+            if buffer not in same:
+                waiting.setdefault(_size(program, buffer), []).append(buffer)
+        for buffer in others:
+            if buffer not in same and (ours := waiting.get(_size(program, buffer))):
+                found[buffer] = ours.pop(0)
+    return found
+
+
+def _leaving(events: list[int]) -> list[int]:
+    gone = {~event for event in events if event < 0}
+    return [event for event in events if event >= 0 and event not in gone]
+
+
+def _free_once(
+    stretches: list[tuple[Moment, list[int]]], both: list[tuple[list[int], list[int]]], weights: set[int]
+) -> None:
+    """Leaves the last free of everything, takes away those of what was not made, and frees what nobody holds any more
+    where the first recording does, a little late. Weights that are cast away come back within a stretch."""
+    made = {event for _, events in stretches for event in events if event >= 0}
+    last: dict[int, int] = {}
+    for position, (_, events) in enumerate(stretches):
+        last |= {~event: position for event in events if event < 0}
+    for position, (moment, events) in enumerate(stretches):
+        kept = [
+            event
+            for event in events
+            if event >= 0 or ~event in weights or (~event in made and last[~event] == position)
+        ]
+        stretches[position] = (moment, kept)
+    lost = made - last.keys()
+    for position, pair in enumerate(both):
+        freed = {~event for events in pair for event in events if event < 0 and ~event in lost}
+        moment, events = stretches[position]
+        stretches[position] = (moment, [*events, *(~buffer for buffer in sorted(freed))])
+        lost -= freed

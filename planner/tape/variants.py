@@ -1,0 +1,349 @@
+"""Which recording answers for a Job and a Strategy: the few choices that change the stream of operators."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from planner.catalog.profiles import ModelProfile
+from planner.errors import NotRecordedError, VplanError
+from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
+
+HALF = ("bf16", "fp16")
+
+TORCH_RMS_NORM = ("wan", "wan-vace", "wan-animate", "flux", "flux2", "ltx", "ltx-2", "krea2")
+"""Families whose blocks call torch's own RMSNorm; diffusers' class of that name is made of other operators."""
+
+IN_FP32_THEMSELVES = ("krea2",)
+"""Of those, whose code casts to fp32 itself, whatever autocast does."""
+
+RMS_NORM_IN_FP32 = (2, 12)
+"""The torch since which CUDA's autocast computes RMSNorm in fp32 (AT_FORALL_FP32 in ATen/autocast_mode.h). One before
+leaves it in the format of its input: 4 to 7 % less of a checkpointed step of Wan 1.3B, 10 to 18 % of any other."""
+
+FUSED_RMS_NORM = (2, 9)
+"""The torch from which on CUDA has a kernel for it. One before took several operators, which are not recorded."""
+
+OLDER = "torch2.11"
+"""What names a tape of the torch in between."""
+
+
+def is_older(profile: ModelProfile, precision: Precision, torch: str | None) -> bool:
+    """Whether a step under this torch differs from what the newest does; a NotRecordedError before `FUSED_RMS_NORM`."""
+    if torch is None or profile.family not in TORCH_RMS_NORM:
+        return False
+    version = tuple(int(part) for part in torch.split(".")[:2])
+    if version < FUSED_RMS_NORM:
+        least = ".".join(map(str, FUSED_RMS_NORM))
+        fault = f"{profile.title} under torch {torch}, which has no kernel for RMSNorm, is not recorded"
+        raise NotRecordedError(fault, f"train with torch {least} or newer, and say so: --torch {least}")
+    return version < RMS_NORM_IN_FP32 and ages(profile, precision) == BOTH
+
+
+class Precision(NamedTuple):
+    """Storage of the weights and of the adapter, and whether autocast is on; ``half`` is bf16 or fp16.
+
+    Weights are ``fp32``, ``half``, or a quantised format by its own name.
+    """
+
+    weights: str
+    adapter: str
+    autocast: bool
+
+    @classmethod
+    def of(cls, job: Job, strategy: Strategy) -> Precision:
+        weights = strategy.weights(job.method)
+        # DeepSpeed keeps the module in 16 bits; FSDP2 gathers its weights in 16 bits. Neither casts as it computes.
+        if strategy.sharding in SPLIT:
+            return cls("half", "half" if job.method == "lora" else "", autocast=False)
+        return cls(
+            "half" if weights in HALF else weights,
+            "" if job.method != "lora" else "fp32" if strategy.adapter_dtype == "fp32" else "half",
+            strategy.autocast != "none",
+        )
+
+    @property
+    def trained(self) -> str:
+        """fp32 or half: how the trained parameters are stored."""
+        return self.adapter or self.weights
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What a user types for it."""
+        typed = {"half": "bf16"}
+        weights = f"--weights-dtype {typed.get(self.weights, self.weights)}"
+        adapter = f"--adapter-dtype {typed.get(self.adapter, self.adapter)}" if self.adapter else ""
+        return tuple(filter(None, [weights, adapter, f"--autocast {'bf16' if self.autocast else 'none'}"]))
+
+    def nearest(self, known: Sequence[Precision]) -> str:
+        """What to type for the one of these that keeps the weights, else takes 16 bits, and changes least beside."""
+
+        def distance(other: Precision) -> tuple[bool, bool, int]:
+            kept = other.weights == self.weights
+            return not kept, not kept and other.weights != "half", len(set(other.flags) - set(self.flags))
+
+        return " ".join(flag for flag in min(known, key=distance).flags if flag not in self.flags)
+
+
+def trained_storage(job: Job, strategy: Strategy) -> str:
+    """fp32 or half: the format in which the optimizer finds what is trained. FSDP2 steps over shares of their own,
+    another over fp32 masters; DeepSpeed does its own step, see `planner.layout.sharding.zero`."""
+    if strategy.master_weights == "fp32" and strategy.sharding in ("none", "ddp"):
+        return "fp32"
+    if strategy.sharding != "fsdp":
+        return Precision.of(job, strategy).trained
+    dtype = strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)
+    return "fp32" if dtype == "fp32" else "half"
+
+
+PRECISIONS = {
+    "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
+    "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
+}
+QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
+"""Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see
+trainers.memory.quantise)."""
+
+WIDE = "lora-wide"
+"""LoRA on a model's second usual set of layers, see `planner.catalog.profiles.LoraDefaults`."""
+
+MANY_LAYERS = 20
+"""Choices of more are not spelled out: FLUX.2's names every single-stream block."""
+
+CHECKPOINTING = ("none", "full")
+OPTIMIZERS = (
+    ("adamw", "foreach"),
+    ("adamw", "fused"),
+    ("adamw", "loop"),
+    ("adamw-8bit", "foreach"),
+    ("adafactor", "foreach"),
+    ("lion", "foreach"),
+    ("prodigy", "foreach"),
+    ("came", "foreach"),
+    ("muon", "foreach"),
+)
+"""(optimizer, how it steps). Only torch has ways to choose from; the others step one parameter after another."""
+
+IN_BACKWARD = tuple((optimizer, "backward") for optimizer in ("adamw", "adamw-8bit", "adafactor"))
+"""Steps inside backward, recorded of full training: an adapter's gradients are not worth freeing early."""
+
+UNPAGED = {"adamw-8bit-paged": "adamw-8bit"}
+"""Optimizers that do the same with their states in other memory."""
+
+
+def methods(profile: ModelProfile) -> tuple[str, ...]:
+    """What is recorded of a model: LoRA on its usual layers, on more layers where that is usual too, and full."""
+    return ("lora", WIDE, "full") if profile.lora.wide else ("lora", "full")
+
+
+def recorded_method(profile: ModelProfile, job: Job) -> str:
+    """Which of them a job is; a NotRecordedError for a LoRA on other layers."""
+    targets = frozenset(job.lora_targets or profile.lora.targets)
+    if job.method != "lora" or targets == frozenset(profile.lora.targets):
+        return job.method
+    if targets == frozenset(profile.lora.wide):
+        return WIDE
+    choices = (profile.lora.targets, profile.lora.wide)
+    known = " or ".join(",".join(layers) for layers in choices if 0 < len(layers) <= MANY_LAYERS)
+    fault = f"no tape of {profile.name} for a LoRA on {', '.join(sorted(targets))}"
+    raise NotRecordedError(fault, "leave --lora-targets out" + (f", or use {known}" if known else ""))
+
+
+def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
+    """In which precisions a recorded method of a model is recorded. A UNet's convolutions cannot be cast layerwise."""
+    if method != "lora":
+        return PRECISIONS[method.removesuffix("-wide")]
+    bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.family != "unet")
+    return PRECISIONS[method] + tuple(bases)
+
+
+BOTH = (False, True)
+
+
+def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
+    """Whether a recording is of an older torch: both, where that makes a difference."""
+    differs = profile.family in TORCH_RMS_NORM and profile.family not in IN_FP32_THEMSELVES
+    return BOTH if differs and precision.autocast else (False,)
+
+
+def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
+    height, width = profile.shape.resolutions[0]
+    job = Job.read(
+        {
+            "model": profile.name,
+            "method": method.removesuffix("-wide"),
+            "frames": profile.shape.default_frames,
+            "height": height,
+            "width": width,
+            "lora_targets": profile.lora.wide if method == WIDE else profile.lora.targets,
+        }
+    )
+    fields = {
+        "weights_dtype": "bf16" if precision.weights == "half" else precision.weights,
+        "adapter_dtype": "bf16" if precision.adapter == "half" else "fp32",
+        "autocast": "bf16" if precision.autocast else "none",
+    }
+    return job, Strategy.read({**fields, **strategy})
+
+
+class StepVariant(NamedTuple):
+    """A recording of loading, forward and backward."""
+
+    method: str
+    precision: Precision
+    checkpointing: str
+    one_sample: bool
+    """Batch 1: some copies of expanded tensors do not happen then."""
+
+    samples: int | None = None
+    """The very batch above 1 of a model that loops over its samples; None: any."""
+
+    dropout: bool = False
+    """Each adapted layer drops some of its input, and keeps what is left and a mask. How much does not matter."""
+
+    older: bool = False
+    """Under a torch before `RMS_NORM_IN_FP32`, of a model and a precision where that makes a difference."""
+
+    @classmethod
+    def of(
+        cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
+    ) -> StepVariant:
+        """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``; partial ones are
+        put together from ``none``, which this gives, and ``full``."""
+        precision = Precision.of(job, strategy)
+        mode = {"offload": "full", "partial": "none"}.get(
+            strategy.gradient_checkpointing, strategy.gradient_checkpointing
+        )
+        if job.method == "sample":
+            raise VplanError("method sample is not estimated yet", "use --method lora or full")
+        method = recorded_method(profile, job)
+        known = precisions(profile, method)
+        if precision not in known:
+            fault = f"{job.method} of {profile.name} is not recorded with {' '.join(precision.flags)}"
+            raise NotRecordedError(fault, f"use {precision.nearest(known)}")
+        if strategy.gradient_checkpointing in ("offload", "partial") and profile.family == "unet":
+            fault = f"{profile.title} checkpoints parts of its blocks, of which {strategy.gradient_checkpointing}"
+            raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
+        counts = profile.shape.batches
+        if counts and batch not in counts:
+            fault = f"{profile.title} works through a batch sample by sample, and batch {batch} is not recorded"
+            batches = " or ".join(map(str, counts))
+            raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
+        samples = batch if counts and batch > 1 else None
+        dropout = job.method == "lora" and job.lora_dropout > 0
+        return cls(method, precision, mode, batch == 1, samples, dropout, is_older(profile, precision, torch))
+
+    @classmethod
+    def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
+        for method in methods(profile):
+            batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
+            for precision, mode in itertools.product(precisions(profile, method), CHECKPOINTING):
+                for older in ages(profile, precision):
+                    yield cls(method, precision, mode, one_sample=True, older=older)
+                    yield from (cls(method, precision, mode, False, samples, older=older) for samples in batches)
+
+    @classmethod
+    def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
+        """What is recorded when somebody asks for it by name, and ships only where a published row needs it."""
+        yield from (known._replace(dropout=True) for known in cls.all(profile) if known.method != "full")
+
+    @property
+    def name(self) -> str:
+        batch = "one" if self.one_sample else str(self.samples or "many")
+        method = f"{self.method}-dropout" if self.dropout else self.method
+        name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}"
+        return f"{name}-{OLDER}" if self.older else name
+
+    def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
+        """The Job and Strategy to record it with."""
+        job, strategy = _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        return job.replace(lora_dropout=0.1 if self.dropout else 0.0), strategy
+
+
+class SampleVariant(NamedTuple):
+    """A recording of one forward without gradients, as validation and sampling do at every noise level."""
+
+    method: str
+    precision: Precision
+    one_sample: bool
+    older: bool = False
+    """As a step's."""
+
+    @classmethod
+    def of(
+        cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
+    ) -> SampleVariant:
+        """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
+        method = "full" if job.method == "sample" else recorded_method(profile, job)
+        precision = Precision.of(job, strategy)
+        if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
+            precision = precision._replace(weights="half")
+        known = PRECISIONS[method.removesuffix("-wide")]
+        if precision not in known:
+            what = "sampling" if job.method == "sample" else "validation"
+            fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
+            raise NotRecordedError(f"{what} is not recorded with {' '.join(precision.flags)}", fix)
+        return cls(method, precision, batch == 1, is_older(profile, precision, torch))
+
+    @classmethod
+    def all(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
+        for method in methods(profile):
+            for precision, one in itertools.product(PRECISIONS[method.removesuffix("-wide")], (True, False)):
+                yield from (cls(method, precision, one, older) for older in ages(profile, precision))
+
+    @property
+    def name(self) -> str:
+        name = f"sample-{self.method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
+        return f"{name}-{OLDER}" if self.older else name
+
+    def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
+        """The Job and Strategy to record it with."""
+        return _records(profile, self.method, self.precision)
+
+
+class OptimizerVariant(NamedTuple):
+    """A recording of the optimizer's first and later steps. It depends on the storage of what is trained."""
+
+    method: str
+    trained: str
+    """fp32 or half: how the trained parameters are stored."""
+
+    optimizer: str
+    how: str
+
+    @classmethod
+    def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
+        method = recorded_method(profile, job)
+        optimizer, how = UNPAGED.get(strategy.optimizer, strategy.optimizer), strategy.optimizer_step
+        if optimizer != "adamw" and how == "loop":
+            how = "foreach"
+        if (optimizer, how) not in cls.ways(method):
+            fault = f"no tape for {method} with optimizer {strategy.optimizer} ({strategy.optimizer_step})"
+            raise NotRecordedError(fault, "leave --optimizer-step out")
+        return cls(method, trained_storage(job, strategy), optimizer, how)
+
+    @staticmethod
+    def ways(method: str) -> tuple[tuple[str, str], ...]:
+        """(optimizer, how it steps) of every recording of a method."""
+        return OPTIMIZERS + IN_BACKWARD if method == "full" else OPTIMIZERS
+
+    @classmethod
+    def all(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
+        for method, trained in itertools.product(methods(profile), ("fp32", "half")):
+            for optimizer, how in cls.ways(method):
+                yield cls(method, trained, optimizer, how)
+
+    @property
+    def name(self) -> str:
+        return f"optimizer-{self.method}-{self.trained}-{self.optimizer}-{self.how}"
+
+    def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
+        """The Job and Strategy to record it with."""
+        lora = self.method != "full"
+        precision = Precision("half" if lora else self.trained, self.trained if lora else "", autocast=False)
+        return _records(profile, self.method, precision, optimizer=self.optimizer, optimizer_step=self.how)

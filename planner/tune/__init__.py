@@ -1,0 +1,1 @@
+"""A search that measures: Optuna studies, workers, and what probes teach."""

@@ -1,0 +1,138 @@
+"""What the probes of one search have taught it: how far from its estimates this machine is, and how sure that is.
+
+Memory is one unknown ratio, measured over estimated, with the estimate's own margin as what is believed before the
+first probe. A probe that ran tells the ratio but for what differs between two strategies; one that ran out tells that
+the ratio is above a bound. Bayes' rule on a grid does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.layout import margin
+from planner.layout.correction import SURE
+from planner.search.space import switched
+from planner.spec.job import Strategy
+from planner.spec.plan import Estimate, Measured
+
+RESIDUAL = 0.015
+"""How far the ratios of two strategies of one job lie apart (one standard deviation). Assumed: they share context,
+kernels and model, and differ in what they keep; the margin of a recording is some 2.4 % wide in the same measure."""
+
+HEADROOM = 0.01
+"""What a run may take beyond its probe before a plan that was measured is called proved."""
+
+RATIOS = np.linspace(0.5, 3.0, 2501)
+
+SURPRISE = 1e-6
+"""What is believed beside the margin of a ratio far outside it: enough for measurements to say so."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One finished probe, beside what the estimate had said."""
+
+    estimate: Estimate
+    measured: Measured
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it was run."""
+        return self.estimate.strategy
+
+    @property
+    def proved(self) -> bool:
+        """Whether it ran, with room to spare."""
+        return self.measured.outcome == "ok" and self.excess_bytes <= 0
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of the GPU's memory that are missing, so far as is known; below 0 those to spare."""
+        budget, device = self.estimate.budget_bytes, self.measured.device_bytes
+        if device is None:
+            return budget if self.measured.outcome == "oom" else 0
+        short = int(device * (1 + HEADROOM)) - budget
+        return max(short, 1) if self.measured.outcome == "oom" else short
+
+
+class Belief:
+    """What is expected of plans not measured yet, after those that were."""
+
+    def __init__(self, seen: Sequence[Seen]) -> None:
+        self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]
+        below, above = margin.RECORDED
+        centre, width = 1 + (above - below) / 2, (above + below) / 2 / SURE
+        logs = np.log(_normal((RATIOS - centre) / width) + SURPRISE)
+        for each in seen:
+            logs = logs + self._likelihood(each)
+        weights = np.exp(logs - logs.max())
+        self.weights: NDArray[np.float64] = weights / weights.sum()
+        self.host_ratio = max((_host_ratio(each) for each in seen), default=1.0)
+        ran_out = [each.estimate.peak.device_bytes for each in seen if each.measured.outcome == "oom"]
+        self.too_much = min(ran_out, default=2**60)
+        self._limits: dict[tuple[float, int], int] = {}
+
+    def chance(self, device_bytes: int, budget_bytes: int) -> float:
+        """That a plan for which so much is estimated runs within the budget, with the headroom."""
+        room = budget_bytes / (1 + HEADROOM) / max(device_bytes, 1)
+        return float((self.weights * _below((room - RATIOS) / RESIDUAL)).sum())
+
+    def limit(self, chance: float, budget_bytes: int) -> int:
+        """The most device bytes that may be estimated for a plan to fit with at least this chance; always less than
+        what was estimated for one that ran out."""
+        key = chance, budget_bytes
+        if key not in self._limits:
+            low, high = 0, 2 * budget_bytes
+            while high - low > budget_bytes >> 14:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self.chance(middle, budget_bytes) >= chance else (low, middle)
+            self._limits[key] = min(low, int(self.too_much * 0.999))
+        return self._limits[key]
+
+    def seconds(self, strategy: Strategy, estimated: float) -> float:
+        """Seconds of a step: as far from the estimate as the most similar plan was that ran."""
+        if not self.ran:
+            return estimated
+        nearest = min(self.ran, key=lambda each: len(switched(each.strategy, strategy)))
+        return estimated * _speed(nearest)
+
+    def soonest(self, estimated: float) -> float:
+        """Seconds of a step if it were as far below the estimate as any plan was."""
+        return estimated * min(map(_speed, self.ran), default=1.0)
+
+    def _likelihood(self, each: Seen) -> NDArray[np.float64]:
+        """The logarithm of how likely each ratio makes what was measured."""
+        estimated, device = each.estimate.peak.device_bytes, each.measured.device_bytes
+        if each.measured.outcome == "oom":
+            return np.log(1 - _below((each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL) + SURPRISE)
+        if each.measured.outcome != "ok" or device is None:
+            return np.zeros_like(RATIOS)
+        ratio = min(max(device / estimated, float(RATIOS[0])), float(RATIOS[-1]))
+        return -np.square((ratio - RATIOS) / RESIDUAL) / 2
+
+
+def _speed(each: Seen) -> float:
+    assert each.measured.step_seconds is not None
+    return each.measured.step_seconds / each.estimate.step_seconds
+
+
+def _host_ratio(each: Seen) -> float:
+    """Host RAM needed over estimated, at least."""
+    estimated, ram = each.estimate.host_ram_bytes, each.estimate.machine.host_ram
+    if each.measured.outcome == "host-oom" and ram:
+        return (1 + margin.RECORDED[1]) * ram / estimated
+    return 1.0
+
+
+def _normal(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.exp(-(deviations**2) / 2)
+
+
+def _below(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The normal distribution function, within 0.02 % (Page 1977, Applied Statistics 26: a logistic of a cubic)."""
+    cubic = 0.7988 * deviations * (1 + 0.04417 * deviations**2)
+    return 1 / (1 + np.exp(np.clip(-2 * cubic, -500, 500)))

@@ -1,0 +1,377 @@
+"""planner/dialects: what each trainer holds beyond ours, its bytes worked by hand on the hand-made run."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import dialects
+from planner.catalog import lookup
+from planner.catalog.shapes import grid, job_for
+from planner.estimate import host_ram
+from planner.estimate.estimate import estimate
+from planner.estimate.stages import play
+from planner.layout import inputs as library
+from planner.layout import trainer_terms
+from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.experts import idle_weights
+from planner.layout.phases import component_bytes
+from planner.layout.pipeline import lay_out
+from planner.layout.run import SERVICE, Run
+from planner.layout.single_gpu import NCCL_BYTES
+from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, musubi_tuner
+from planner.layout.trainer_terms.lora_layers import PIECES
+from planner.spec.job import Machine, Strategy
+from planner.spec.rules import resolve
+from planner.tape.program import Stage
+from planner.units import MIB
+from tests.planner.hand_made import (
+    ADAPTER,
+    BLOCKS,
+    CUBLAS,
+    EIGHT,
+    FACTS,
+    GRID,
+    JOB,
+    LAST_FORWARD,
+    LOADED,
+    MODEL,
+    ONE,
+    STATES,
+    STEM,
+    WEIGHTS,
+    after,
+    laid_out,
+    peaks,
+    trained,
+)
+
+GRADIENTS = BLOCKS * ADAPTER
+FILES = Path(trainer_terms.__file__).parent
+
+
+def done_by(trainer: str, machine: Machine = ONE, **strategy: object) -> Run:
+    return lay_out(JOB, resolve(JOB, Strategy.read(strategy), machine), machine, FACTS, GRID, trainer)
+
+
+def steps(run: Run) -> tuple[int, int]:
+    """Allocated peaks of the first forward and backward, and of a later one."""
+    found = [entry.replayed.allocated_peak_bytes for entry in trained(run) if entry.stage.name == "step"]
+    return found[0], found[-1]
+
+
+# ---- which terms
+
+
+def test_every_dialect_is_listed_and_has_something_to_say() -> None:
+    with_terms = {path.stem.replace("_", "-") for path in FILES.glob("*.py") if "\nTERMS" in path.read_text()}
+    assert with_terms == set(trainer_terms.NAMES)
+    for name in trainer_terms.NAMES:
+        module = importlib.import_module(f"planner.layout.trainer_terms.{name.replace('-', '_')}")
+        assert trainer_terms.terms(name) and all(term.__doc__ for term in trainer_terms.terms(name))
+        assert module.__doc__
+    packages = {path.parent.name.replace("_", "-") for path in Path(dialects.__file__).parent.glob("*/settings.py")}
+    assert packages == {*dialects.TRAINERS, *dialects.FORMER}
+    assert all(dialects.module(name).__doc__ for name in packages)
+
+
+@pytest.mark.parametrize("trainer", ["vplan", "somebody-else", "vplan@1234567"])
+def test_other_trainers_are_priced_like_ours(trainer: str) -> None:
+    assert trainer_terms.terms(trainer) == ()
+    assert peaks(done_by(trainer)) == peaks(laid_out())
+
+
+def test_a_version_adds_what_it_did_differently() -> None:
+    today = trainer_terms.terms("musubi-tuner")
+    assert trainer_terms.terms("musubi-tuner@0000000") == today
+    assert trainer_terms.terms("musubi-tuner@36f3a98") == (*today, musubi_tuner.modulation_in_16_bits)
+
+
+FIRST_FORWARD = LOADED + LAST_FORWARD - CUBLAS // 2
+"""Before autograd has asked for cuBLAS."""
+
+
+# ---- SimpleTuner
+
+
+def test_simpletuner_zeroes_its_gradients_and_keeps_a_third_state() -> None:
+    run = done_by("simpletuner", adapter_dtype="bf16")
+    shift = STATES // 2
+    assert steps(run) == (FIRST_FORWARD, LOADED + STATES + shift + GRADIENTS + LAST_FORWARD)
+    assert after(run) == LOADED + STATES + shift + GRADIENTS
+
+
+def test_simpletuner_has_two_states_over_fp32_adapters_and_with_other_optimizers() -> None:
+    assert after(done_by("simpletuner", adapter_dtype="fp32")) == LOADED + STATES + GRADIENTS
+    assert after(done_by("simpletuner", adapter_dtype="bf16", optimizer="lion")) == LOADED + STATES + GRADIENTS
+
+
+def test_under_zero_the_engine_frees_gradients_whoever_trains() -> None:
+    plain = lay_out(JOB, resolve(JOB, Strategy(sharding="zero-2"), EIGHT), EIGHT, FACTS, GRID)
+    assert peaks(done_by("simpletuner", EIGHT, sharding="zero-2")) == peaks(plain)
+
+
+# ---- LatentSync
+
+HELPERS = -(-4 * latentsync.HELPERS // 512) * 512
+
+
+def test_latentsync_clears_gradients_behind_the_forward() -> None:
+    first, later = steps(done_by("latentsync"))
+    assert first == HELPERS + FIRST_FORWARD
+    assert later == LOADED + HELPERS + STATES + GRADIENTS + LAST_FORWARD
+    assert after(done_by("latentsync")) == LOADED + HELPERS + STATES + GRADIENTS
+
+
+def test_latentsync_has_a_communicator_on_one_gpu_too() -> None:
+    strategy = resolve(JOB, Strategy(), ONE)
+    ours, theirs = (estimate(JOB, strategy, ONE, FACTS, name).breakdown.context for name in ("vplan", "latentsync"))
+    assert theirs - ours == NCCL_BYTES
+    many = [estimate(JOB, resolve(JOB, Strategy(), EIGHT), EIGHT, FACTS, name) for name in ("vplan", "latentsync")]
+    assert many[0].breakdown.context == many[1].breakdown.context
+
+
+def test_group_norms_of_a_decode_under_autocast_work_in_fp32() -> None:
+    run = laid_out()
+    norm, mean = (run.new(size, "activation", "native_group_norm") for size in (8 * MIB, 512))
+    silu, convolution = run.new(8 * MIB, "activation", "silu"), run.new(4 * MIB, "activation", "convolution")
+    decode = Stage("decode", [(SERVICE, [norm, mean, silu, ~norm, convolution, ~silu])])
+    run.validation = [("decode", decode)]
+    latentsync.decode_under_autocast(run)
+    (_, events) = decode.stretches[0]
+    upcast, downcast = events[0], events[6]
+    assert events == [
+        *(upcast, norm, ~upcast),
+        *(mean, silu, ~norm),
+        *(downcast, convolution, ~downcast, ~silu),
+    ]
+    sizes = [run.sizes[buffer] for buffer in (upcast, norm, mean, silu, downcast, convolution)]
+    assert sizes == [16 * MIB, 16 * MIB, 512, 16 * MIB, 8 * MIB, 4 * MIB]
+
+
+# ---- EasyAnimate
+
+
+def test_easyanimate_has_everything_on_the_gpu_at_the_start() -> None:
+    run = done_by("easyanimate", text_encoder="swapped", vae="swapped")
+    encoders = component_bytes(run, "swapped")
+    assert encoders > 2 * MODEL.vae.parameters
+    assert peaks(run)["load"] == LOADED - CUBLAS + -(-encoders // 512) * 512
+    assert run.empty_cache_around_encode
+    assert not done_by("easyanimate").empty_cache_around_encode
+
+
+def test_easyanimate_validates_with_a_second_transformer() -> None:
+    run = laid_out()
+    run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    easyanimate.second_transformer(run)
+    found = {entry.phase: entry for entry in play(run)}
+    weights = LOADED - CUBLAS
+    more = found["denoise"].replayed.allocated_peak_bytes - LOADED - STATES - weights
+    assert 0 <= more - component_bytes(run, "cached") < 512
+    assert found["decode"].allocated_after_bytes == LOADED + STATES
+
+
+# ---- cogvideox-factory
+
+
+def test_encoders_leave_the_gpu_before_the_first_step_of_the_tables() -> None:
+    plain, run = done_by("diffusers"), done_by("diffusers@2024-10")
+    encoders = component_bytes(run, "cached")
+    assert run.leaving is not None and encoders > 2 * MODEL.vae.parameters
+    played = [entry for entry in play(run) if entry.run is run]
+    leaving = next(at for at, entry in enumerate(played) if entry.stage is run.leaving)
+    assert played[leaving].phase == "first_step"
+    # Each of the two parts is rounded to 512 bytes.
+    assert 0 <= played[leaving].replayed.allocated_peak_bytes - (LOADED - CUBLAS) - encoders < 1024
+    assert played[leaving + 1].replayed.reserved_peak_bytes < encoders  # the cache was emptied behind them
+    assert steps(run) == steps(plain) == (FIRST_FORWARD, LOADED + STATES + LAST_FORWARD)
+    assert plain.leaving is None
+
+
+@pytest.mark.parametrize("mode", ["on", "offload"])
+def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
+    run = laid_out()
+    run.strategy = run.strategy.replace(validation_mode=mode)
+    run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    diffusers.validation_prompts(run)
+    found = {entry.phase: entry for entry in play(run)}
+    encoders = component_bytes(run, "cached") - 2 * MODEL.vae.parameters
+    weights = LOADED - CUBLAS
+    before = LOADED + STATES - (weights if mode == "offload" else 0)
+    assert found["denoise"].replayed.allocated_peak_bytes >= before + encoders > LOADED + STATES
+    stay = encoders if mode == "on" else 0
+    assert 0 <= found["denoise"].allocated_after_bytes - LOADED - STATES - stay < 512
+    assert found["decode"].allocated_after_bytes == LOADED + STATES
+
+
+# ---- kohya's swap
+
+
+@pytest.mark.parametrize("trainer", ["sd-scripts", "musubi-tuner", "diffusion-pipe"])
+def test_swap_in_place_has_no_ring_and_takes_what_it_needs_of_the_host(trainer: str) -> None:
+    strategy = {"gradient_checkpointing": "full", "swap_blocks": 2}
+    ours, theirs = laid_out(**strategy), done_by(trainer, **strategy)
+    assert peaks(theirs) == {stage: nbytes - 2 * WEIGHTS for stage, nbytes in peaks(ours).items()}
+    assert (
+        host_ram.host_ram(ours, ONE).parts["weights"] == host_ram.host_ram(theirs, ONE).parts["weights"] == 2 * WEIGHTS
+    )
+
+
+# ---- DiffSynth-Studio
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "offload"])
+def test_wan_in_diffsynth_turns_queries_and_keys_in_fp64(mode: str) -> None:
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    strategy = resolve(job, Strategy(gradient_checkpointing=mode), ONE)
+    known = library.facts(job, strategy, ONE)
+    where = grid(MODEL, job)
+    ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "diffsynth"))
+    tokens, hidden = where["F"] * where["H"] * where["W"], 1536
+    turned = {buffer for buffer, op in enumerate(theirs.program.op) if op.startswith("fp64")}
+    assert [theirs.sizes[buffer] for buffer in turned] == [8 * tokens * hidden] * 2
+    passes = 2 if mode == "none" else 3
+    made = sum(event in turned for event in theirs.step.ops)
+    assert made == sum(~event in turned for event in theirs.step.ops) == 2 * 2 * passes * MODEL.blocks
+    assert len(theirs.step.ops) == len(ours.step.ops) + 2 * made
+    if mode == "offload":
+        pageable = host_ram.host_ram(theirs, ONE).parts["activations"]
+        inputs = 2 * tokens * hidden * (MODEL.blocks - 1)  # the first is made outside the blocks
+        assert pageable == inputs + MODEL.blocks * tokens * 64 * 16
+
+
+def test_a_saved_checkpoint_comes_back_when_it_is_wanted_and_ours_one_block_sooner() -> None:
+    strategy = Strategy(gradient_checkpointing="offload")
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    known = library.facts(job, resolve(job, strategy, ONE), ONE)
+    ours, theirs = (
+        lay_out(job, resolve(job, strategy, ONE), ONE, known, grid(MODEL, job), name)
+        for name in ("vplan", "diffusion-pipe")
+    )
+    inputs = {buffer for buffers in block_inputs(ours).values() for buffer in buffers}
+
+    def brought(run: Run) -> list[tuple[int, set[int]]]:
+        """Behind each block's backward: its index, and the inputs that are on the GPU."""
+        there: set[int] = set()
+        found = []
+        for moment, events in run.step.stretches:
+            there |= {event for event in events if event in inputs}
+            there -= {~event for event in events if ~event in inputs}
+            if moment.passes == "backward" and moment.block > 1:
+                found.append((moment.block, there.copy()))
+        return found
+
+    assert sorted(ours.step.ops) == sorted(theirs.step.ops)
+    for (block, ahead), (_, none) in zip(brought(ours), brought(theirs), strict=True):
+        assert ahead == set(block_inputs(ours)["blocks", block - 1]) and none == set()
+
+
+def test_other_models_in_diffsynth_have_no_such_table() -> None:
+    run = done_by("diffsynth")
+    assert run.host_bytes == 0 and not run.copies_shared_inputs
+
+
+# ---- diffusion-pipe and ai-toolkit
+
+
+def test_diffusion_pipe_keeps_what_rounding_withheld_from_16_bit_weights() -> None:
+    """A third state as large as the trained weights; none over fp32 adapters, and none for other optimizers."""
+    plain = laid_out(adapter_dtype="bf16")
+    kept = done_by("diffusion-pipe", adapter_dtype="bf16")
+    trained_bytes = sum(kept.sizes[buffer] for buffer in kept.named("gradient").values())
+    assert after(kept) - after(plain) == trained_bytes > 0
+    assert after(done_by("diffusion-pipe")) == after(laid_out())
+    assert after(done_by("diffusion-pipe", adapter_dtype="bf16", optimizer="lion")) == after(
+        laid_out(adapter_dtype="bf16", optimizer="lion")
+    )
+
+
+def test_ai_toolkit_reads_weights_into_host_ram_first() -> None:
+    assert done_by("ai-toolkit").loads_on_cpu and done_by("ai-toolkit").empty_cache_after_load
+    assert not laid_out().loads_on_cpu
+
+
+def test_ai_toolkit_holds_a_model_whole_that_it_quantises_on_the_gpu() -> None:
+    """Two bytes of each parameter before the model is there, unless `low_vram` is on; Kontext always."""
+    quantised = {"weights_dtype": "fp8", "text_encoder": "resident"}
+    plain, whole = (done_by(name, **quantised) for name in ("ai-toolkit", "ai-toolkit@quantised-whole"))
+    assert plain.before == ()
+    assert [whole.sizes[stage.ops[0]] for stage in whole.before] == [2 * MODEL.parameters]
+    assert whole.stages[0] == ("load", whole.before[0]) and whole.stages[1][1] is whole.load
+    assert done_by("ai-toolkit@quantised-whole", text_encoder="resident").before == ()
+    assert host_ram.host_ram(plain, ONE).phases["load"] - host_ram.PROCESS_BYTES >= 2 * MODEL.parameters
+
+
+def test_ai_toolkit_loads_encoders_beside_the_model_that_leave_once_prompts_are_cached() -> None:
+    run = done_by("ai-toolkit", text_encoder_dtype="fp8")
+    parameters = MODEL.text_encoder_parameters
+    assert [run.sizes[stage.ops[0]] for stage in run.before] == [2 * parameters]
+    found = {entry.stage.name: entry for entry in trained(run)}
+    assert found["load"].allocated_after_bytes == pytest.approx(LOADED + parameters, rel=0.01)
+    assert found["encoders leave"].allocated_after_bytes == LOADED - CUBLAS
+    away = done_by("ai-toolkit", swap_blocks=2, gradient_checkpointing="full")
+    assert away.leaving is None and away.before == ()
+
+
+def test_layers_that_ai_toolkit_fetches_lie_in_two_rings_of_four() -> None:
+    strategy = {"gradient_checkpointing": "full", "swap_blocks": 2, "text_encoder": "resident"}
+    run = done_by("ai-toolkit", **strategy)
+    rings = [run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op.startswith("layers ahead")]
+    assert rings == [WEIGHTS] * 2  # the hand-made block is one weight
+    assert "swap ring" not in {run.program.op[event] for event in run.load.ops if event >= 0}
+
+
+def test_both_experts_swap_the_same_blocks() -> None:
+    """Of the expert that does not run the same blocks wait in host RAM (musubi-tuner)."""
+    job = JOB.replace(experts="both")
+    model = FACTS.model.model_copy(update={"experts": 2})
+    known = replace(FACTS, model=model)
+    strategy = resolve(job, Strategy(gradient_checkpointing="full", swap_blocks=2, inactive_expert="gpu"), ONE)
+    run = lay_out(job, strategy, ONE, known, GRID, "musubi-tuner")
+    other = next(run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == "other expert")
+    assert other == (BLOCKS - 2) * WEIGHTS + idle_weights(run)[0] - BLOCKS * WEIGHTS
+    assert host_ram.host_ram(run, ONE).parts["weights"] == 2 * 2 * WEIGHTS
+
+
+def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -> None:
+    job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
+    strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.facts(job, strategy, ONE)
+    where = grid(known.model, job)
+    ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "sd-scripts"))
+    weights = [sum(run.sizes[buffer] for buffer in run.named("weight").values()) for run in (ours, theirs)]
+    width = known.model.config["num_attention_heads"] * known.model.config["attention_head_dim"]
+    assert weights[0] - weights[1] == (19 * 2 * 6 + 38 * 3) * width * width  # shifts, scales and gates of both streams
+
+
+def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() -> None:
+    """Weights, gradients and states of those that are not recorded, counted by hand, and what the step keeps."""
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.facts(job, strategy, ONE)
+    ours, theirs = (lay_out(job, strategy, ONE, known, grid(MODEL, job), name) for name in ("vplan", "musubi-tuner"))
+    added = {op: theirs.sizes[buffer] for buffer, op in enumerate(theirs.program.op) if buffer >= len(ours.sizes)}
+    width, wider, rank = 1536, 8960, 16
+    feed_forward = 4 * rank * 2 * (width + wider) * MODEL.blocks  # two more fp32 adapters in each block
+    assert added["adapters on more layers"] == feed_forward
+    assert added["states of more adapters"] == pytest.approx(2 * feed_forward, rel=0.01)
+    tokens = 3 * 30 * 52
+    assert added["kept for more adapters"] * PIECES > tokens * wider * 2  # at least the casted input of the second one
+    bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
+    plain = library.facts(job, bf16, ONE)
+    sizes = [len(lay_out(job, bf16, ONE, plain, grid(MODEL, job), name).sizes) for name in ("vplan", "musubi-tuner")]
+    assert sizes[0] == sizes[1]
+
+
+def test_diffsynth_s_model_offload_leaves_one_block_of_what_is_frozen() -> None:
+    strategy = {"gradient_checkpointing": "full", "text_encoder": "resident", "vae": "resident"}
+    plain, away = (done_by(name, **strategy) for name in ("diffsynth", "diffsynth@model-offload"))
+    held = {stage: after.allocated_after_bytes for stage, after in ((e.stage.name, e) for e in trained(away))}
+    assert held["load"] == LOADED - CUBLAS - STEM - BLOCKS * WEIGHTS
+    assert next(away.sizes[buffer] for buffer, op in enumerate(away.program.op) if op == "layers in turn") == WEIGHTS
+    more = host_ram.host_ram(away, ONE).parts["activations"] - host_ram.host_ram(plain, ONE).parts.get("activations", 0)
+    assert more >= STEM + BLOCKS * WEIGHTS

@@ -1,0 +1,128 @@
+"""planner/shell, script and documents: a pasted command as words, and files that are no scripts; nothing of it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.commands import cli
+from planner.dialects.base.script import of_file, of_words
+from planner.dialects.base.shell import commands
+from planner.errors import VplanError
+from planner.untrusted import read_document
+
+SHELL = r"""#!/bin/bash
+declare -x DATA="/data/my set" N=3
+ARGS=(--a "b c" # of words
+  --n $N)
+FLAGS="--x 1"
+CUDA_VISIBLE_DEVICES=0,1 accelerate launch --mixed_precision="bf16" \
+  train.py --data=$DATA "${ARGS[@]}" $FLAGS --q '$N' --d ${NONE:-81} --u $UNSET --e "" 2>&1 | tee log.txt
+if [ -z "$N" ]; then echo no; fi && python -m pkg.mod --t "--not a flag" > out.txt &
+cat > c.toml <<'END'
+python from_the_text.py
+END
+now=$(date +"%s")
+"""
+
+
+def test_words_are_those_that_a_shell_would_give() -> None:
+    lines, variables = commands(SHELL)
+    first, last = lines[0], next(line for line in lines if line.words[0] == "python")
+    assert first.words[:4] == ("accelerate", "launch", "--mixed_precision=bf16", "train.py")
+    assert first.words[4:] == (
+        *("--data=/data/my", "set", "--a", "b c", "--n", "3", "--x", "1"),
+        *("--q", "$N", "--d", "81", "--u", "$UNSET", "--e", ""),
+    )
+    assert first.environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert last.words == ("python", "-m", "pkg.mod", "--t", "--not a flag")
+    assert not any("from_the_text.py" in line.words for line in lines)
+    assert "UNSET" in variables.unset and variables.values["now"] == ['$(date +"%s")']
+
+
+LAUNCHES = {
+    "accelerate launch --num_processes 8 --num_machines 2 train.py --a": ("accelerate", "train.py", 4, 2),
+    "torchrun --nnodes=1:4 --nproc-per-node 2 -m scripts.train_unet": ("torchrun", "scripts/train_unet.py", 2, 4),
+    "python -m torch.distributed.run --nproc_per_node=3 a.py": ("torchrun", "a.py", 3, None),
+    "NCCL_P2P_DISABLE=1 deepspeed --num_gpus=2 train.py --deepspeed": ("deepspeed", "train.py", 2, None),
+    "nohup uv run python3.11 -u x/train.py": ("python", "x/train.py", 1, None),
+    "deepspeed --include localhost:0,1,2 train.py --deepspeed": ("deepspeed", "train.py", 3, None),
+    "accelerate launch --multi_gpu --gpu_ids=0,1 t.py": ("accelerate", "t.py", 2, None),
+    "accelerate launch --gpu_ids all t.py": ("accelerate", "t.py", None, None),
+    "accelerate launch --use_deepspeed --multi_gpu t.py": ("accelerate", "t.py", None, None),
+}
+
+
+@pytest.mark.parametrize("text", LAUNCHES)
+def test_launchers_say_what_runs_on_how_many(text: str) -> None:
+    (program,) = of_words(text.split()).programs
+    assert (program.launcher, program.script, program.gpus, program.nodes) == LAUNCHES[text]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet="ab$'\"\\(){}[]=#;&|<> \n-", max_size=60))
+def test_any_text_is_words_or_one_clear_error(text: str) -> None:
+    try:
+        lines, _ = commands(text)
+    except VplanError as error:
+        assert "never closed" in error.message or "64 KiB" in error.message
+    else:
+        assert all(line.words for line in lines)
+
+
+BAD = {
+    "quote.sh": b'accelerate launch "train.py',
+    "latin.sh": b"\xff\xfe\x00",
+    "large.sh": b"a" * (2 << 20),
+    "nothing.sh": b"A=1\n",
+    "grows.sh": b"A=aaaaaaaa\n" + b"A=$A$A\n" * 40 + b"python x.py $A\n",
+    "array.sh": b"A=(a b)\n" + b"A=(${A[@]} ${A[@]})\n" * 40,
+    "open_texts.sh": b"cat <<END\n" * 50_000,
+    "itself.yaml": b"a: &a [*a]\n",
+    "bomb.yaml": b"a0: &a0 {x: 1}\n"
+    + b"".join(b"a%d: &a%d {p: *a%d, q: *a%d}\n" % (n, n, n - 1, n - 1) for n in range(1, 25)),
+    "runs.yaml": b'x: !!python/object/apply:os.system ["touch was_run"]\n',
+    "deep.json": b"[" * 50_000,
+    "deep.yaml": b"a: " + b"[" * 500,
+    "list.json": b"[1, 2]",
+    "broken.toml": b"a = \n",
+    "broken.py": b"def f(:\n",
+    "deep.py": b"x = " + b"(" * 3_000 + b")" * 3_000,
+    "other.py": b"print(1)\n",
+    "foreign.sh": b"python -m onetrainer.train --x 1\n",
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, "missing.sh", "folder.sh"])
+def test_what_cannot_be_read_is_one_clear_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.sh").mkdir()
+    if name in BAD:
+        (tmp_path / name).write_bytes(BAD[name])
+    done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", name])
+    assert done.exit_code == 1
+    error = json.loads(done.stdout)["error"]
+    assert error["message"] and error["fix"] and "\n" not in error["message"]
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_an_unread_trainer_is_refused_by_name_with_those_we_read() -> None:
+    for words, name in ((("simpletuner", "train"), "SimpleTuner"), (("python", "a.py", "--b"), "a.py")):
+        done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", "--", *words])
+        error = json.loads(done.stdout)["error"]
+        assert name in error["message"] and "DiffSynth-Studio" in error["fix"] and "sd-scripts" in error["fix"]
+    assert CliRunner().invoke(cli, ["check", "--gpu", "24GB"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["check", "--", "python", "a.py"]).exit_code == 2
+
+
+def test_a_config_s_bytes_and_the_folder_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("data: {sizes: [1, 2], sets: [{n: 3}]}\n")
+    assert read_document(tmp_path / "c.yaml") == {"data": {"sizes": [1, 2], "sets": [{"n": 3}]}}
+    (tmp_path / "run.sh").write_text("python a.py --c c.yaml\n")
+    script = of_file(tmp_path / "run.sh")
+    assert script.document("c.yaml") and script.document("$C/c.yaml") is None and script.document("no.yaml") is None

@@ -1,0 +1,227 @@
+"""Host RAM phase by phase: every term worked by hand, what counts for every GPU and what once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid, job_for
+from planner.estimate.estimate import estimate
+from planner.estimate.host_ram import PROCESS_BYTES, SHARD_BYTES, HostRam, host_ram
+from planner.layout.inputs import facts
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Run
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Estimate
+from planner.spec.rules import resolve
+from planner.units import GIB
+from tests.planner import hand_made
+
+WAN = lookup.model("wan2.1-t2v-1.3b")
+LARGE = lookup.model("wan2.1-i2v-14b-480p")
+SHORT = {"frames": 17, "height": 480, "width": 832}
+SAMPLE = {"method": "sample", **SHORT}
+
+
+def where(gpus: int = 1, gpu: str = "h200-141gb") -> Machine:
+    return Machine.read({"gpu": gpu, "gpus": gpus, "host_ram": 4096 * GIB})
+
+
+def laid_out(model: ModelProfile, asked: dict[str, Any], gpus: int = 1, trainer: str = "vplan", **strategy: Any) -> Run:
+    job, machine = job_for(model, asked), where(gpus)
+    known = resolve(job, Strategy.read({"gradient_checkpointing": "full", **strategy}), machine)
+    return lay_out(job, known, machine, facts(job, known, machine), grid(model, job), trainer)
+
+
+def needs(
+    model: ModelProfile, asked: dict[str, Any], gpus: int = 1, trainer: str = "vplan", **strategy: Any
+) -> HostRam:
+    return host_ram(laid_out(model, asked, gpus, trainer, **strategy), where(gpus))
+
+
+def sampled(model: ModelProfile, **strategy: Any) -> HostRam:
+    return needs(model, SAMPLE, gradient_checkpointing="none", **strategy)
+
+
+def priced(job: Job, machine: Machine, **strategy: Any) -> Estimate:
+    known = Strategy.read({"gradient_checkpointing": "full", **strategy})
+    return estimate(job, known, machine, facts(job, known, machine))
+
+
+def weights(run: Run) -> list[int]:
+    return [run.sizes[buffer] for buffer in run.named("weight").values()]
+
+
+def test_parts_sum_to_the_peak_and_the_estimate_names_it() -> None:
+    found = priced(job_for(WAN, {**SHORT, "method": "full"}), where(), offload_optimizer="cpu", ema="cpu")
+    assert found.host is not None
+    assert found.host.breakdown.total == found.host_ram_bytes == max(found.host.phases.values())
+    assert found.host.phases[found.host.phase] == found.host_ram_bytes
+    assert list(found.host.phases) == ["load", "train", "save"]
+    parts = found.host.breakdown
+    assert found.host.phase == "save"
+    assert parts.optimizer == 16 * WAN.parameters
+    half = priced(job_for(WAN, {**SHORT, "method": "full"}), where(), offload_optimizer="cpu", weights_dtype="bf16")
+    assert half.host is not None and half.host.breakdown.optimizer == pytest.approx(8 * WAN.parameters, rel=0.01)
+    # The moving average, and to save it a model of its own in fp32; the trained weights go file by file.
+    assert parts.ema == 4 * WAN.parameters
+    assert parts.saving == 4 * WAN.parameters + min(4 * WAN.parameters, SHARD_BYTES)
+
+
+def test_every_gpu_has_a_process_and_rank_0_saves() -> None:
+    one, four = (needs(WAN, {**SHORT, "method": "full"}, gpus) for gpus in (1, 4))
+    assert four.parts["process"] == 4 * one.parts["process"] == 4 * PROCESS_BYTES
+    assert four.parts["saving"] == one.parts["saving"]
+    assert four.phases["train"] == 4 * one.phases["train"]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_is_saved_is_copied_first(method: str) -> None:
+    asked = {**SHORT, "method": method}
+    run = laid_out(WAN, asked)
+    alone = needs(WAN, asked)
+    assert alone.phases["save"] - alone.phases["train"] == sum(run.sizes[b] for b in run.named("gradient").values())
+    # Gathered on rank 0: every weight in 16 bits, frozen ones too.
+    gathered = needs(WAN, asked, 2, sharding="zero-3")
+    whole = 2 * sum(laid_out(WAN, asked, 2, sharding="zero-3").elements.values())
+    assert gathered.phases["save"] - gathered.phases["train"] == whole
+    assert whole == pytest.approx(2 * WAN.parameters, rel=0.02)
+
+
+def test_a_large_model_is_saved_file_by_file() -> None:
+    found = needs(LARGE, {**SHORT, "method": "full"}, weights_dtype="bf16")
+    assert found.parts["saving"] == SHARD_BYTES < 2 * LARGE.parameters
+
+
+def test_validation_on_a_moving_average_keeps_the_trained_weights_aside() -> None:
+    asked = {**SHORT, "method": "full"}
+    plain, averaged = (needs(WAN, asked, validation_mode="on", ema=ema) for ema in ("none", "gpu"))
+    for phase in ("denoise", "decode"):
+        assert averaged.phases[phase] - plain.phases[phase] == pytest.approx(4 * WAN.parameters, rel=0.001)
+    assert averaged.phases["train"] == plain.phases["train"]
+
+
+def test_what_makes_room_for_the_vae_waits_in_host_ram() -> None:
+    on, away = (needs(WAN, SHORT, validation_mode=mode) for mode in ("on", "offload"))
+    assert away.phases["decode"] - on.phases["decode"] == sum(weights(laid_out(WAN, SHORT)))
+    assert away.phases["denoise"] == on.phases["denoise"]
+
+
+def test_from_pretrained_makes_the_whole_model_in_host_ram_once_per_process() -> None:
+    ours, theirs = (needs(WAN, SHORT, 2, trainer) for trainer in ("vplan", "diffusers"))
+    run = laid_out(WAN, SHORT)
+    assert ours.phases["train"] == theirs.phases["train"]
+    assert theirs.phases["load"] - ours.phases["load"] == 2 * (sum(weights(run)) - max(weights(run)))
+    assert theirs.phase == "load"
+    # A quantised one goes to the GPU weight by weight.
+    quantised = {"weights_dtype": "nf4"}
+    assert needs(WAN, SHORT, 1, "diffusers", **quantised).phases == needs(WAN, SHORT, 1, "vplan", **quantised).phases
+
+
+def test_an_encoder_larger_than_the_card_waits_in_host_ram() -> None:
+    job = job_for(WAN, SHORT)
+    small, large = (priced(job, Machine.read({"gpu": gpu, "host_ram": 64 * GIB})) for gpu in ("8GB", "24GB"))
+    assert small.host is not None and large.host is not None
+    assert small.host.phases["encode"] == PROCESS_BYTES + 2 * WAN.text_encoders[0].parameters
+    assert "encode" not in large.host.phases
+
+
+def test_a_swapped_encoder_waits_between_its_turns() -> None:
+    cached, swapped = (needs(WAN, SHORT, text_encoder=kind) for kind in ("cached", "swapped"))
+    assert swapped.phases["train"] - cached.phases["train"] == 2 * WAN.text_encoders[0].parameters
+
+
+def test_the_loader_has_its_workers_batches() -> None:
+    run = laid_out(WAN, {**SHORT, "batch_size": 2})
+    latents = 4 * 16 * 5 * 60 * 104  # fp32, 5 latent frames of 60x104
+    assert host_ram(run, where()).phases["train"] == PROCESS_BYTES + 2 * latents
+    run.loader_workers = 4
+    assert host_ram(run, where()).phases["train"] == PROCESS_BYTES + 2 * latents * (2 * 4 + 1)
+    clip = 5 * 3 * 17 * 480 * 832  # uint8 and fp32
+    resident = laid_out(WAN, SHORT, vae="resident")
+    assert host_ram(resident, where()).phases["train"] == PROCESS_BYTES + clip
+
+
+def test_swapped_blocks_take_what_they_are() -> None:
+    run = laid_out(WAN, SHORT)
+    last = [run.sizes[buffer] for name, buffer in run.named("weight").items() if name.startswith("blocks.29.")
+            and "lora" not in name]  # fmt: skip
+    one = needs(WAN, SHORT, swap_blocks=1)
+    assert one.phases["train"] - needs(WAN, SHORT).phases["train"] == sum(last)
+
+
+# ---- sampling
+
+
+def test_group_offload_as_the_reference_worked_it_out() -> None:
+    """Wan I2V 14B: the model pageable 30.5 GiB; with a stream 45.8 GiB pinned, and 14.0 for UMT5."""
+    plain, stream = (sampled(LARGE, group_offload="leaf", group_offload_stream=stream) for stream in (False, True))
+    assert plain.phases["denoise"] - PROCESS_BYTES == pytest.approx(30.5 * GIB, rel=0.005)
+    assert stream.phases["denoise"] - PROCESS_BYTES == pytest.approx(45.8 * GIB, rel=0.005)
+    assert stream.phases["encode"] - PROCESS_BYTES == pytest.approx(14.0 * GIB, rel=0.005)
+    block = sampled(LARGE, group_offload="block", group_offload_stream=True)
+    # By block what is in no list is not pinned, and so no layer of UMT5; every pinned copy is made before the first
+    # pageable one goes. By leaf they go one after another.
+    assert block.phases["denoise"] < stream.phases["denoise"] < block.phases["denoise"] + GIB
+    assert block.phases["encode"] - PROCESS_BYTES == pytest.approx(2 * LARGE.text_encoders[0].parameters, rel=0.005)
+    assert block.phases["load"] - PROCESS_BYTES == pytest.approx((30.5 + 45.2) * GIB, rel=0.005)
+    assert stream.phases["load"] == stream.phases["denoise"]
+
+
+def test_a_pipeline_in_turns_is_whole_in_host_ram() -> None:
+    turns, resident = (sampled(WAN, text_encoder=kind, vae=kind) for kind in ("swapped", "resident"))
+    encoder, vae = 2 * WAN.text_encoders[0].parameters, 2 * WAN.vae.parameters
+    model = sum(weights(laid_out(WAN, SAMPLE, gradient_checkpointing="none")))
+    assert turns.phases["encode"] == PROCESS_BYTES + encoder + vae + model
+    assert turns.phases["denoise"] == PROCESS_BYTES + encoder + vae
+    assert turns.phases["decode"] == PROCESS_BYTES + encoder + vae + model
+    assert resident.phases["denoise"] == PROCESS_BYTES
+
+
+def test_a_machine_without_the_ram_is_told_when_it_is_short() -> None:
+    job = job_for(LARGE, SAMPLE)
+    found = priced(
+        job, Machine.read({"gpu": "24GB", "host_ram": 32 * GIB}), gradient_checkpointing="none", group_offload="block"
+    )
+    assert (found.verdict, found.limit) == ("no", "host")
+    enough = Machine.read({"gpu": "24GB", "host_ram": found.host_ram_bytes})
+    again = priced(job, enough, gradient_checkpointing="none", group_offload="block")
+    assert again.verdict == "fits"
+
+
+# ---- what holds for any shape
+
+HOLDS: list[dict[str, Any]] = [
+    {},
+    {"gradient_checkpointing": "offload"},
+    {"gradient_checkpointing": "full", "swap_blocks": 2},
+    {"offload_optimizer": "cpu"},
+    {"text_encoder": "swapped", "vae": "swapped"},
+    {"ema": "cpu"},
+]
+"""Each but the first keeps something in host RAM that the first does not."""
+
+
+def by_hand(held: dict[str, Any], shape: dict[str, int], machine: Machine = hand_made.ONE) -> HostRam:
+    return host_ram(hand_made.laid_out(machine, shape, **held), machine)
+
+
+@given(st.sampled_from(HOLDS), hand_made.SHAPE, st.sampled_from("BFHWR"), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_more_of_anything_never_needs_less(held: dict[str, Any], shape: dict[str, int], atom: str, more: int) -> None:
+    found, larger = by_hand(held, shape), by_hand(held, {**shape, atom: shape[atom] + more})
+    assert found.nbytes <= larger.nbytes
+    assert all(nbytes <= larger.phases[phase] for phase, nbytes in found.phases.items())
+    assert sum(found.parts.values()) == found.nbytes == max(found.phases.values())
+
+
+@given(st.sampled_from(HOLDS), hand_made.SHAPE)
+@settings(max_examples=50, deadline=None)
+def test_what_is_held_adds_and_every_gpu_adds(held: dict[str, Any], shape: dict[str, int]) -> None:
+    assert by_hand({}, shape).nbytes <= by_hand(held, shape).nbytes
+    assert by_hand(held, shape).nbytes < by_hand(held, shape, hand_made.EIGHT).nbytes

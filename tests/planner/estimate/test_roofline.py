@@ -1,0 +1,314 @@
+"""Step seconds: sums over a tape against its unfolded blocks, and the roofline's causes one at a time."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.catalog import lookup
+from planner.catalog.shapes import grid, job_for
+from planner.estimate.estimate import estimate
+from planner.estimate.roofline import (
+    BARE_LAUNCH_SECONDS,
+    COMPILED_LAUNCH_SECONDS,
+    COPY,
+    GAP_SECONDS,
+    GRAPH_GAP_SECONDS,
+    HOST_ADAM_SECONDS,
+    LAUNCH_SECONDS,
+    NVLINK,
+    REACHED,
+    SLOW_LAUNCH_SECONDS,
+    USUAL,
+    StepWork,
+    Traffic,
+    Work,
+    efficiency,
+    peak_flops,
+    step_seconds,
+    symbolic_work,
+    total_flops,
+    work_of,
+)
+from planner.estimate.traffic import step_work
+from planner.layout.inputs import facts
+from planner.layout.pipeline import lay_out
+from planner.spec.job import Job, Links, Machine, Strategy
+from planner.spec.rules import resolve
+from planner.tape.format import KINDS, Run, Tape, read_tape
+from planner.tape.templates import kept_template
+
+GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16, "E": 0}
+JOB = Job(model="wan2.1-t2v-1.3b", frames=81, height=480, width=832)
+H100, RTX4090, T4 = (lookup.gpu(name) for name in ("h100-80gb", "rtx4090", "t4"))
+ONE = Machine(gpu="h100-80gb")
+STILL = Traffic()
+MATMUL, POINTWISE, LAUNCHES = ("matmul", 1), ("pointwise", 0), ("kernels", 0)
+WORK = StepWork(
+    {MATMUL: Work(10**15, 10**9), POINTWISE: Work(0, 10**12), LAUNCHES: Work(1000, 0)},
+    {POINTWISE: Work(0, 10**11), LAUNCHES: Work(100, 0)},
+)
+FOLDER = Path(__file__).parents[3] / "profiles" / "tapes"
+TAPES = sorted(FOLDER.glob("*/*.json.gz"))
+
+
+def seconds(work=WORK, gpu=H100, machine=ONE, traffic=STILL, job=JOB, **strategy):
+    return step_seconds(work, gpu, Strategy(**strategy), job, machine, traffic)
+
+
+def tiny_tape(depth, **item):
+    """One sweep whose templates differ, so that counting one of them wrongly shows."""
+    templates = [
+        {"events": [], "work": [[0, 1, 10**position, 2 * 10**position, 1, 0, 0, 0, 0, 0], [4, 0, 1, 0, *[0] * 6]]}
+        for position in range(min(depth, 5))
+    ]
+    sweep = {"run": 0, "step": 1, "pass": "forward", "templates": templates, **item}
+    single = {"run": 0, "block": -1, "pass": "backward", "templates": templates[:1]}
+    pieces = {"step": [sweep, single]}
+    atoms = ("B", "F", "H", "W", "T", "R")
+    return Tape("tiny", {}, {}, {}, atoms, {}, (), (Run("blocks", 0, depth, depth),), (), (), pieces)
+
+
+def test_each_kept_template_counts_once_per_block_that_uses_it():
+    found = work_of(tiny_tape(30), "step", {**GRID, "B": 3})
+    assert found[MATMUL] == Work(3 * (11_011 + 26 * 100 + 1), 6 * (11_011 + 26 * 100 + 1))
+    assert found[LAUNCHES] == Work(31, 0)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_counts_replace_the_full_models_depth_in_either_direction(step):
+    found = work_of(tiny_tape(30, step=step), "step", GRID, [6])
+    assert found[MATMUL].flops == 11_011 + 2 * 100 + 1
+
+
+def test_a_short_stack_uses_every_template_once():
+    assert work_of(tiny_tape(3), "step", GRID)[MATMUL].flops == 111 + 1
+
+
+@pytest.mark.parametrize("path", TAPES, ids=lambda path: f"{path.parent.name}-{path.name.partition('.')[0]}")
+def test_shipped_tapes_sum_to_what_their_blocks_do_one_by_one(path):
+    tape = read_tape(path)
+    grid = {**GRID, "B": 2, **tape.regime}
+    atoms = tape.values(grid)
+    for piece, items in tape.pieces.items():
+        slow = {}
+        for item in items:
+            depth = tape.runs[item["run"]].count if item.get("step") else 1
+            for block in range(depth):
+                kept = item["templates"]
+                for entry in kept[kept_template(item, block, depth) if item.get("step") else 0]["work"]:
+                    factor = 1
+                    for atom, power in zip(atoms, entry[4:], strict=True):
+                        factor *= atom**power
+                    cell = slow.setdefault((KINDS[entry[0]], entry[1]), [0, 0])
+                    cell[0] += entry[2] * factor
+                    cell[1] += entry[3] * factor
+        assert work_of(tape, piece, grid) == {kind: Work(*cell) for kind, cell in slow.items()}
+
+
+def test_wan_flops_are_those_of_the_architecture():
+    """30 blocks of width 1536 and inner width 8960, 32,760 tokens: forward, recomputed forward, backward."""
+    tape = read_tape(FOLDER / "wan2.1-t2v-1.3b" / "step-lora-half-fp32-autocast-full-one.json.gz")
+    found = work_of(tape, "step", GRID)
+    width, inner, tokens, text = 1536, 8960, 21 * 30 * 52, 512
+    attention = 4 * width * tokens * (tokens + text) * 30
+    linear = 2 * tokens * (6 * width**2 + 2 * width * inner) * 30
+    assert found["attention", 1].flops == pytest.approx(4.5 * attention, rel=0.02)
+    assert found[MATMUL].flops == pytest.approx(3 * linear, rel=0.02)
+
+
+def test_symbolic_work_holds_for_every_shape():
+    terms = symbolic_work(tiny_tape(30), "step")
+    assert set(terms) == {("matmul", 1, (1, 0, 0, 0, 0, 0)), ("kernels", 0, (0,) * 6)}
+
+
+def test_kernels_take_the_longer_of_arithmetic_and_memory():
+    expected = 10**15 / (0.803 * 989.4e12) + 1.1e12 / (COPY * 3352e9)
+    assert seconds().compute == pytest.approx(expected)
+    assert seconds().total == pytest.approx(seconds().compute / USUAL + 1100 * GAP_SECONDS)
+
+
+def test_launches_count_only_where_the_gpu_waits_for_them():
+    assert seconds().launch == pytest.approx(1000 * LAUNCH_SECONDS + 100 * BARE_LAUNCH_SECONDS)
+    compiled = seconds(StepWork({MATMUL: Work(1, 1), LAUNCHES: Work(1000, 0)}), compile="blocks")
+    assert compiled.launch == pytest.approx(1000 * COMPILED_LAUNCH_SECONDS)
+    many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
+    assert seconds(many).total == pytest.approx(10**6 * LAUNCH_SECONDS)
+    assert seconds(many, compile="cudagraphs").launch == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step", "grows"), [("adamw", "foreach", False), ("adamw", "loop", True), ("prodigy", "foreach", True)]
+)
+def test_what_steps_one_by_one_launches_for_every_parameter(optimizer, step, grows):
+    strategy = resolve(JOB, Strategy(optimizer=optimizer, optimizer_step=step), ONE)
+    known = facts(JOB, strategy, ONE)
+    run = lay_out(JOB, strategy, ONE, known, grid(known.model, JOB))
+    recorded = work_of(known.optimizer, "optimizer", run.grid, [stack.recorded for stack in known.optimizer.runs])
+    times = run.optimizer_scale if grows else 1
+    assert times == 1 or times > 2
+    assert step_work(run).optimizer[LAUNCHES].flops == round(times * recorded[LAUNCHES].flops)
+
+
+def test_accumulation_repeats_the_passes_and_not_the_optimizer():
+    once, optimizer = seconds(), seconds(StepWork({}, WORK.optimizer))
+    four = seconds(gradient_accumulation=4)
+    assert four.compute - optimizer.compute == pytest.approx(4 * (once.compute - optimizer.compute))
+    assert total_flops(WORK, Strategy(gradient_accumulation=4)) == 4 * 10**15
+
+
+def test_the_optimizer_step_is_shared_or_leaves_the_gpu():
+    eight = Machine(gpu="h100-80gb", gpus=8)
+    bare = seconds(StepWork(WORK.passes)).compute
+    whole = seconds(machine=eight, sharding="ddp").compute - bare
+    assert seconds(machine=eight, sharding="zero-1").compute - bare == pytest.approx(whole / 8)
+    assert seconds(machine=eight, sharding="zero-2", offload_optimizer="cpu").compute == bare
+    busy = seconds(traffic=Traffic(host_parameters=10**9))
+    assert busy.total == pytest.approx(seconds().total + 1e9 * HOST_ADAM_SECONDS)
+
+
+def test_transfers_hide_behind_kernels_or_add_to_them():
+    nbytes = round(100 * 55e9)
+    assert seconds(traffic=Traffic(nbytes)).total == pytest.approx(100)
+    waiting = seconds(traffic=Traffic(host_waiting_bytes=nbytes))
+    assert waiting.total == pytest.approx(100 + seconds().total)
+    assert waiting.transfer == seconds(traffic=Traffic(nbytes)).transfer
+    assert seconds(traffic=Traffic(nbytes)).high == pytest.approx(waiting.high)
+    assert seconds(traffic=Traffic(10**9)).total == seconds().total
+
+
+def test_the_high_end_is_slow_kernels_or_slow_launches_and_nothing_hidden():
+    assert seconds().high == pytest.approx(seconds().compute / REACHED + 1100 * GAP_SECONDS)
+    many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
+    assert seconds(many).high == pytest.approx(10**6 * SLOW_LAUNCH_SECONDS)
+    graphs = seconds(many, compile="cudagraphs")
+    fused = 10**6 // 1000  # the matrix products move a thousandth of what pointwise work moves unfused
+    assert graphs.high == pytest.approx(graphs.compute / REACHED + fused * GRAPH_GAP_SECONDS)
+
+
+def test_the_cpu_runs_ahead_of_the_gpu_and_never_behind():
+    """Kernels of 1 s in each pass; 100,000 launches, 4.2 s and gaps of 0.21 s, in one of them."""
+    busy, many = {MATMUL: Work(round(USUAL * 0.803 * 989.4e12), 0)}, {LAUNCHES: Work(10**5, 0)}
+    launched = 10**5 * LAUNCH_SECONDS
+    both = {MATMUL: Work(2 * busy[MATMUL].flops, 0), **many}
+    assert seconds(StepWork(both, {}, {**busy, **many})).total == pytest.approx(launched + 1)
+    assert seconds(StepWork(both, {}, busy)).total == pytest.approx(
+        launched
+    )  # backward's kernels wait for its last launch
+    assert seconds(StepWork(both)).total == pytest.approx(launched)
+    assert seconds(StepWork(both, {}, {**busy, **many}), gradient_accumulation=2).total == pytest.approx(
+        2 * launched + 1
+    )
+
+
+PUBLISHED = [
+    ("sd1.5", {"lora_rank": 16, "height": 512, "lora_dropout": 0.1}, "sdpa", {"none": (0.181, 0.176)}),
+    (
+        "sd3.5-medium",
+        {
+            "lora_rank": 128,
+            "height": 1024,
+            "batch_size": 3,
+            "lora_dropout": 0.1,
+            "text_tokens": 231,
+            "lora_targets": ("to_q", "to_k", "to_v", "to_out.0"),
+        },
+        "sdpa",
+        {"none": (0.529, 1.189), "full": (0.721, 1.607)},
+    ),
+    ("krea-2", {"lora_rank": 64, "height": 512}, "cudnn", {"none": (0.272, 0.661), "full": (0.371, 0.919)}),
+    *[
+        ("krea-2", {"lora_rank": 64, "height": side, "batch_size": batch}, "cudnn", {"full": (seconds, None)})
+        for side, batch, seconds in [(512, 4, 1.23), (512, 8, 2.43), (1024, 1, 0.99), (1024, 4, 3.85), (1024, 8, 7.69)]
+    ],
+]
+"""(model, job, attention, checkpointing -> seconds on H100 and L40S) of SimpleTuner, bf16 adapters
+(documentation/experimental/SEGMENTED_CHECKPOINTING.md, "no-compile" rows of Krea 2; the larger ones:
+quickstart/KREA2.md). Krea's optimizer is optimi's Lion, and it joins query, key and value in one layer with one
+adapter."""
+
+
+def test_small_heads_are_slower_where_that_was_measured():
+    for card, slower in ((H100, True), (RTX4090, False)):
+        of_64, of_128 = (efficiency(card, Strategy(), JOB, "attention", 1, size) for size in (64, 128))
+        assert (of_64 < 0.8 * of_128) is slower
+    sizes = {name: lookup.model(name).head_size for name in ("sd3.5-medium", "wan2.1-t2v-14b", "sd1.5", "sdxl")}
+    assert sizes == {"sd3.5-medium": 64, "wan2.1-t2v-14b": 128, "sd1.5": 40, "sdxl": 64}
+
+
+def test_published_steps_are_met_and_in_the_right_order():
+    found = {}
+    for model, asked, attention, published in PUBLISHED:
+        job = job_for(lookup.model(model), {**asked, "frames": 1, "width": asked["height"]})
+        trainer = "vplan" if model == "krea-2" else "simpletuner"
+        for checkpointing, seconds_on in published.items():
+            strategy = Strategy(gradient_checkpointing=checkpointing, attention=attention, adapter_dtype="bf16")
+            for card, taken in zip(("h100-80gb", "l40s"), seconds_on, strict=True):
+                where = Machine(gpu=card, host_ram=2**37)
+                told = estimate(job, strategy, where, facts(job, strategy, where), trainer)
+                if taken is not None:
+                    missed = (model, card) == ("sd3.5-medium", "h100-80gb")  # see docs/accuracy.md
+                    within = 0.22 if missed else 0.11
+                    assert told.step_seconds == pytest.approx(taken, rel=within), (model, asked, checkpointing, card)
+                    assert taken <= told.step_seconds_high
+                    found.setdefault((model, card), []).append((taken, told.step_seconds))
+    for steps in found.values():
+        assert [told for _, told in sorted(steps)] == sorted(told for _, told in steps)
+
+
+def test_collectives_take_the_slowest_link():
+    def transfer(gpu, **machine):
+        return seconds(gpu=gpu, machine=Machine(gpu=gpu.name, **machine), traffic=Traffic(0, 10**9)).transfer
+
+    assert transfer(H100) == 0
+    assert transfer(H100, gpus=8) == pytest.approx(1 / (NVLINK * 450))
+    assert transfer(RTX4090, gpus=2) == pytest.approx(1 / 12.5)
+    assert transfer(RTX4090, gpus=2, nodes=2) == pytest.approx(2 / 12.5)
+    assert transfer(RTX4090, gpus=2, links=Links(gpu_gbs=50.0)) == pytest.approx(1 / 50)
+    assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=50.0)) == pytest.approx(1 / 50)
+
+
+def test_host_link_is_memory_itself_when_unified():
+    traffic = Traffic(10**9)
+    assert seconds(machine=Machine(gpu="x", unified=True), traffic=traffic).transfer == pytest.approx(2 / (COPY * 3352))
+    known = Machine(gpu="x", links=Links(host_gbs=10.0))
+    assert seconds(machine=known, traffic=traffic).transfer == pytest.approx(0.1)
+
+
+def test_peak_rates_follow_the_dtype_that_runs():
+    assert peak_flops(H100, Strategy(), "matmul", 1) == pytest.approx(989.4e12)
+    assert peak_flops(H100, Strategy(), "matmul", 0) == pytest.approx(66.9e12)
+    assert peak_flops(T4, Strategy(), "matmul", 1) == pytest.approx(T4.fp32_tflops * 1e12)
+    assert peak_flops(T4, Strategy(autocast="fp16"), "matmul", 1) == pytest.approx(T4.fp16_tflops * 1e12)
+    half = Strategy(autocast="none", compute_dtype="fp16")
+    assert peak_flops(T4, half, "matmul", 1) == pytest.approx(T4.fp16_tflops * 1e12)
+    assert peak_flops(H100, Strategy(), "convolution", 0) == pytest.approx(989.4e12 / 2)
+
+
+def test_attention_kernels_rank_as_published():
+    def reached(gpu, **strategy):
+        return efficiency(gpu, Strategy(**strategy), JOB, "attention")
+
+    order = [reached(H100, attention=name) for name in ("flash-3", "cudnn", "flash", "efficient", "math")]
+    assert order == sorted(order, reverse=True)
+    assert reached(H100) == reached(H100, attention="cudnn")
+    assert reached(RTX4090) == reached(RTX4090, attention="flash") == reached(RTX4090, attention="flash-3")
+    assert reached(T4) == reached(T4, attention="efficient")
+    assert reached(H100, gradient_checkpointing="full") > reached(H100)
+    sample = Job(model="m", method="sample", frames=1, height=64, width=64)
+    assert efficiency(H100, Strategy(), sample, "attention") == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("name", lookup.gpu_names())
+def test_every_card_has_a_finite_time(name):
+    card = lookup.gpu(name)
+    everything = StepWork({(kind, half): Work(10**15, 10**12) for kind in KINDS[:-1] for half in (0, 1)})
+    assert 0 < seconds(everything, card).total < 3600
+    for kind, half in everything.passes:
+        assert 0 < efficiency(card, Strategy(), JOB, kind, half) < 1
+
+
+def test_a_compiler_removes_pointwise_traffic_and_never_adds_any():
+    assert seconds(compile="blocks").compute < seconds().compute
+    assert seconds(compile="blocks").launch < seconds().launch
+    dense = StepWork({MATMUL: Work(10**15, 10**12), POINTWISE: Work(0, 10**9)})
+    assert seconds(dense, compile="full").compute == seconds(dense).compute

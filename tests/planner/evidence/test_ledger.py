@@ -1,0 +1,135 @@
+"""The ledger keeps what it has: torn lines, kills in the middle, two writers at once, no room left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vplan
+from planner.catalog.plan_id import row_id
+from planner.errors import VplanError
+from planner.evidence import ledger as keeping
+from planner.evidence.ledger import Ledger, default_path
+from planner.evidence.measurement import ProbeRow, Setup
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Environment, Measured, Plan
+
+
+def plan(**fields: Any) -> Plan:
+    job = Job.read({"model": "wan2.1-t2v-1.3b", "frames": 5, "height": 64, "width": 64, **fields})
+    return Plan(job=job, strategy=Strategy(), machine=Machine(gpu="24GB"))
+
+
+def row(of: Plan | None = None, *, driver: str = "580.1", **fields: Any) -> ProbeRow:
+    of = of or plan()
+    env = Environment(
+        gpu="NVIDIA GeForce RTX 4090", driver=driver, torch="2.13.0", diffusers="0.42.1", attention_kernel="flash",
+        command="vplan probe plan.toml", time="2026-11-21T12:00:00+00:00",
+    )  # fmt: skip
+    said = {"measured": Measured(outcome="ok"), "env": env, **fields}
+    return ProbeRow(id=row_id(of), job=of.job, strategy=of.strategy, machine=of.machine, **said)
+
+
+def test_rows_are_found_by_plan_environment_and_runner(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "deep" / "ledger.jsonl")
+    assert ledger.rows() == []
+    rows = [row(), row(plan(frames=9)), row(driver="590.0"), row(runner="simulate")]
+    for entry in rows:
+        ledger.append(entry)
+    assert ledger.rows() == rows
+    assert ledger.find(plan(model="Wan-AI/Wan2.1-T2V-1.3B-Diffusers")) == [rows[0], rows[2]]  # by any of its names
+    assert ledger.find(plan(), Setup.of(rows[2].env)) == [rows[2]]
+    assert ledger.find(plan(), runner="simulate") == [rows[3]]
+    assert json.loads(ledger.path.read_text().splitlines()[0])["schema"] == 1
+
+
+@pytest.mark.parametrize("tail", [b'{"id": "b", "mea', b"\xff\xfe\x00", b'{"id": "b"}', b"[" * 100_000, b"[1]"])
+def test_what_is_no_row_stays_and_is_passed_over(tmp_path: Path, tail: bytes) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(row())
+    before = ledger.path.read_bytes() + tail
+    ledger.path.write_bytes(before)
+    ledger.append(row(plan(frames=9)))
+    assert ledger.path.read_bytes().startswith(before + b"\n")
+    assert [entry.job.frames for entry in ledger.rows()] == [5, 9]
+    assert len(ledger.notes) == 1
+    assert ledger.notes[0].startswith("ledger.jsonl:2 is passed over: ")
+
+
+def test_a_newer_row_is_passed_over_by_its_schema(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.path.write_text(json.dumps({**row().to_json(), "schema": 2, "news": 1}) + "\n")
+    assert ledger.rows() == []
+    assert "schema 2" in ledger.notes[0]
+
+
+def test_no_room_left_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes 100 bytes of the line, as `write` tells when it fills up in the middle."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(row())
+    before, write = ledger.path.read_bytes(), os.write
+    monkeypatch.setattr(keeping.os, "write", lambda descriptor, line: write(descriptor, line[:100]))
+    with pytest.raises(VplanError, match=r"not kept: cannot write .*No space left") as refusal:
+        ledger.append(row())
+    assert "VPLAN_HOME" in refusal.value.fix
+    assert ledger.path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").symlink_to("/dev/full")
+    with pytest.raises(VplanError, match="not kept"):
+        Ledger(tmp_path / "ledger.jsonl").append(row())
+    with pytest.raises(VplanError, match="cannot read"):
+        Ledger(tmp_path).rows()
+
+
+def test_the_user_s_ledger_is_in_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "ledger.jsonl"
+
+
+WRITER = """
+import sys; sys.path.insert(0, {home!r})
+from planner.evidence.ledger import Ledger
+from planner.evidence.measurement import ProbeRow
+row = ProbeRow.read({row!r})
+for number in range(10**6):
+    Ledger({path!r}).append(row.replace(details={{"writer": sys.argv[1], "number": number, "long": "x" * 20_000}}))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_two_writers_killed_in_the_middle_lose_nothing(tmp_path: Path) -> None:
+    """Three times, two processes append until they are killed; what was once read is there ever after, in order."""
+    ledger, seen = Ledger(tmp_path / "ledger.jsonl"), b""
+    source = WRITER.format(home=vplan.HOME, row=row().to_json(), path=str(ledger.path))
+    draw = random.Random(5)
+    for turn in range(3):
+        writers = [subprocess.Popen([sys.executable, "-c", source, f"{turn}{name}"]) for name in "ab"]
+        size = ledger.path.stat().st_size if ledger.path.exists() else 0
+        while not ledger.path.exists() or ledger.path.stat().st_size < size + 2_000_000:
+            assert all(writer.poll() is None for writer in writers)
+            time.sleep(0.01)
+        time.sleep(draw.random() / 10)
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+        written = ledger.path.read_bytes()
+        assert written.startswith(seen)
+        seen = written
+    numbers: dict[str, list[int]] = {}
+    for entry in ledger.rows():
+        numbers.setdefault(entry.details["writer"], []).append(entry.details["number"])
+    assert len(ledger.notes) <= 6  # one torn line a kill at most
+    assert all(found == list(range(len(found))) for found in numbers.values())
+    assert sum(map(len, numbers.values())) > 100

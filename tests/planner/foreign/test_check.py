@@ -1,0 +1,207 @@
+"""Commands and files as the trainers' own pages have them, read: flags of every spelling, launchers, versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base import bindings
+from planner.dialects.base.bindings import Reading
+from planner.dialects.base.script import of_file
+from planner.dialects.base.shell import joined
+from planner.errors import NotRecordedError, VplanError
+from planner.estimate.estimate import judged
+from planner.foreign.case import settle
+from planner.foreign.check import Pricing, check_case, smaller_batches
+from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
+
+
+def read(folder: Path, name: str, text: str) -> tuple[str, Reading, tuple[str, ...]]:
+    """Whose file it is, what it means, and what of it is unknown."""
+    (folder / name).write_text(text)
+    dialect, given = dialects.recognise(of_file(folder / name))
+    return dialect.name, bindings.read(dialect, given), given.unknown
+
+
+WRAPPED = """accelerate launch --mixed_precision bf16 --num_cpu_threads_per_process 1 flux_train_network.py
+--pretrained_model_name_or_path flux1-dev.safetensors --clip_l clip_l.safetensors --t5xxl t5xxl_fp16.safetensors
+  --ae ae.safetensors --cache_latents_to_disk --cache_latents --sdpa --gradient_checkpointing
+--network_module networks.lora_flux --network_dim 4 --optimizer_type adamw8bit --fp8_base --cache_text_encoder_outputs
+--blocks_to_swap 8
+"""
+FULL_SWAP = """accelerate launch --mixed_precision bf16 flux_train.py --gradient_checkpointing \\
+  --pretrained_model_name_or_path FLUX.1-dev.safetensors --double_blocks_to_swap 4 --single_blocks_to_swap 8
+"""
+SDXL = """export MODEL_NAME="stabilityai/stable-diffusion-xl-base-1.0"
+accelerate launch train_text_to_image_lora_sdxl.py --pretrained_model_name_or_path=$MODEL_NAME \\
+  --pretrained_vae_model_name_or_path="madebyollin/sdxl-vae-fp16-fix" --resolution=1024 --train_batch_size=1 \\
+  --mixed_precision="fp16" --validation_prompt="cute dragon creature"
+"""
+SD = """accelerate launch --mixed_precision="fp16" train_text_to_image.py --use_ema --resolution=512 \\
+  --pretrained_model_name_or_path=CompVis/stable-diffusion-v1-4 --gradient_accumulation_steps=4 --train_batch_size=1
+"""
+FUN = """accelerate launch --mixed_precision="bf16" scripts/z_image/train_lora.py --image_sample_size=1328 \\
+  --pretrained_model_name_or_path=models/Diffusion_Transformer/Z-Image --train_batch_size=1 --rank=64 \\
+  --gradient_checkpointing --target_name="to_q,to_k,to_v" --use_peft_lora
+"""
+FUN_INP = """accelerate launch --mixed_precision="bf16" scripts/wan2.1_fun/train_lora.py --video_sample_n_frames=81 \\
+  --pretrained_model_name_or_path=models/Diffusion_Transformer/Wan2.1-Fun-V1.1-14B-InP --train_batch_size=1
+"""
+DIFFSYNTH = """accelerate launch --config_file examples/flux/model_training/full/accelerate_config.yaml \\
+  examples/flux/model_training/train.py --trainable_models dit --use_gradient_checkpointing \\
+  --model_id_with_origin_paths "black-forest-labs/FLUX.1-dev:flux1-dev.safetensors,\\
+black-forest-labs/FLUX.1-dev:text_encoder/model.safetensors,black-forest-labs/FLUX.1-dev:text_encoder_2/*.safetensors,\\
+black-forest-labs/FLUX.1-dev:ae.safetensors"
+"""
+MUSUBI = """accelerate launch --num_cpu_threads_per_process 1 --mixed_precision bf16 {} --gradient_checkpointing \\
+  --network_module networks.lora --network_dim 32 --dit x.safetensors
+"""
+TOOLKIT = """
+job: extension
+config:
+  process:
+    - type: sd_trainer
+      network: {type: lora, linear: 32}
+      datasets: [{folder_path: x, resolution: [1024], num_frames: 1, batch_size: 4, cache_latents: true}]
+      train: {dtype: bf16, optimizer: adamw8bit, cache_text_embeddings: true, gradient_accumulation: 1}
+      model: {%s}
+      sample: {width: 1024, height: 1024, num_frames: 1}
+"""
+A14B = 'name_or_path: "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16", arch: wan22_14b, quantize: true, quantize_te: true'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "trainer", "wanted"),
+    [
+        ("a.sh", WRAPPED, "sd-scripts",
+         {"lora_rank": 4, "weights_dtype": "fp8", "optimizer": "adamw-8bit", "vae": "cached", "swap_blocks": 12}),
+        ("a.sh", SDXL, "diffusers",
+         {"model": "sdxl", "method": "lora", "text_encoder": "resident", "vae": "resident", "vae_dtype": "bf16"}),
+        ("a.sh", SDXL.replace("--pretrained_vae_model_name_or_path", "--variant"), "diffusers", {"vae_dtype": "fp32"}),
+        ("a.sh", SD, "diffusers",
+         {"model": "sd1.5", "method": "full", "ema": "gpu", "weights_dtype": "fp32", "gradient_accumulation": 4}),
+        ("a.sh", FUN, "videox-fun",
+         {"model": "z-image", "frames": 1, "height": 1328, "lora_rank": 64, "method": "lora"}),
+        ("a.sh", FUN_INP, "videox-fun", {"model": "wan2.1-i2v-14b-480p", "frames": 81, "height": 512}),
+        ("a.sh", DIFFSYNTH, "diffsynth", {"sharding": "zero-2", "gpus": 8, "method": "full"}),
+        ("a.sh", MUSUBI.format("qwen_image_train_network.py --model_version original --xformers"), "musubi-tuner",
+         {"model": "qwen-image", "attention": "efficient"}),
+        ("a.sh", MUSUBI.format("qwen_image_train_network.py --model_version edit-2509 --flash3"), "musubi-tuner",
+         {"model": "qwen-image-edit", "attention": "flash"}),
+        ("a.sh", MUSUBI.format("hv_1_5_train_network.py --task i2v"), "musubi-tuner",
+         {"model": "hunyuan-video-1.5", "attention": "sdpa"}),
+        ("c.yaml", TOOLKIT % f"{A14B}, low_vram: true, qtype: 'uint4|ostris/x.safetensors'", "ai-toolkit",
+         {"model": "wan2.2-t2v-a14b", "experts": "both", "inactive_expert": "cpu", "weights_dtype": "nf4"}),
+        ("c.yaml", TOOLKIT % f"{A14B}, model_kwargs: {{train_high_noise: false}}", "ai-toolkit",
+         {"experts": "low", "inactive_expert": "gpu", "weights_dtype": "fp8"}),
+        ("c.yaml", TOOLKIT % f"{A14B}, layer_offloading: true, layer_offloading_transformer_percent: 0.5", "ai-toolkit",
+         {"swap_blocks": 20, "batch_size": 4}),
+    ],
+)  # fmt: skip
+def test_what_the_trainers_own_pages_have(
+    name: str, text: str, trainer: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    whose, reading, unknown = read(tmp_path, name, text)
+    found = {**reading.job, **reading.strategy, **reading.machine}
+    assert (whose, unknown) == (trainer, ())
+    assert {field: found[field] for field in wanted} == wanted
+
+
+def test_lines_of_flags_belong_to_the_command_above() -> None:
+    text = "python a.py \\\n  --a 1\n--b 2\n# --c 3\n--d 4\n\n--e 5\npython b.py ^\n --f\n"
+    found, loose = joined(text)
+    assert found == "python a.py \\\n  --a 1 \\\n--b 2\n# --c 3\n--d 4\n\n--e 5\npython b.py \\\n --f\n" and loose
+    assert joined("python a.py --a\npython b.py -- --c\n") == ("python a.py --a\npython b.py -- --c\n", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "fix"),
+    [
+        (SD.replace('--mixed_precision="fp16" ', "").replace("text_to_image.py", "text_to_image_lora.py"),
+         "without mixed precision", "add --mixed_precision bf16"),
+        (FULL_SWAP,
+         "contradicts itself", "add --blockwise_fused_optimizers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_in_the_trainers_words(text: str, fault: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(text.replace("--use_ema ", ""))
+    dialect, given = dialects.recognise(of_file(tmp_path / "a.sh"))
+    with pytest.raises(VplanError, match=fault) as caught:
+        settle(dialect, given, {}, {"gpu": "24GB"})
+    assert fix in caught.value.fix
+
+
+# ---- smaller batches
+
+
+BATCH = SD.replace("train_text_to_image.py --use_ema", "train_text_to_image_lora.py").replace("size=1", "size=12")
+
+
+def test_a_smaller_batch_with_as_many_samples_a_step_is_offered(tmp_path: Path) -> None:
+    """The mildest that does, lossless, in the trainer's flags; applied it fits, and the plan saved says the same."""
+    (tmp_path / "a.sh").write_text(BATCH)
+    dialect, given = dialects.recognise(of_file(tmp_path / "a.sh"))
+    case = settle(dialect, given, {}, {"gpu": "8GB"})
+    found = check_case(case)
+    assert found.outcome.estimate.verdict == "no"
+    fix = next(fix for fix in found.fixes if any("--train_batch_size" in part for part in fix.change))
+    job, strategy = fix.case.job, fix.case.strategy
+    assert job.batch_size * strategy.gradient_accumulation == 12 * 4 and job.batch_size < 12
+    assert f"--train_batch_size {job.batch_size} --gradient_accumulation_steps {strategy.gradient_accumulation}" in (
+        fix.change
+    )
+    assert not fix.lossy and fix.outcome.estimate.verdict == "fits"
+    larger = case.changed({"batch_size": 12, "gradient_accumulation": 4})
+    assert Pricing(case).outcome(larger).estimate.verdict == "no"
+    plan = plan_from_toml(plan_to_toml(Plan.of(fix.outcome.estimate, trainer=fix.case.trainer)))
+    known = Pricing(case).facts(plan.job, plan.strategy, plan.machine)
+    again = judged(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
+    assert (again.verdict, again.peak) == (fix.outcome.estimate.verdict, fix.outcome.estimate.peak)
+
+
+def test_a_trainer_that_does_not_accumulate_is_offered_another_training() -> None:
+    (move,) = smaller_batches(dialects.dialect("latentsync"))
+    assert move.steps({"batch_size": 4, "gradient_accumulation": 1}) == ({"batch_size": 2}, {"batch_size": 1})
+    assert "another training" in move.cost
+    assert smaller_batches(dialects.dialect("diffsynth")) == ()
+    (usual,) = smaller_batches(dialects.dialect("diffusers"))
+    assert usual.steps({"batch_size": 1, "gradient_accumulation": 8}) == ()
+
+
+def test_a_batch_that_is_not_recorded_names_one_that_is(tmp_path: Path) -> None:
+    general = "[general]\nresolution = [960, 544]\nbatch_size = 4\n"
+    (tmp_path / "d.toml").write_text(f'{general}[[datasets]]\nvideo_directory = "a"\ntarget_frames = [25]\n')
+    image = """accelerate launch train_dreambooth_lora_z_image.py --pretrained_model_name_or_path=Tongyi-MAI/Z-Image \\
+      --mixed_precision="bf16" --gradient_checkpointing --cache_latents --resolution=512 --train_batch_size=16
+    """
+    clip = """accelerate launch src/musubi_tuner/hv_1_5_train_network.py --task t2v --dataset_config d.toml \\
+      --network_module networks.lora_hv_1_5 --mixed_precision bf16 --gradient_checkpointing --sdpa --fp8_scaled
+    """
+    for text, fix in (
+        (image, "--train_batch_size 8 --gradient_accumulation_steps 2"),
+        (clip, "general.batch_size = 2 --gradient_accumulation_steps 2"),
+    ):
+        (tmp_path / "a.sh").write_text(text)
+        case = settle(*dialects.recognise(of_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
+        with pytest.raises(NotRecordedError, match="sample by sample") as caught:
+            check_case(case, search=False)
+        assert fix in caught.value.fix
+
+
+def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
+    lengths = "target_frames = [1, 25, 45]"
+    (tmp_path / "dataset.toml").write_text(f"[general]\nresolution = [960, 544]\n[[datasets]]\n{lengths}\n")
+    (tmp_path / "train.sh").write_text(
+        "accelerate launch src/musubi_tuner/wan_train_network.py --task t2v-14B --dataset_config dataset.toml "
+        "--mixed_precision bf16 --network_module networks.lora_wan --gradient_checkpointing --sdpa\n"
+    )
+    dialect, given = dialects.recognise(of_file(tmp_path / "train.sh"))
+    plain = settle(dialect, given, {}, {"gpu": "rtx4090"})
+    assert {shape.frames for shape in plain.job.shapes} == {1, 25, 45}
+    told = settle(dialect, given, {"frames": 17, "height": None}, {"gpu": "rtx4090"})
+    assert [(shape.frames, shape.height, shape.width) for shape in told.job.shapes] == [(17, 544, 960)]
+    with pytest.raises(VplanError, match=r"^frames 18 is not 4n\+1"):
+        settle(dialect, given, {"frames": 18}, {"gpu": "rtx4090"})

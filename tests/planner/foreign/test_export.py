@@ -1,0 +1,265 @@
+"""Plans as other trainers' files: what is refused and offered, and accelerate's own reading of its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.catalog import lookup
+from planner.commands import cli
+from planner.dialects.accelerate import settings as accelerate
+from planner.dialects.base import bindings, config_text, flags
+from planner.errors import VplanError
+from planner.foreign.export import export, fields_of, flags_of, plan_with, priced, targets, write_files
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan, read_plan, write_plan
+from planner.spec.rules import check, resolve
+
+JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
+
+
+def plan(gpus: int = 1, nodes: int = 1, job: Job = JOB, gpu: str = "h100-80gb", **strategy: Any) -> Plan:
+    machine = Machine(gpu=gpu, gpus=gpus, nodes=nodes, host_ram=1 << 39)
+    strategy = {"gradient_checkpointing": "full", **strategy}
+    return Plan(job=job, strategy=resolve(job, Strategy.read(strategy), machine), machine=machine)
+
+
+def launcher_plans() -> st.SearchStrategy[Plan]:
+    """Plans over what a launcher decides, contradictions left out."""
+
+    def made(gpus: int, nodes: int, fields: dict[str, Any]) -> Plan | None:
+        try:
+            found = plan(gpus, nodes, **fields)
+            check(found.job, found.strategy, found.machine)
+        except VplanError:
+            return None
+        return found
+
+    fields = st.fixed_dictionaries(
+        {
+            "sharding": st.sampled_from(["none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"]),
+            "compute_dtype": st.sampled_from(["bf16", "fp16"]),
+            "gradient_accumulation": st.sampled_from([1, 4]),
+            "compile": st.sampled_from(["none", "blocks", "full"]),
+            "expandable_segments": st.booleans(),
+        },
+        optional={
+            "autocast": st.sampled_from(["none", "bf16", "fp16"]),
+            "offload_optimizer": st.sampled_from(["none", "cpu", "nvme"]),
+            "offload_gradients": st.sampled_from(["none", "cpu", "nvme"]),
+            "offload_params": st.sampled_from(["none", "cpu", "nvme"]),
+        },
+    )
+    plans = st.builds(made, st.sampled_from([1, 4, 8]), st.sampled_from([1, 2]), fields)
+    return plans.filter(lambda found: found is not None)  # type: ignore[return-value]
+
+
+@settings(max_examples=80, deadline=None)
+@given(launcher_plans())
+def test_what_accelerate_is_told_is_what_it_would_read(asked: Plan) -> None:
+    """The nearest that can be said is written, and read back it is the same; no field that a launcher sets is lost."""
+    wanted = bindings.nearest(accelerate.DIALECT, fields_of(asked))
+    said = bindings.write(accelerate.DIALECT, wanted)
+    back = {field: value for binding in accelerate.DIALECT.bindings for field, value in binding.of(said).items()}
+    alone = wanted["sharding"] in ("none", "ddp")
+    theirs = {"gradient_accumulation", "batch_size", "master_weights"}  # the script's, without DeepSpeed
+    if alone:
+        theirs |= {"offload_optimizer", "offload_gradients", "offload_params", "compute_dtype"}
+    if wanted["sharding"].startswith("zero"):
+        theirs = set()
+        assert ("deepspeed:zero_optimization.offload_param.device" in said) <= (wanted["sharding"] == "zero-3")
+    for field, value in back.items():
+        if field not in theirs:
+            assert value == wanted[field], field
+    assert set(config_text.carried(accelerate.DIALECT, said, accelerate.CARRIES)) == set(said)
+    for name in said:  # everything written is known to the launcher itself
+        if name.startswith("config:"):
+            key = name.removeprefix("config:").rpartition(".")[2]
+            assert key == "distributed_type" or f"--{key}" in flags.script("accelerate", "launch.py").flags, name
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "strategy"),
+    [
+        (1, 1, {}),
+        (4, 2, {"sharding": "ddp", "compile": "blocks"}),
+        (4, 1, {"sharding": "zero-2", "offload_optimizer": "cpu", "offload_gradients": "cpu"}),
+        (8, 2, {"sharding": "zero-3", "offload_params": "cpu"}),
+        (4, 1, {"sharding": "fsdp", "offload_params": "cpu", "offload_optimizer": "cpu", "adapter_dtype": "fp32"}),
+    ],
+)
+def test_accelerate_reads_its_own_files(gpus: int, nodes: int, strategy: dict[str, Any], tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    done = export(plan(gpus, nodes, **strategy), "accelerate")
+    write_files(done, tmp_path, False)
+    config = ClusterConfig.from_yaml_file(str(tmp_path / "accelerate.yaml"))
+    assert config.num_processes == gpus * nodes and config.num_machines == nodes
+    words = ["--config_file", str(tmp_path / "accelerate.yaml"), "train.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    sharding = strategy.get("sharding", "none")
+    assert args.use_deepspeed == sharding.startswith("zero")
+    assert args.use_fsdp == (sharding == "fsdp")
+    assert args.multi_gpu == (sharding == "ddp")
+    if sharding.startswith("zero"):
+        read = HfDeepSpeedConfig(str(tmp_path / args.deepspeed_config_file))
+        assert read.get_value("zero_optimization.stage") == int(sharding[-1])
+        assert read.is_offload() == bool(strategy.get("offload_optimizer") or strategy.get("offload_params"))
+        assert config.mixed_precision is None  # accelerate refuses it beside DeepSpeed's file
+    if sharding == "fsdp":
+        assert args.fsdp_version == 2 and args.fsdp_offload_params is True and config.mixed_precision == "bf16"
+    for line in (tmp_path / "accelerate.yaml").read_text().splitlines():
+        if line.partition(":")[0].strip() in ("distributed_type", "num_processes", "fsdp_offload_params"):
+            assert "  # " in line
+    if sharding == "ddp":
+        assert done.left_out["strategy.grad_buckets"] == "view"
+        assert "--machine_rank" in done.files["launch.sh"]
+
+
+def test_what_cannot_be_said_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    asked = plan(1, sharding="ddp")
+    with pytest.raises(VplanError, match="sharding 'ddp'") as raised:
+        export(asked, "accelerate")
+    assert "--sharding none (fits" in raised.value.fix and raised.value.exit_code == 1
+    done = export(asked, "accelerate", take_nearest=True)
+    assert done.changed == {"sharding": "none"} and done.plan.strategy.sharding == "none"
+    write_plan(asked, tmp_path / "plan.toml")
+    words = ["export", str(tmp_path / "plan.toml"), "--to", "accelerate", "-o", str(tmp_path / "out"), "--json"]
+    refused = CliRunner().invoke(cli, words)
+    assert refused.exit_code == 1 and "sharding" in json.loads(refused.stdout)["error"]["message"]
+    assert not (tmp_path / "out").exists()
+    told = CliRunner().invoke(cli, [*words, "--nearest"])
+    answer = json.loads(told.stdout)
+    assert told.exit_code == 0 and answer["changed"] == {"sharding": "none"}
+    assert [Path(path).name for path in answer["files"]] == ["accelerate.yaml", "launch.sh"]
+    assert answer["start"] == "bash launch.sh" and answer["estimate"]["verdict"] == "fits"
+    again = CliRunner().invoke(cli, [*words, "--nearest"])
+    assert again.exit_code == 0  # the same files again
+    (tmp_path / "out" / "launch.sh").write_text("mine")
+    kept = CliRunner().invoke(cli, [*words, "--nearest"])
+    assert kept.exit_code == 1 and (tmp_path / "out" / "launch.sh").read_text() == "mine"
+    plain = CliRunner().invoke(cli, [*words[:-1], "--nearest", "--force"])
+    assert plain.exit_code == 0 and "bash launch.sh" in plain.stdout
+
+
+def test_what_does_not_fit_is_exit_3() -> None:
+    big = Job(model="wan2.1-t2v-14b", frames=81, height=720, width=1280, method="full")
+    with pytest.raises(VplanError, match="does not fit") as raised:
+        export(plan(job=big, gpu="24GB"), "accelerate")
+    assert raised.value.exit_code == 3
+
+
+def test_what_is_only_tight_is_not_said_to_fit() -> None:
+    job = Job(model="wan2.1-t2v-14b", frames=81, height=480, width=832)
+    asked = plan(job=job, gpu="rtx4090", gradient_checkpointing="offload", weights_dtype="fp8", swap_blocks=24)
+    with pytest.raises(VplanError, match="does not fit") as raised:
+        export(asked, "diffusion-pipe")
+    flags = re.search(r"it is tight with (--swap-blocks \d+): `vplan estimate PLAN.toml \1 -o", raised.value.fix)
+    assert flags
+    better = asked.replace(strategy=asked.strategy.replace(swap_blocks=int(flags[1].split()[1])))
+    found = priced(better, "diffusion-pipe")
+    assert found is not None and found.verdict == "tight"
+
+
+@pytest.mark.parametrize("name", ["accelerat", "nobody"])
+def test_a_target_nobody_knows(name: str, tmp_path: Path) -> None:
+    write_plan(plan(), tmp_path / "plan.toml")
+    told = CliRunner().invoke(cli, ["export", str(tmp_path / "plan.toml"), "--to", name, "-o", str(tmp_path)])
+    assert told.exit_code == 1 and "accelerate" in told.stderr and "accelerate" in targets()
+
+
+def test_our_own_flags_for_changed_fields() -> None:
+    changed = {"expandable_segments": False, "swap_blocks": 3, "lora_targets": ("a", "b"), "text_tokens": None}
+    assert flags_of(changed) == "--no-expandable-segments --swap-blocks 3 --lora-targets a,b"
+
+
+def test_contradicting_fields_make_no_plan() -> None:
+    with pytest.raises(VplanError):
+        plan_with(plan(), fields_of(plan()) | {"swap_blocks": 5, "gradient_checkpointing": "none"})
+
+
+_KEYS = st.text("abcdefgh_", min_size=1, max_size=6)
+_LEAVES = st.one_of(
+    st.booleans(),
+    st.integers(-(10**9), 10**9),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=12),
+    st.lists(st.integers(0, 9), max_size=3),
+)
+_TREES = st.recursive(
+    st.dictionaries(_KEYS, _LEAVES, min_size=1, max_size=3),
+    lambda inner: st.dictionaries(
+        _KEYS, st.one_of(_LEAVES, inner, st.lists(inner, min_size=1, max_size=2)), min_size=1
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_TREES)
+def test_config_text_reads_back_as_it_was(tree: dict[str, Any]) -> None:
+    import tomllib
+
+    comments = dict.fromkeys(tree, "job.frames")
+    assert yaml.safe_load(config_text.yaml(tree, comments, "head\nof two lines")) == tree
+    assert tomllib.loads(config_text.toml(tree, comments, "head")) == tree
+
+
+def test_what_says_nothing_here_is_no_reason_to_refuse() -> None:
+    """One GPU has no buckets, so it is all the same that DiffSynth's would be copies."""
+    asked = plan(1, adapter_dtype="bf16", grad_buckets="view")
+    done = export(asked, "diffsynth")
+    assert not done.changed and "accelerate launch" in list(done.files.values())[-1]
+    several = plan(4, adapter_dtype="bf16", grad_buckets="view")
+    with pytest.raises(VplanError, match="grad_buckets"):
+        export(several, "diffsynth")
+
+
+def test_a_batch_script_runs_the_plan_itself(tmp_path: Path) -> None:
+    done = export(plan(4, 2, sharding="zero-2"), "slurm")
+    write_files(done, tmp_path, False)
+    assert done.start == "sbatch job.sh" and "--gpus-per-node=4" in done.files["job.sh"]
+    assert read_plan(tmp_path / "plan.toml").strategy.sharding == "zero-2"
+
+
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [
+        ("diffusers", "sdxl"),
+        ("diffusers", "cogvideox-5b-i2v"),
+        ("musubi-tuner", "wan2.1-t2v-1.3b"),
+        ("videox-fun", "z-image"),
+        ("easyanimate", "easyanimate-v5.1-7b"),
+        ("sd-scripts", "flux.1-dev"),
+    ],
+)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_plan_in_16_bits_throughout_goes_to_mixed_precision_where_adapters_are_fp32(
+    target: str, model: str, gpus: int
+) -> None:
+    # Without it nothing brings fp32 adapters and a bf16 base together, and nobody could say what such a run needs.
+    half = {"adapter_dtype": "bf16", "autocast": "none"}
+    found = export(plan(gpus, job=lookup.job_for(lookup.model(model), {}), gpu="h200", **half), target, True)
+    assert found.plan.strategy.autocast == "bf16" and found.plan.estimate is not None
+    assert any("mixed_precision" in text for text in found.files.values())
+
+
+def test_a_plan_that_no_mixed_precision_helps_is_exported_as_it_was() -> None:
+    fields = {"adapter_dtype": "bf16", "autocast": "none", "compute_dtype": "fp32"}
+    found = export(plan(**fields), "musubi-tuner", True)
+    assert found.plan.strategy.compute_dtype == "bf16" and found.plan.estimate is not None
+
+
+def test_a_trainer_of_one_family_refuses_the_others() -> None:
+    with pytest.raises(VplanError, match="its scripts build EasyAnimate's own transformer"):
+        export(plan(), "easyanimate", True)

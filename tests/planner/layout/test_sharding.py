@@ -1,0 +1,288 @@
+"""planner/layout/sharding/zero.py, planner/layout/sharding/fsdp.py and the moving average on the hand-made run: bytes
+worked by hand, and what holds for any split. tests/contract compares with the engines themselves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import VplanError
+from planner.estimate.host_ram import disk_bytes, host_ram, ram_bytes
+from planner.estimate.traffic import traffic
+from planner.layout.run import Run
+from planner.layout.sharding.fsdp import share_of
+from planner.layout.sharding.nvme import check_buffers, kept_gradients
+from planner.layout.sharding.zero import DEEPSPEED, aligned, in_share, most_in_one_share, sub_groups
+from planner.spec.job import Machine
+from tests.planner.hand_made import (
+    ADAPTER,
+    BATCH,
+    BLOCKS,
+    CUBLAS,
+    EIGHT,
+    GIB,
+    LAST_FORWARD,
+    LOADED,
+    ONE,
+    SHAPE,
+    STEM,
+    TABLE,
+    WEIGHTS,
+    X,
+    after,
+    laid_out,
+    peaks,
+    rounded,
+)
+
+
+def zero(sharding: str, **more: object) -> dict[str, object]:
+    return {"sharding": sharding, **more}
+
+
+TRAINED = BLOCKS * ADAPTER // 2
+"""DeepSpeed's module is in 16 bits, so 64 KiB are 32 Ki parameters."""
+
+SHARE = TRAINED // 8
+BUCKET = rounded(2 * DEEPSPEED.reduce_bucket)
+NORM = 8 * ADAPTER // 2
+"""One adapter in fp64."""
+
+BACKWARD = BATCH + TABLE + BLOCKS * X + 2 * X + ADAPTER
+"""It begins with the latents, the table and every input alive; the last gradient joins what block 3 takes."""
+
+
+def test_zero_1_reduces_whole_gradients_behind_backward() -> None:
+    found = peaks(laid_out(EIGHT, **zero("zero-1")))
+    kept = LOADED + 12 * SHARE
+    assert found["load"] == LOADED - CUBLAS + BLOCKS * ADAPTER  # the flat weights beside those they are made of
+    assert found["step"] == kept + BACKWARD + BUCKET
+    assert found["optimizer"] == kept + BATCH + BUCKET + BLOCKS * ADAPTER
+
+
+def test_zero_2_keeps_only_its_share_of_the_gradients() -> None:
+    run = laid_out(EIGHT, **zero("zero-2"))
+    found, kept = peaks(run), LOADED + 12 * SHARE
+    assert found["step"] == kept + BACKWARD + BUCKET
+    assert found["optimizer"] == kept + BATCH + ADAPTER + NORM  # its share touches one adapter
+    assert after(run) == kept
+
+
+def test_zero_2_keeps_the_gradients_of_two_micro_batches() -> None:
+    once, twice = (peaks(laid_out(EIGHT, **zero("zero-2", gradient_accumulation=steps)))["step"] for steps in (1, 2))
+    assert twice == once + ADAPTER
+
+
+def test_zero_steps_in_fp32_and_a_fused_step_needs_no_copy() -> None:
+    whole = Machine(gpu="rtx4090", host_ram=64 * GIB)
+    found = {how: peaks(laid_out(whole, **zero("zero-2", optimizer_step=how))) for how in ("foreach", "fused", "loop")}
+    kept = LOADED + 12 * TRAINED + BATCH
+    # Flattened and in fp32, beside the share they come from; then AdamW's copies beside the fp32 ones.
+    assert found["fused"]["optimizer"] == kept + (2 + 2 + 4) * TRAINED
+    assert found["foreach"]["optimizer"] == kept + (4 + 4) * TRAINED
+    assert found["loop"]["optimizer"] == kept + (4 + 8) * TRAINED
+
+
+def test_zero_with_the_optimizer_in_host_ram_keeps_neither_states_nor_gradients() -> None:
+    run = laid_out(EIGHT, **zero("zero-2", offload_optimizer="cpu"))
+    kept = LOADED + ADAPTER  # what passes gradients on holds the largest
+    assert after(run) == kept
+    assert peaks(run)["optimizer"] == kept + BATCH
+    assert peaks(run)["step"] == kept + BACKWARD + BUCKET
+
+
+SMALL = BLOCKS * ADAPTER
+"""Adapters of 32 Ki parameters stay on every rank (``param_persistence_threshold``), their shares beside them."""
+
+LARGE = STEM + BLOCKS * WEIGHTS
+
+
+def test_zero_3_splits_all_weights_and_keeps_its_buckets() -> None:
+    run = laid_out(EIGHT, **zero("zero-3"))
+    kept = CUBLAS + LARGE // 8 + SMALL // 8 + SMALL + 12 * SHARE + 2 * SHARE + BUCKET
+    assert after(run) == kept
+    # Everything is gathered, twice while it is copied out; the bucket is there already, so forward is the highest.
+    assert peaks(run)["step"] == kept + LAST_FORWARD + 2 * LARGE
+
+
+def test_zero_3_with_offloaded_weights_keeps_only_what_is_small() -> None:
+    run = laid_out(EIGHT, **zero("zero-3", offload_optimizer="cpu", offload_params="cpu"))
+    assert peaks(run)["load"] == after(run) - CUBLAS == SMALL + BUCKET
+
+
+def test_on_a_drive_the_gpu_keeps_the_same_and_host_ram_its_buffers() -> None:
+    cpu, nvme = (laid_out(EIGHT, **zero("zero-3", offload_optimizer=o, offload_params=o)) for o in ("cpu", "nvme"))
+    assert peaks(cpu) == peaks(nvme) and after(cpu) == after(nvme)
+    # A rank: 16-bit gradients, and in fp32 those too small for a drive, which are all; four fp32 buffers of its one
+    # group; five buffers of 1e8 numbers, its trained weights.
+    rank = 2 * SHARE + 4 * SHARE + 4 * 4 * SHARE + 2 * (5 * 10**8 + SHARE)
+    held, plain = (host_ram(run, EIGHT).phases["train"] for run in (nvme, laid_out(EIGHT, **zero("zero-3"))))
+    assert held - plain == 8 * rank
+    everything = (LARGE + BLOCKS * ADAPTER) // 2
+    assert disk_bytes(nvme) - disk_bytes(cpu) == 12 * TRAINED + 2 * everything
+    assert traffic(cpu).disk_bytes == 0
+    assert traffic(nvme).disk_bytes == 24 * TRAINED + 4 * everything + 2 * TRAINED
+
+
+def test_gradients_go_to_a_drive_where_they_begin_at_512_bytes() -> None:
+    """DeepSpeed leaves out what it cannot read to its place; what is not a multiple of that is split off."""
+    large = 2**18
+    assert kept_gradients([large, large]) == 0
+    assert kept_gradients([large - 1]) == large - 1
+    assert kept_gradients([8, large, large]) == 8 + 2 * large
+    assert kept_gradients([large + 8, large]) == 8 + large
+    assert kept_gradients([large, 8, large], sub_group=large + 8) == 8
+
+
+def test_what_deepspeed_does_not_hide_waits() -> None:
+    one, two, three = (traffic(laid_out(EIGHT, **zero(stage))) for stage in ("zero-1", "zero-2", "zero-3"))
+    assert one.gpu_bytes == two.gpu_bytes == three.gpu_waiting_bytes == 0
+    assert one.gpu_waiting_bytes == two.gpu_waiting_bytes == 3 * 2 * TRAINED * 7 // 8
+    assert three.gpu_bytes > three.gpu_waiting_bytes
+    away = traffic(laid_out(EIGHT, **zero("zero-2", offload_optimizer="cpu")))
+    assert away.host_waiting_bytes == 2 * 2 * TRAINED // 8 and away.host_bytes == 0
+    both = traffic(laid_out(ONE, offload_optimizer="cpu", gradient_checkpointing="full", swap_blocks=2))
+    assert both.host_bytes == 2 * 2 * WEIGHTS and both.host_waiting_bytes == 2 * BLOCKS * ADAPTER
+
+
+def test_a_share_larger_than_a_buffer_on_a_drive_is_refused() -> None:
+    offloaded = laid_out(ONE, **zero("zero-3", offload_optimizer="cpu", offload_params="nvme"))
+    offloaded.elements["stem.weight"] = 10**8 + 1
+    with pytest.raises(VplanError, match=r"a share of 100,000,001 numbers"):
+        check_buffers(offloaded)
+    offloaded.elements["stem.weight"] = 10**8
+    check_buffers(offloaded)
+
+
+def test_eight_bit_states_over_a_flat_share() -> None:
+    run = laid_out(EIGHT, **zero("zero-2", optimizer="adamw-8bit"))
+    assert after(run) == LOADED + 4 * SHARE + 2 * rounded(SHARE + 4 * SHARE // 256)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 8))
+def test_shares_of_a_flat_buffer(elements: list[int], world: int) -> None:
+    share = aligned(sum(elements), world) // world
+    owners = [{position // share for position in range(sum(elements[:i]), sum(elements[: i + 1]))}
+              for i in range(len(elements))]  # fmt: skip
+    for rank in range(world):
+        expected = sum(count for count, ranks in zip(elements, owners, strict=True) if rank in ranks)
+        assert in_share(elements, world, rank) == expected
+    assert most_in_one_share(elements, world) >= -(-sum(elements) // world) - 2 * world
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
+def test_sub_groups_hold_everything_once(partitions: list[int], size: int) -> None:
+    groups = sub_groups(partitions, size)
+    assert sum(groups) == sum(partitions)
+    assert all(group >= size for group in groups[:-1])
+
+
+# ---- FSDP2
+
+
+def test_fsdp_gathers_one_block_and_fetches_the_next() -> None:
+    run = laid_out(EIGHT, sharding="fsdp")
+    shares = STEM + BLOCKS * (WEIGHTS + 2 * ADAPTER) // 8  # the adapters' in fp32, and so their states
+    assert after(run) == CUBLAS + shares + 2 * BLOCKS * 2 * ADAPTER // 8
+    block = WEIGHTS + ADAPTER  # in 16 bits
+    # The last forward beside the block's weights and the buffer they came in; the stem, padded to a row per rank.
+    assert peaks(run)["step"] == after(run) + LAST_FORWARD + 8 * STEM + 2 * block
+
+
+def test_fsdp_reduces_a_block_when_the_next_has_run() -> None:
+    run = laid_out(EIGHT, sharding="fsdp")
+    names = [run.program.op[event if event >= 0 else ~event] for event in run.step.ops]
+    assert names.count("reduce-scatter") == 2 * BLOCKS
+    assert sum(run.sizes[event] for event in run.step.ops if event in _made(run, "reduced gradients")) == (
+        4 * BLOCKS * (ADAPTER // 2) // 8
+    )
+    live = most = 0
+    for event in run.step.ops:
+        if event in _made(run, "reduce-scatter"):
+            live += 1
+            most = max(most, live)
+        elif ~event in _made(run, "reduce-scatter"):
+            live -= 1
+    assert (most, live) == (1, 0)
+
+
+def _made(run: Run, name: str) -> set[int]:
+    return {buffer for buffer, op in enumerate(run.program.op) if op == name}
+
+
+def test_fsdp_on_the_cpu_keeps_nothing_on_the_gpu() -> None:
+    run = laid_out(EIGHT, sharding="fsdp", offload_params="cpu", offload_optimizer="cpu")
+    assert after(run) == CUBLAS
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 64))
+def test_a_share_is_whole_rows_and_enough(rows: int, columns: int, world: int) -> None:
+    share = share_of(rows, rows * columns, world)
+    assert share % columns == 0
+    assert rows * columns <= share * world < rows * columns + columns * world
+
+
+def test_fsdp_adds_micro_batches_to_the_first() -> None:
+    once, twice = (laid_out(EIGHT, sharding="fsdp", gradient_accumulation=steps) for steps in (1, 2))
+    assert after(once) == after(twice)
+    reduced = 4 * BLOCKS * (ADAPTER // 2) // 8
+    assert peaks(twice)["step"] == peaks(once)["step"] + reduced
+
+
+# ---- a moving average
+
+
+@pytest.mark.parametrize(
+    ("machine", "sharding", "copies"), [(ONE, "none", 1), (EIGHT, "zero-2", 1), (EIGHT, "fsdp", 8)]
+)
+def test_a_moving_average_is_an_fp32_copy(machine: Machine, sharding: str, copies: int) -> None:
+    with_it, without = (laid_out(machine, sharding=sharding, ema=where) for where in ("gpu", "cpu"))
+    trained = without.trained_parameters
+    assert after(with_it) == after(without) + 4 * trained // copies
+    assert ram_bytes(without, machine) == ram_bytes(with_it, machine) + machine.gpus * 4 * trained // copies
+
+
+# ---- what holds for any split
+
+
+@given(
+    st.sampled_from(["zero-1", "zero-2", "zero-3", "fsdp"]), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 4])
+)
+@settings(max_examples=30, deadline=None)
+def test_splitting_over_more_never_adds_to_what_stays(sharding: str, gpus: int, times: int) -> None:
+    """Weights, gradients and states once a step is over."""
+    few, more = (
+        laid_out(Machine(gpu="rtx4090", gpus=count, host_ram=GIB), sharding=sharding) for count in (gpus, gpus * times)
+    )
+    assert _static(more) <= _static(few)
+
+
+@given(st.sampled_from([2, 3, 8]), SHAPE)
+@settings(max_examples=30, deadline=None)
+def test_fsdp_never_adds_to_weights_gradients_and_states(gpus: int, grid: dict[str, int]) -> None:
+    machine = Machine(gpu="rtx4090", gpus=gpus, host_ram=GIB)
+    assert _static(laid_out(machine, grid, sharding="fsdp")) <= _static(laid_out(ONE, grid))
+
+
+def _static(run: Run) -> int:
+    """Weights, gradients and states alive when a step is over."""
+    alive: dict[int, None] = {}
+    for _, stage in run.stages:
+        for event in stage.ops:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+    kinds = ("weight", "gradient", "optimizer")
+    return sum(run.sizes[buffer] for buffer in alive if run.program.category[buffer] in kinds)
+
+
+@pytest.mark.parametrize("sharding", ["zero-1", "zero-2", "zero-3"])
+def test_zero_on_more_gpus_never_needs_more(sharding: str) -> None:
+    """Beyond one: alone, stage 3 has nothing to gather."""
+    found = [
+        max(peaks(laid_out(Machine(gpu="rtx4090", gpus=gpus, host_ram=GIB), **zero(sharding))).values())
+        for gpus in (2, 3, 8, 64)
+    ]
+    assert found == sorted(found, reverse=True)

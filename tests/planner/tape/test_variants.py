@@ -1,0 +1,83 @@
+"""Which recording answers for which batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.catalog import lookup
+from planner.catalog.shapes import job_for
+from planner.errors import NotRecordedError
+from planner.spec.job import Strategy
+from planner.tape.variants import SampleVariant, StepVariant
+
+
+def variant(name: str, batch: int) -> StepVariant:
+    profile = lookup.model(name)
+    strategy = Strategy(weights_dtype="bf16")
+    return StepVariant.of(profile, job_for(profile, {"batch_size": batch}), strategy, batch)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 64])
+def test_one_recording_holds_for_every_batch_above_one(batch: int) -> None:
+    assert variant("wan2.1-t2v-1.3b", 1).name.endswith("-one")
+    assert variant("wan2.1-t2v-1.3b", batch).name.endswith("-many")
+
+
+@pytest.mark.parametrize("name", ["mochi-1", "hunyuan-video-1.5"])
+def test_a_model_that_loops_over_its_samples_has_recordings_of_single_batches(name: str) -> None:
+    profile = lookup.model(name)
+    batches = profile.shape.batches
+    names = [variant(name, batch).name for batch in batches]
+    assert len(set(names)) == len(batches)
+    assert set(names) <= {known.name for known in StepVariant.all(profile)}
+    with pytest.raises(NotRecordedError) as caught:
+        variant(name, 3)
+    assert "sample by sample" in caught.value.message
+    assert "--batch-size 1 or 2" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "fix"),
+    [
+        ("lora", {"weights_dtype": "fp32"}, "use --weights-dtype bf16"),
+        ("lora", {"autocast": "none"}, "use --autocast bf16"),
+        ("lora", {"weights_dtype": "nf4", "adapter_dtype": "bf16"}, "use --adapter-dtype fp32"),
+        ("sample", {"weights_dtype": "nf4"}, "use --weights-dtype bf16"),
+        ("full", {"weights_dtype": "fp32", "autocast": "none"}, "use --autocast bf16"),
+    ],
+)
+def test_a_precision_without_a_recording_is_named_by_flags(method: str, fields: dict[str, str], fix: str) -> None:
+    profile = lookup.model("wan2.1-t2v-1.3b")
+    job, strategy = job_for(profile, {"method": method}), Strategy.read({"weights_dtype": "bf16", **fields})
+    with pytest.raises(NotRecordedError) as caught:
+        if method == "sample":
+            SampleVariant.of(profile, job, strategy, 1)
+        else:
+            StepVariant.of(profile, job, strategy, 1)
+    assert f"--{next(iter(fields)).replace('_', '-')}" in caught.value.message
+    assert caught.value.fix == fix
+
+
+def test_dropout_of_an_adapter_is_a_recording_of_its_own() -> None:
+    profile = lookup.model("sd1.5")
+    job = job_for(profile, {"lora_dropout": 0.3})
+    half = Strategy(weights_dtype="bf16", adapter_dtype="bf16", autocast="bf16")
+    found = StepVariant.of(profile, job, half, 1)
+    assert found in list(StepVariant.on_request(profile)) and found not in list(StepVariant.all(profile))
+    assert found.records(profile)[0].lora_dropout > 0
+    assert not StepVariant.of(profile, job.replace(method="full"), half, 1).dropout
+
+
+def test_a_recording_is_of_the_batch_its_name_says() -> None:
+    for name in lookup.model_names():
+        profile = lookup.model(name)
+        for known in StepVariant.all(profile):
+            assert known.samples is None or known.samples in profile.shape.batches
+            assert not (known.one_sample and known.samples)
+
+
+def test_samples_over_a_quantised_base_are_forwards_over_16_bits() -> None:
+    profile = lookup.model("wan2.1-t2v-1.3b")
+    job = job_for(profile, {})
+    plain, quantised = (SampleVariant.of(profile, job, Strategy(weights_dtype=dtype), 1) for dtype in ("bf16", "nf4"))
+    assert plain == quantised

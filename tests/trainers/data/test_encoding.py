@@ -1,0 +1,324 @@
+"""What each family's encoders make of clips and captions is what its batches and its pipeline say."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import Flux2KleinPipeline, FluxPipeline
+from safetensors.torch import load_file
+
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid, job_for
+from planner.dataset import scan
+from planner.errors import VplanError
+from tests.trainers import tiny
+from tests.trainers.data.caching import FP32, run, setting, shapes_of
+from trainers import families
+from trainers.data import cache, packed_encoders, parts
+from trainers.families.common.encoding import pipeline
+from trainers.step import step
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Wan text-to-video pipeline."""
+    return tiny.folder(tmp_path_factory.mktemp("wan"), tiny.profile("wan2.1-t2v-1.3b"))
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> Path:
+    return tiny.write_clips(tmp_path / "clips")
+
+
+MODE = ("wan", "wan-vace", "z-image", "flux2")
+"""Families whose latents are the mode of the posterior, not drawn from it."""
+
+
+def unpacked(latents: torch.Tensor) -> torch.Tensor:
+    """Packed latents of a 64x64 image as the VAE takes them."""
+    return FluxPipeline._unpack_latents(latents.reshape(1, 16, -1), 64, 64, 8)
+
+
+def by_channel(latents: torch.Tensor, config: object, scale: float = 1.0) -> torch.Tensor:
+    mean, deviation = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    return latents[None] * deviation / scale + mean
+
+
+UNDONE = {
+    "wan2.1-t2v-1.3b": lambda latents, vae: by_channel(latents, vae.config),
+    "cogvideox-2b": lambda latents, vae: latents.transpose(0, 1)[None] / vae.config.scaling_factor,
+    "ltx-video-2b": lambda latents, vae: (
+        latents[None] * vae.latents_std.view(1, -1, 1, 1, 1) + vae.latents_mean.view(1, -1, 1, 1, 1)
+    ),
+    "hunyuan-video": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "mochi-1": lambda latents, vae: by_channel(latents, vae.config, vae.config.scaling_factor),
+    "easyanimate-v5.1-7b": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "flux.1-dev": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
+    "sd3.5-medium": lambda latents, vae: latents[None] / vae.config.scaling_factor + vae.config.shift_factor,
+    "sdxl": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "z-image": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
+    "flux.2-klein-4b": lambda latents, vae: Flux2KleinPipeline._unpatchify_latents(
+        latents.T.reshape(1, -1, 4, 4) * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+        + vae.bn.running_mean.view(1, -1, 1, 1)
+    ),
+    "hunyuan-video-1.5": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
+    "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
+}
+"""How each family's pipeline turns latents back into what its VAE decodes (diffusers 0.42, pipelines/)."""
+
+
+@pytest.mark.parametrize(("name", "precision"), [(tiny.MODELS[0], "bf16"), *((name, "none") for name in tiny.MODELS)])
+def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, precision: str) -> None:
+    """In keys, shapes and dtypes, and the model trains on them; latents are those that its pipeline would decode."""
+    profile = tiny.profile(name)
+    frames = min(profile.shape.max_frames, profile.shape.frame_step + 1)
+    shape = {"frames": frames, "height": 64, "width": 64, "batch_size": 2, "lora_targets": ["to_q", "to_k"]}
+    plan = job_for(profile, shape)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    strategy = FP32.replace(autocast=precision, weights_dtype="bf16" if precision == "bf16" else "fp32")
+    folder = tiny.folder(tmp_path / "model", profile)
+    one = setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy)
+    steered = plan.references or profile.inputs.get("control_channels")
+    write = tiny.write_pairs if steered else tiny.write_clips
+    entries = run(write(tmp_path / "clips", 2), one)
+    family = families.family(profile)
+    samples = [load_file(entry.path) | load_file(entry.text) for entry in entries[:2]]
+    if profile.shape.window:
+        samples = [family.beside(*samples), family.beside(*reversed(samples))]
+    batch = family.collate(samples)
+    if family.ragged:
+        plan = plan.replace(text_tokens=batch["prompt"].shape[1])
+    assert shapes_of(batch) == shapes_of(family.batch(grid(profile, plan), "cpu", dtype))
+    assert not torch.equal(batch["latents"][0], batch["latents"][1])
+    model = step.build_model(profile, plan, strategy)
+    step.materialise(model, "cpu", lambda _, weight: weight.normal_(0, 0.02))
+    step.forward(step.Trainee(model, step.trainable_parameters(model)), family, batch, strategy).backward()
+    assert all(
+        torch.isfinite(each.grad).all() for each in step.trainable_parameters(model).values() if each.grad is not None
+    )
+    if family.captioned:
+        work = cache.Work(one)
+        assert load_file(work.store.path(work.text_key(""))).keys() == load_file(entries[0].text).keys()
+    if name in UNDONE and precision == "none":
+        vae, expected = posterior_of(folder, profile, tmp_path / "clips" / "0.mp4", frames, entries[0])
+        torch.testing.assert_close(UNDONE[name](batch["latents"][0], vae), expected)
+
+
+def posterior_of(
+    model: Path, profile: ModelProfile, clip: Path, frames: int, entry: cache.Entry
+) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The VAE, and what it makes of a clip, drawn as the entry was."""
+    import diffusers
+
+    vae = getattr(diffusers, profile.vae.class_name).from_pretrained(model / "vae")
+    pixels = torch.from_numpy(scan.clips.frames(clip, range(frames), 64, 64)).permute(3, 0, 1, 2)[None] / 127.5 - 1
+    posterior = vae.encode(pixels if profile.vae.takes_clips else pixels[:, :, 0]).latent_dist
+    generator = torch.Generator().manual_seed(int(entry.path.stem[:15], 16))
+    return vae, posterior.mode() if profile.family in MODE else posterior.sample(generator)
+
+
+PROMPTS = {
+    "wan2.1-t2v-1.3b": ("WanPipeline", {"max_sequence_length": 512}, ("prompt",)),
+    "cogvideox-2b": ("CogVideoXPipeline", {}, ("prompt",)),
+    "ltx-video-2b": ("LTXPipeline", {}, ("prompt", "prompt_mask")),
+    "mochi-1": ("MochiPipeline", {}, ("prompt", "prompt_mask")),
+    "hunyuan-video": ("HunyuanVideoPipeline", {}, ("prompt", "pooled", "prompt_mask")),
+    "easyanimate-v5.1-7b": ("EasyAnimatePipeline", {}, ("prompt",)),
+    "flux.1-dev": ("FluxPipeline", {"prompt_2": None}, ("prompt", "pooled", "text_ids")),
+    "sd3.5-medium": ("StableDiffusion3Pipeline", {"prompt_2": None, "prompt_3": None}, ("prompt", "", "pooled")),
+    "sdxl": ("StableDiffusionXLPipeline", {}, ("prompt", "", "pooled")),
+    "sd1.5": ("StableDiffusionPipeline", {"num_images_per_prompt": 1}, ("prompt",)),
+    "qwen-image": ("QwenImagePipeline", {"max_sequence_length": 512}, ("prompt",)),
+    "flux.2-klein-4b": ("Flux2KleinPipeline", {}, ("prompt", "text_ids")),
+    "flux.2-dev": ("Flux2Pipeline", {}, ("prompt", "text_ids")),
+    "krea-2": ("Krea2Pipeline", {}, ("prompt", "prompt_mask")),
+}
+"""How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_captions_are_encoded_as_the_whole_pipeline_does(tmp_path: Path, name: str) -> None:
+    profile = tiny.profile(name)
+    folder = tiny.folder(tmp_path / "model", profile)
+    plan = job_for(profile, {"height": 64, "width": 64})
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    work = cache.Work(setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
+    key = work.text_key("a red cat")
+    work.encode("captions", work.text_turns, {key: "a red cat"})
+    kind, arguments, names = PROMPTS[name]
+    encoders = {turn.part: parts.load(folder, turn.part, turn.class_name, torch.float32) for turn in work.text_turns}
+    helpers = {turn.helper: parts.load_helper(folder, turn.helper) for turn in work.text_turns}
+    whole = pipeline(kind, **encoders, **helpers)
+    if "do_classifier_free_guidance" in inspect.signature(whole.encode_prompt).parameters:
+        arguments = {**arguments, "do_classifier_free_guidance": False}
+    told = whole.encode_prompt("a red cat", device=torch.device("cpu"), **arguments)
+    made = work.store.load(key)
+    for place, tensor in zip(names, told, strict=False):
+        if place:
+            expected = tensor if place in work.family.shared else tensor[0]
+            torch.testing.assert_close(made[place], expected.to(made[place].dtype), msg=place)
+    assert made.keys() == set(names) - {""}
+
+
+def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
+
+    profile = tiny.profile("wan2.2-i2v-a14b")
+    folder = tiny.folder(tmp_path / "model", profile)
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    one = setting(folder, tmp_path / "cache", profile, strategy=strategy)
+    clips = tiny.write_clips(tmp_path / "clips", 1)
+    made = load_file(run(clips, one)[0].path)["condition"]
+    vae = AutoencoderKLWan.from_pretrained(folder / "vae")
+    pipeline = WanImageToVideoPipeline(None, None, vae, None)
+    frame = torch.from_numpy(scan.clips.frames(clips / "0.mp4", (0,), 48, 64)).permute(0, 3, 1, 2) / 127.5 - 1
+    _, condition = pipeline.prepare_latents(frame, 1, 16, 48, 64, 9, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(made, condition[0])
+
+
+REFUSED_FAMILIES = (
+    "wan2.2-animate-14b",
+    "qwen-image-edit",
+    "ltx-2",
+)
+
+
+@pytest.mark.parametrize("name", REFUSED_FAMILIES)
+def test_what_cannot_be_encoded_is_refused_by_name(model: Path, tmp_path: Path, name: str) -> None:
+    profile = lookup.model(name)
+    with pytest.raises(VplanError, match=f"{name}.* cannot be encoded yet"):
+        cache.Work(setting(model, tmp_path / "cache", profile, job=job_for(profile, {})))
+
+
+@pytest.mark.parametrize("name", lookup.model_names())
+def test_every_bundled_model_is_encoded_or_refused(name: str) -> None:
+    family = families.family(lookup.model(name))
+    encoded = family.clip_turns() and (family.text_turns() or not family.captioned)
+    assert bool(encoded) != (name in REFUSED_FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["flux.1-kontext-dev", "flux.2-klein-4b"])
+def test_the_image_a_sample_was_made_from_is_encoded_as_the_pipeline_does(name: str, tmp_path: Path) -> None:
+    import diffusers
+
+    profile = tiny.profile(name)
+    folder = tiny.folder(tmp_path / "model", profile)
+    plan = job_for(profile, {"height": 64, "width": 64, "references": 1})
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    clips = tiny.write_pairs(tmp_path / "clips")
+    entries = run(clips, setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
+    assert entries[0].path != entries[1].path
+    made = load_file(entries[0].path)
+    vae = getattr(diffusers, profile.vae.class_name).from_pretrained(folder / "vae")
+    image = torch.from_numpy(scan.clips.frames(clips / "before-0.png", (0,), 64, 64)).permute(0, 3, 1, 2) / 127.5 - 1
+    if name.startswith("flux.1"):
+        whole = pipeline("FluxKontextPipeline", vae=vae)
+        told = whole.prepare_latents(image, 1, 16, 64, 64, torch.float32, torch.device("cpu"), torch.Generator())
+        expected = {"reference": told[1][0], "image_ids": told[2], "reference_ids": told[3]}
+    else:
+        whole = pipeline("Flux2KleinPipeline", vae=vae)
+        latents, places = whole.prepare_image_latents([image], 1, torch.Generator(), torch.device("cpu"), torch.float32)
+        expected = {"reference": latents[0], "reference_ids": places[0]}
+    for key, tensor in expected.items():
+        torch.testing.assert_close(made[key], tensor.to(made[key].dtype), msg=key)
+
+
+def test_the_video_that_steers_a_sample_is_encoded_as_the_pipeline_does(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLWan
+
+    profile = tiny.profile("wan2.1-vace-1.3b")
+    folder = tiny.folder(tmp_path / "model", profile)
+    one = setting(folder, tmp_path / "cache", profile, strategy=FP32.replace(autocast="none", weights_dtype="fp32"))
+    clips = tiny.write_pairs(tmp_path / "clips")
+    first, second = (load_file(entry.path)["control"] for entry in run(clips, one))
+    assert not torch.equal(first, second)
+    whole = pipeline("WanVACEPipeline", vae=AutoencoderKLWan.from_pretrained(folder / "vae"))
+    frames = torch.from_numpy(scan.clips.frames(clips / "steers-0.mp4", range(9), 48, 64)).permute(3, 0, 1, 2)[None]
+    video = frames / 127.5 - 1
+    told = whole.prepare_video_latents(video, torch.ones_like(video), [[]], None, torch.device("cpu"))[0]
+    torch.testing.assert_close(first[:32], told)
+    assert (first[32:] == 1).all()
+    table = clips / "metadata.jsonl"
+    tiny.write_video(clips / "steers-1.mp4", 4)
+    table.write_text(table.read_text().replace('"control_file_name": "steers-0.mp4"', '"other": "x"'))
+    with pytest.raises(
+        VplanError, match=r"0\.mp4: no control_file_name.*1\.mp4: its control steers-1\.mp4: has 4 frames"
+    ):
+        scan.read(clips, profile, one.job)
+
+
+def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:
+    klein, kontext = tiny.profile("flux.2-klein-4b"), tiny.profile("flux.1-kontext-dev")
+    with pytest.raises(VplanError, match="2 reference images a sample"):
+        cache.Work(setting(model, tmp_path / "cache", klein, job=job_for(klein, {"references": 2})))
+    with pytest.raises(VplanError, match="no reference_file_name in its row"):
+        scan.read(clips, kontext, job_for(kontext, {"height": 64, "width": 64}))
+    pairs = tiny.write_pairs(tmp_path / "pairs", 3)
+    (pairs / "before-0.png").write_bytes(b"no image")
+    (pairs / "before-1.png").unlink()
+    table = pairs / "metadata.jsonl"
+    table.write_text(table.read_text().replace("before-2.png", "../before-2.png"))
+    reasons = [fault.reason for fault in scan.scan(pairs).faults]
+    assert reasons[0] == "its reference before-0.png: not an image, or broken"
+    assert "its reference before-1.png: cannot be read" in reasons[1]
+    assert reasons[2] == "its reference ../before-2.png: the name leads out of the folder (..)"
+
+
+# ---- packed encoders
+
+
+@pytest.mark.parametrize(("how", "bits", "error"), [("fp8", 8.5, 0.1), ("int8", 8.5, 0.03), ("nf4", 4.5, 0.3)])
+def test_packed_encoders_are_small_and_say_nearly_the_same(how: str, bits: float, error: float) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 256}
+    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(feed_forward_proj="gated-gelu", **sizes))
+    encoder = encoder.bfloat16().requires_grad_(False).eval()
+    ids = torch.randint(0, 256, (1, 12))
+    expected = encoder(ids).last_hidden_state.float()
+    packed = packed_encoders.shrink(encoder, how, torch.device("cpu"))
+    made = packed(ids).last_hidden_state.float()
+    assert made.shape == expected.shape
+    assert 0 < (made - expected).norm() / expected.norm() < error
+    held = [
+        buffer
+        for module in packed.modules()
+        if isinstance(module, packed_encoders.Packed)
+        for buffer in module.buffers()
+    ]
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 256 * 64
+    assert sum(buffer.nbytes for buffer in held) * 8 / weights <= bits
+    assert not [p for name, p in packed.named_parameters() if p.numel() >= packed_encoders.SMALLEST]
+
+
+def test_encoders_are_gone_before_the_next_one(
+    model: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[torch.nn.Module]] = []
+    load = parts.load
+
+    def watched(*arguments: object) -> torch.nn.Module:
+        alive.append(sum(one() is not None for one in made))
+        found = load(*arguments)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(parts, "load", watched)
+    run(clips, setting(model, tmp_path / "cache"))
+    assert alive == [0, 0]
+    assert not any(one() for one in made)
+
+
+def test_captions_by_a_packed_encoder(model: Path, clips: Path, tmp_path: Path) -> None:
+    made = run(clips, setting(model, tmp_path / "cache", strategy=FP32.replace(text_encoder_dtype="int8")))
+    assert made[0].text != run(clips, setting(model, tmp_path / "cache"))[0].text
+    with pytest.raises(VplanError, match="text_encoder_dtype int4 cannot be built"):
+        run(clips, setting(model, tmp_path / "cache", strategy=FP32.replace(text_encoder_dtype="int4")))

@@ -1,0 +1,131 @@
+"""A probe's phases in this process: published weights, every bucket, and a scratch folder that cannot be written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from diffusers import AutoencoderKLWan  # noqa: E402
+from transformers import UMT5EncoderModel  # noqa: E402
+
+from planner.errors import VplanError  # noqa: E402
+from planner.launch.supported import settled  # noqa: E402
+from planner.spec.job import Bucket  # noqa: E402
+from tests.trainers import runs  # noqa: E402
+from trainers.data import layer_offload  # noqa: E402
+from trainers.measuring.measure import measure  # noqa: E402
+from trainers.measuring.phases import Probed, Wanted  # noqa: E402
+
+
+class Report:
+    """A report that stays in memory."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {"phases": {}, "missing": []}
+
+    def tell(self, **facts: Any) -> None:
+        self.told.update(facts)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("probed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPLAN_HOME", str(root / "home"))
+        yield runs.Place(root, "wan")
+
+
+def wanted(place: runs.Place, scratch: Path, **said: Any) -> Wanted:
+    buckets = (Bucket(frames=1, height=32, width=32), Bucket(frames=5, height=32, width=48, batch_size=2))
+    plan = place.plan({"gradient_accumulation": 2}, buckets=buckets)
+    asked = {"config": {}, "device": "cpu", "steps": 2, "weights": str(place.root / "model")}
+    return Wanted.of(plan, scratch=scratch, **{**asked, **said})
+
+
+def test_published_weights_and_every_bucket(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, shapes, step = [], [], Probed._step
+
+    def noted(self: Probed, grid: dict[str, int]) -> float:
+        models.append(self.trainee.model)
+        shapes.append((grid["B"], grid["F"]))
+        return step(self, grid)
+
+    monkeypatch.setattr(Probed, "_step", noted)
+    report = Report()
+    measure(wanted(place, tmp_path / "scratch"), report)
+    assert (report.told["outcome"], report.told["missing"][1:]) == ("ok", [])
+    assert shapes == [(2, 2), (1, 1), (2, 2), (2, 2), (2, 2)]  # first, one of each with the largest last, steady ones
+    assert len(report.told["losses"]) == 6 and len(report.told["step_seconds"]) == 2
+    published = runs.tensors(place.root / "model")
+    found = {name.replace(".base_layer", ""): value for name, value in models[0].state_dict().items()}
+    assert published and all(torch.equal(found[name], tensor) for name, tensor in published.items())
+    assert (tmp_path / "scratch" / "step-00000006" / "weights.safetensors").is_file()
+
+
+def test_a_scratch_folder_that_cannot_be_written_ends_nothing(place: runs.Place, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    report = Report()
+    measure(wanted(place, tmp_path / "file" / "scratch", weights=None), report)
+    assert report.told["outcome"] == "ok"
+    assert report.told["missing"][1].startswith("save: cannot write a checkpoint")
+
+
+def test_both_experts_are_probed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+    pair = runs.Pair(tmp_path / "pair")
+    plan = pair.plan({"inactive_expert": "cpu"}, experts="both")
+    assert settled(plan) == plan
+    asked = {"config": {}, "device": "cpu", "steps": 3, "weights": str(pair.root / "model")}
+    report = Report()
+    measure(Wanted.of(plan, scratch=tmp_path / "scratch", **asked), report)
+    assert report.told["outcome"] == "ok"
+    kept = runs.tensors(tmp_path / "scratch")
+    (states,) = (tmp_path / "scratch").glob("*/optimizer-00000.pt")
+    assert len(torch.load(states, weights_only=True)["state"]) == len(kept)  # both have been stepped
+    assert {name.partition(".")[0] for name in kept} == {"transformer", "transformer_2"}
+
+
+def test_weights_that_are_not_there_are_refused(place: runs.Place, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=r"config\.json"):
+        measure(wanted(place, tmp_path, weights=str(tmp_path)), Report())
+
+
+SMALL = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
+VAE = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+
+@pytest.mark.parametrize("room", [None, 0])
+def test_encoding_is_a_part_of_its_own(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    """Every encoder, each gone before the next, by layers where it has no room, and of the clips the largest."""
+    monkeypatch.setattr(layer_offload, "room_bytes", lambda device: room)
+    asked = wanted(place, tmp_path / "scratch", part="encode")
+    profile = asked.profile
+    vae = profile.vae.replace(config={**profile.vae.config, **VAE})
+    text = profile.text_encoders[0].replace(max_tokens=8, config={**profile.text_encoders[0].config, **SMALL})
+    strategy = asked.strategy.replace(text_encoder_dtype="fp32", vae_dtype="fp32")
+    clips, prompts = [], []
+    seen, read = AutoencoderKLWan.encode, UMT5EncoderModel.forward
+
+    def encode(self: Any, clip: Any, *rest: Any, **more: Any) -> Any:
+        clips.append(tuple(clip.shape))
+        return seen(self, clip, *rest, **more)
+
+    def forward(self: Any, input_ids: Any, **more: Any) -> Any:
+        prompts.append(tuple(input_ids.shape))
+        assert (room is not None) == any(each.is_meta for each in self.encoder.block.parameters())
+        return read(self, input_ids=input_ids, **more)
+
+    monkeypatch.setattr(AutoencoderKLWan, "encode", encode)
+    monkeypatch.setattr(UMT5EncoderModel, "forward", forward)
+    report = Report()
+    measure(replace(asked, profile=profile.replace(vae=vae, text_encoders=(text,)), strategy=strategy), report)
+    assert report.told["outcome"] == "ok" and set(report.told["phases"]) == {"encode"}
+    assert prompts == [(1, 8)] and clips == [(1, 3, 5, 32, 48)]
+    assert "losses" not in report.told and not (tmp_path / "scratch").exists()

@@ -1,0 +1,232 @@
+"""Checkpoints: whole or not there, a run's own and unchanged or named; nothing finished is ever lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from planner.errors import VplanError  # noqa: E402
+from planner.launch import checkpoints, launch  # noqa: E402
+from planner.launch.launch import Request  # noqa: E402
+from planner.worker_process import Ended  # noqa: E402
+from tests.trainers import runs  # noqa: E402
+from trainers.parallel import checkpoint  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPLAN_HOME", str(root / "home"))
+        yield runs.Place(root, "wan")
+
+
+@pytest.fixture(scope="module")
+def finished(place: runs.Place) -> Path:
+    """A run of six steps that kept its last three checkpoints."""
+    output = place.root / "finished"
+    assert runs.train(place.request(output, steps=6, keep=3))["outcome"] == "ok"
+    return output
+
+
+@pytest.fixture
+def output(finished: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def folders(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def newest(output: Path) -> tuple[str | None, list[str]]:
+    found, faults = checkpoints.newest(output, checkpoints.run_id(output))
+    return found.name if found else None, faults
+
+
+def test_the_last_ones_are_kept(place: runs.Place, finished: Path, tmp_path: Path) -> None:
+    assert folders(finished) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert newest(finished) == ("step-00000006", [])
+    runs.train(place.request(tmp_path, steps=6, keep=1))
+    assert folders(tmp_path) == ["step-00000006"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "strange", "no manifest", "half a manifest"])
+def test_a_damaged_one_is_named_and_the_one_before_taken(output: Path, damage: str) -> None:
+    last = output / "checkpoints" / "step-00000006"
+    weights, manifest = last / "weights.safetensors", last / "manifest.json"
+    whole = weights.read_bytes()
+    if damage == "cut":
+        weights.write_bytes(whole[:-1])
+    elif damage == "changed":
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif damage == "missing":
+        (last / "optimizer-00000.pt").unlink()
+    elif damage == "strange":
+        (last / "optimizer-00001.pt").write_bytes(b"cos\nsystem\n")
+    elif damage == "no manifest":
+        manifest.unlink()
+    else:
+        manifest.write_text(manifest.read_text()[:100])
+    found, faults = newest(output)
+    assert found == "step-00000004"
+    assert len(faults) == 1 and "step-00000006" in faults[0]
+    with pytest.raises(VplanError, match="step-00000006"):
+        checkpoints.check(last, checkpoints.run_id(output))
+
+
+def test_another_runs_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:
+    theirs = checkpoints.run_id(tmp_path)
+    with pytest.raises(VplanError, match="of another run"):
+        checkpoints.check(output / "checkpoints" / "step-00000006", theirs)
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(output: Path, place: runs.Place) -> None:
+    """Not even when whoever changed the file also wrote its hash."""
+    last = output / "checkpoints" / "step-00000006"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (output / "ran",))
+
+    torch.save({"state": Evil()}, last / "optimizer-00000.pt")
+    manifest = json.loads((last / "manifest.json").read_text())
+    manifest["sha256"]["optimizer-00000.pt"] = checkpoints.sha256(last / "optimizer-00000.pt")
+    (last / "manifest.json").write_text(json.dumps(manifest))
+    told = runs.train(place.request(output, steps=8, resume=str(last)))
+    assert told["outcome"] == "refused" and "more than tensors" in told["message"]
+    assert not (output / "ran").exists()
+
+
+def test_a_full_disk_leaves_the_earlier_ones(output: Path, place: runs.Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in (output / "checkpoints").rglob("*") if path.is_file()}
+    save = checkpoint.save_file
+
+    def full(tensors: Any, path: Path, *args: Any) -> None:
+        save(tensors, path, *args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    request = place.request(output, steps=8, keep=3, resume=str(output / "checkpoints" / "step-00000006"))
+    told = runs.train(request)
+    assert told["outcome"] == "refused" and "No space left" in told["message"] and told["exit_code"] == 4
+    assert {path: path.read_bytes() for path in (output / "checkpoints").rglob("*") if path.is_file()} == before
+
+
+def test_a_disk_that_fills_up_stops_the_run_with_a_line(place: runs.Place, tmp_path: Path) -> None:
+    """A real one: as long as there is room checkpoints are written, and those that were stay whole."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        told = runs.train(place.request(disk, steps=99, checkpoint_every=1, keep=99))
+        assert told["outcome"] == "refused" and told["exit_code"] == 4, told
+        assert "the disk is full" in told["message"] or "No space left" in told["message"]
+        assert "\n" not in told["message"] and "goes on from the last checkpoint" in told["fix"]
+        assert told["saved"] >= 1
+        found, faults = checkpoints.newest(disk, checkpoints.run_id(disk))
+        assert found is not None and found.name == f"step-{told['saved']:08d}" and not faults
+        with contextlib.suppress(OSError):  # what was half written is gone: there is room again
+            (disk / "rest").write_bytes(bytes(300 * 1024))
+        assert launch.outcome(disk, Ended(1)).message == f"the disk of {disk} is full"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_what_a_kill_leaves_behind_is_no_checkpoint_and_goes(output: Path, place: runs.Place) -> None:
+    folder = output / "checkpoints"
+    shutil.copytree(folder / "step-00000006", folder / ".partial-step-00000008")
+    (folder / ".removed-step-00000000").mkdir()
+    assert newest(output) == ("step-00000006", [])
+    request = place.request(output, steps=8, keep=3, resume=str(folder / "step-00000006"))
+    assert runs.train(request)["outcome"] == "ok"
+    assert folders(output) == ["step-00000004", "step-00000006", "step-00000008"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "job", "named"),
+    [
+        ({"optimizer": "lion"}, {}, "optimizer adamw"),
+        ({}, {"lora_rank": 8}, "lora_rank 4"),
+        ({"ema": "cpu"}, {}, "ema False"),
+        ({}, {"method": "full"}, "method lora"),
+    ],
+)
+def test_a_state_of_another_form_is_refused_by_name(
+    output: Path, place: runs.Place, strategy: dict[str, Any], job: dict[str, Any], named: str
+) -> None:
+    request = place.request(
+        output, place.plan(strategy, **job), steps=8, resume=str(output / "checkpoints" / "step-00000006")
+    )
+    told = runs.train(request)
+    assert told["outcome"] == "refused" and named in told["message"]
+
+
+def resumed(place: runs.Place, tmp_path: Path, plan: Any) -> tuple[Request, Path, Path]:
+    """A run of four steps, and one of two that went on for two more."""
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    assert runs.train(place.request(once, plan))["outcome"] == "ok"
+    assert runs.train(place.request(twice, plan, steps=2))["outcome"] == "ok"
+    request = place.request(twice, plan, resume=str(twice / "checkpoints" / "step-00000002"))
+    assert runs.train(request)["outcome"] == "ok"
+    return request, once, twice
+
+
+@pytest.mark.parametrize(
+    ("strategy", "job"),
+    [
+        ({}, {}),
+        ({"gradient_accumulation": 2, "gradient_checkpointing": "full"}, {"batch_size": 2, "lora_dropout": 0.3}),
+        ({"optimizer_step": "backward", "ema": "gpu"}, {"method": "full"}),
+        ({"optimizer_step": "backward", "swap_blocks": 1, "gradient_checkpointing": "full"}, {"method": "full"}),
+        ({"weights_dtype": "bf16", "master_weights": "fp32", "ema": "cpu"}, {"method": "full", "trainable": ["attn1"]}),
+        ({"optimizer": "adamw-8bit"}, {}),
+        ({"optimizer": "adamw-8bit-paged"}, {}),
+        ({"optimizer": "lion"}, {}),
+        ({"optimizer": "prodigy"}, {}),
+        ({"offload_optimizer": "cpu", "offload_gradients": "cpu"}, {}),
+        ({"optimizer": "muon"}, {"method": "full"}),
+        ({"optimizer": "came", "adapter_dtype": "bf16"}, {}),
+        ({"optimizer": "adafactor", "adapter_dtype": "bf16"}, {}),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(
+    place: runs.Place, tmp_path: Path, strategy: dict[str, Any], job: dict[str, Any]
+) -> None:
+    _, once, twice = resumed(place, tmp_path, place.plan(strategy, **job))
+    assert runs.losses(once) == runs.losses(twice)
+    for folder in ("final", "checkpoints/step-00000004"):
+        wanted, found = runs.tensors(once / folder), runs.tensors(twice / folder)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+
+
+def test_weights_that_are_no_numbers_are_never_written(
+    output: Path, place: runs.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step can end in NaN weights with a good loss: the next loss would show it, and the checkpoint comes first."""
+    from trainers import train as worker
+
+    step = worker.Training._step
+
+    def poisoned(self: Any, number: int) -> None:
+        step(self, number)
+        if number == 7:
+            next(iter(self.trainee.trainable.values())).data.fill_(float("nan"))
+
+    monkeypatch.setattr(worker.Training, "_step", poisoned)
+    told = runs.train(place.request(output, steps=8, resume=str(output / "checkpoints" / "step-00000006")))
+    assert told["outcome"] == "nan" and "after step 8 " in told["message"]
+    assert newest(output) == ("step-00000006", [])

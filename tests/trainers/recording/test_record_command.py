@@ -1,0 +1,145 @@
+"""`vplan record`: writes what `--check` accepts, names the first difference, and says what is not installed."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import profiles
+from planner.catalog import lookup, user_data
+from planner.catalog.shapes import job_for
+from planner.commands import cli, record
+from planner.commands.record import first_difference
+from planner.errors import NotRecordedError
+from planner.layout.inputs import facts
+from planner.spec.job import Machine, Strategy
+
+MODEL = "wan2.1-t2v-1.3b"
+VARIANT = "optimizer-lora-fp32-adamw-fused"
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["record", *words], prog_name="vplan", standalone_mode=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tapes")
+    done = run(MODEL, "--variant", VARIANT, "-o", str(made), "--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    size = (made / MODEL / f"{VARIANT}.json.gz").stat().st_size
+    assert answer["tapes"] == [{"model": MODEL, "variant": VARIANT, "bytes": size}]
+    return made
+
+
+def test_check_accepts_what_was_written(folder: Path) -> None:
+    done = run("wan2.1-t2v-1.3B", "--variant", VARIANT, "--check", "-o", str(folder))
+    assert done.exit_code == 0
+    assert "tapes as recorded now: 1, " in " ".join(done.stdout.split())
+
+
+def changed(folder: Path, tmp_path: Path, change: Any) -> Result:
+    data = json.loads(gzip.decompress((folder / MODEL / f"{VARIANT}.json.gz").read_bytes()))
+    change(data)
+    path = tmp_path / MODEL / f"{VARIANT}.json.gz"
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    return run(MODEL, "--variant", VARIANT, "--check", "-o", str(tmp_path))
+
+
+def test_check_names_the_first_difference_and_exits_1(folder: Path, tmp_path: Path) -> None:
+    done = changed(folder, tmp_path, lambda data: data["tape"]["sizes"].__setitem__(0, [7, [0] * 6]))
+    assert done.exit_code == 1
+    said, fix = done.stderr.splitlines()[-2:]
+    assert said.startswith(f"error: tape {VARIANT} of {MODEL} is not what is recorded now: ")
+    assert "now: tape.sizes[0][0] is 7, recorded " in said
+    assert fix == f"fix: vplan record {MODEL} --variant {VARIANT}"
+
+
+def test_another_torch_may_record_the_same(folder: Path, tmp_path: Path) -> None:
+    assert changed(folder, tmp_path, lambda data: data["versions"].update(torch="2.11.0")).exit_code == 0
+
+
+def test_check_of_a_missing_or_damaged_tape_says_so(tmp_path: Path) -> None:
+    words = (MODEL, "--variant", VARIANT, "--check", "-o", str(tmp_path))
+    assert "there is no" in run(*words).stderr
+    path = tmp_path / MODEL / f"{VARIANT}.json.gz"
+    path.parent.mkdir()
+    path.write_bytes(b"\x1f\x8b no gzip")
+    done = run(*words)
+    assert done.exit_code == 1
+    assert f"tape {VARIANT}.json.gz is damaged" in done.stderr
+
+
+def test_check_is_of_every_tape_that_is_shipped() -> None:
+    wanted = record._Wanted((), everything=False, check=True)
+    paths = {task.path for task in record._tasks(dict.fromkeys(profiles.model_names()), wanted, profiles.TAPES)}
+    assert paths == set(profiles.TAPES.rglob("*.gz"))
+
+
+def test_where_nobody_may_write_tapes_go_to_the_user_s_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert record._default_folder(check=True) == profiles.TAPES
+    assert record._default_folder(check=False) == user_data.tapes()
+
+
+def test_one_command_records_all_that_a_question_lacks() -> None:
+    strategy = Strategy(weights_dtype="int8", optimizer="adafactor")
+    with pytest.raises(NotRecordedError) as caught:
+        facts(job_for(lookup.model("sdxl"), {}), strategy, Machine(gpu="h100-80gb"))
+    words = caught.value.fix.partition("vplan record ")[2].split()
+    names = words[2::2]
+    assert words[0] == "sdxl" and len(names) == 2 and set(words[1::2]) == {"--variant"}
+    wanted = record._Wanted(tuple(names), everything=False, check=False)
+    assert [task.variant for task in record._tasks({"sdxl": None}, wanted, profiles.TAPES)] == names
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "fix"),
+    [
+        (["wan2.1-t2v-1.4b"], "wan2.1-t2v-1.4b", "did you mean"),
+        ([MODEL, "--variant", "nothing"], "no variant has 'nothing' in its name", "step-lora"),
+        ([MODEL, "--jobs", "0"], "jobs", "--help"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_exit_1(words: list[str], message: str, fix: str) -> None:
+    done = run(*words)
+    said, answer = done.stderr.splitlines()
+    assert done.exit_code == 1
+    assert message in said and fix in answer
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    absent = ("torch", "diffusers")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else found(name, *rest))
+    done = run(MODEL)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines() == [
+        "error: recording needs torch, diffusers, not installed here",
+        "fix: pip install 'vplan[train]'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("there", "now", "expected"),
+    [
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 2}]}, ""),
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}, "a[1].b is 2, recorded 3"),
+        ({"a": [1]}, {"a": [1, 2]}, "a has 1 entries, recorded 2"),
+        ({"a": 1}, {"a": 1, "b": 2}, "b is recorded now only"),
+        ({"a": 1, "b": 2}, {"a": 1}, "b is not recorded any more"),
+        ({"a": 1}, {"a": [1]}, "a is 1, recorded [1]"),
+        ({"a": 1, "b": 1}, {"a": 2, "b": 2}, "a is 1, recorded 2"),
+    ],
+)
+def test_the_first_difference_is_named_by_its_path(there: Any, now: Any, expected: str) -> None:
+    assert first_difference(there, now) == expected

@@ -1,0 +1,1 @@
+"""From clips to batches: encoding, the cache and the loader."""

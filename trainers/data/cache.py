@@ -1,0 +1,314 @@
+"""What a training step takes of its samples, encoded once and kept: latents of clips, embeddings of captions.
+
+One safetensors file for each clip at its shape and one for each caption, named by a hash of all that it depends on: the
+file's content, the frames taken, the shape, the encoders' own files, their settings, the dtype and the version of the
+family's code. A file is written aside, synced and renamed, so one that has its name is whole; a run that is killed
+loses what it was encoding. Ranks and runs may share a folder: rank r of n encodes every n-th.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import shutil
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch import Tensor
+
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid
+from planner.dataset import clips
+from planner.dataset.clips import UnusableError
+from planner.dataset.scan import Dataset, Fault, Sample, refused
+from planner.errors import VplanError
+from planner.spec.job import QUANTISED, Job, Strategy
+from planner.units import format_gib
+from trainers import families
+from trainers.data import layer_offload, parts
+from trainers.data.loader import Entry, in_pairs
+from trainers.data.packed_encoders import shrink
+from trainers.data.store import Digests, Store
+from trainers.families.common.base import Family
+from trainers.families.common.encoding import Encoder, Turn
+from trainers.step.step import DTYPES, compute_dtype
+
+FORMAT = 1
+TELL_SECONDS = 0.25
+Item = TypeVar("Item")
+
+
+def _alone() -> None:
+    """A process by itself waits for nobody."""
+
+
+def _silent(**_: Any) -> None:
+    """Nobody is told."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For which plan, from which model, to which folder, on which device, with whom."""
+
+    profile: ModelProfile
+    job: Job
+    strategy: Strategy
+    source: str
+    """the model: a diffusers folder, or a hub id"""
+    folder: Path
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    ranks: int = 1
+    wait: Callable[[], None] = _alone
+    """returns when all ranks have called it"""
+    tell: Callable[..., None] = _silent
+    """is told what is encoded (``doing``, ``done`` of ``all``) and which samples were left out (``broken``)"""
+
+
+def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> list[Entry]:
+    """Encodes what is not cached yet and returns the samples in the dataset's order, the same on every rank.
+
+    Raises a VplanError for a model that cannot be loaded safely, a clip that breaks while it is decoded (with
+    `skip_bad` it is left out), encoders that give other shapes than the plan's model takes, and a full disk.
+    """
+    work = Work(setting)
+    clip_keys = work.clip_keys(dataset)
+    if work.family.captioned:
+        captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
+        work.encode("captions", work.text_turns, {work.text_key(caption): caption for caption in captions})
+    work.encode("clips", work.clip_turns, dict(zip(clip_keys, dataset.samples, strict=True)), skip_bad=skip_bad)
+    store, entries, broken = work.store, [], []
+    files = {sample.clip.path: number for number, sample in enumerate(dataset.samples)}
+    for key, sample in zip(clip_keys, dataset.samples, strict=True):
+        if skip_bad and (fault := store.fault(key)) is not None:
+            broken.append(str(Fault(sample.clip.name, fault)))
+            continue
+        text = store.path(work.text_key(sample.clip.caption) if work.family.captioned else key)
+        of_clip = files[sample.clip.path] if setting.profile.shape.window else None
+        entries.append(Entry(store.path(key), text, sample.bucket, of_clip))
+    if setting.profile.shape.window:
+        entries = in_pairs(entries)
+    if not entries:
+        faults = [Fault(sample.clip.name, "breaks while it is decoded") for sample in dataset.samples]
+        raise refused(faults, len(faults))
+    setting.tell(broken=broken)
+    return entries
+
+
+def _free(encoder: Encoder) -> None:
+    """Gives an encoder's memory back before the next one is loaded."""
+    remaining = weakref.ref(encoder.model)
+    encoder.model = None
+    if remaining() is not None:  # something that is in a cycle holds it
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Work:
+    """The caching of one setting."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.family: Family = families.family(setting.profile)
+        self.clip_turns, self.text_turns = self.family.clip_turns(), self.family.text_turns()
+        if not (self.clip_turns and (self.text_turns or not self.family.captioned)):
+            fault = f"samples of family {setting.profile.family} ({setting.profile.name}) cannot be encoded yet"
+            raise VplanError(fault, "train a model of another family: `vplan models` lists them")
+        self.references = setting.job.references or setting.profile.shape.references
+        if self.references > (1 if self.family.reads_reference else 0):
+            fault = f"{self.references} reference images a sample cannot be read from a folder of clips yet"
+            raise VplanError(fault, f"write references = {int(self.family.reads_reference)}")
+        self.dtype = compute_dtype(setting.strategy)
+        self.tokens = grid(setting.profile, setting.job)["T"]
+        turns = (*self.clip_turns, *self.text_turns)
+        self.root = parts.locate(setting.source, [part for turn in turns for part in (turn.part, turn.helper) if part])
+        self.files = {turn.part: parts.check(self.root, turn.part, turn.class_name) for turn in turns}
+        self.files |= {turn.helper: parts.check_helper(self.root, turn.helper) for turn in turns if turn.helper}
+        self.store = Store(setting.folder)
+        self.digests = Digests(setting.folder, setting.rank)
+        self._sides = {"clip": self._about("clip", self.clip_turns), "text": self._about("text", self.text_turns)}
+
+    def _model_digest(self, turns: tuple[Turn, ...]) -> dict[str, str]:
+        """The content of every file the encoders of some turns are made of, by name."""
+        folders = [part for turn in turns for part in (turn.part, turn.helper) if part]
+        files = {f"{part}/{path.name}": path for part in folders for path in self.files[part]}
+        self._share(list(files.values()))
+        return {name: self.digests.of(path) for name, path in files.items()}
+
+    def _share(self, files: list[Path]) -> None:
+        """Hashes files, every rank its part of them, before all read all hashes."""
+        for path in files[self.setting.rank :: self.setting.ranks]:
+            self.digests.of(path)
+        self.setting.wait()
+        self.digests.read()
+
+    def _about(self, side: str, turns: tuple[Turn, ...]) -> str:
+        """What all samples of a side depend on, as text."""
+        profile, strategy = self.setting.profile, self.setting.strategy
+        batch = self.family.batch({**grid(profile, self.setting.job), "B": 1}, "meta", self.dtype)
+        facts = {
+            "format": FORMAT,
+            "family": [profile.family, self.family.encoding],
+            "side": side,
+            "encoders": self._model_digest(turns),
+            "dtypes": {turn.part: self._dtype_of(turn) for turn in turns},
+            # siblings share encoders, and take other things of a clip (a condition, padded frames)
+            "holds": sorted(self.family.kept(batch)),
+            "stored": str(self.dtype),
+        }
+        if side == "clip":
+            facts |= {"config": profile.config, "inputs": profile.inputs, "tiling": strategy.vae_tiling}
+        return json.dumps(facts, sort_keys=True)
+
+    def clip_keys(self, dataset: Dataset) -> list[str]:
+        """What each sample's clip is kept under."""
+        beside = [self.beside(sample) for sample in dataset.samples]
+        self._share(
+            [*(sample.clip.path for sample in dataset.samples), *(path for each in beside for path in each.values())]
+        )
+        keys = []
+        for (clip, bucket, indices), others in zip(dataset.samples, beside, strict=True):
+            shape = [bucket.frames, bucket.height, bucket.width]
+            also = {name: self.digests.of(path) for name, path in others.items()}
+            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices, **also))
+        return keys
+
+    def beside(self, sample: Sample) -> dict[str, Path]:
+        """The files that a sample is encoded with."""
+        taken = {"reference": self.references, "control": self.setting.profile.inputs.get("control_channels")}
+        found = {"reference": sample.clip.reference, "control": sample.clip.control}
+        return {name: path for name, path in found.items() if path is not None and taken[name]}
+
+    def text_key(self, caption: str) -> str:
+        """What a caption is kept under."""
+        return self._key("text", caption=caption, tokens=self.tokens)
+
+    def _key(self, side: str, **sample: Any) -> str:
+        return hashlib.sha256((self._sides[side] + json.dumps(sample, sort_keys=True)).encode()).hexdigest()
+
+    def encode(self, what: str, turns: tuple[Turn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False) -> None:
+        """Every turn over this rank's part of the samples that are not cached yet, one encoder after another."""
+        if self.setting.rank == 0:
+            self.store.sweep()
+        mine = dict(list(samples.items())[self.setting.rank :: self.setting.ranks])
+        todo = {key: sample for key, sample in mine.items() if not self.store.has(key)}
+        for number, turn in enumerate(turns):
+            last = number == len(turns) - 1
+            waiting = {k: s for k, s in todo.items() if last or not self.store.has(k, number)}
+            waiting = {k: s for k, s in waiting.items() if not (skip_bad and self.store.fault(k))}
+            if not waiting:
+                continue
+            encoder = self._load(turn)
+            for done, (key, sample) in enumerate(self._one_by_one(f"{what} ({turn.part})", waiting)):
+                try:
+                    made = self._encoded(turn, encoder, key, sample)
+                except UnusableError as error:
+                    if not skip_bad:
+                        raise refused([Fault(sample.clip.name, str(error))], len(samples)) from None
+                    self.store.mark(key, str(error))
+                    continue
+                nbytes = self._keep(key, made, sample, number, last=last)
+                if done == 0:
+                    self._check_space(nbytes * (len(waiting) - 1))
+            _free(encoder)
+        self.setting.wait()
+
+    def _load(self, turn: Turn) -> Encoder:
+        """The encoder of a turn on the device, as the strategy wants it."""
+        strategy, dtype = self.setting.strategy, self._dtype_of(turn)
+        is_vae = turn.part == "vae"
+        model = parts.load(self.root, turn.part, turn.class_name, DTYPES.get(dtype, torch.bfloat16))
+        if is_vae and strategy.vae_tiling:
+            model.enable_tiling()  # type: ignore[operator]  # diffusers' own method
+        if is_vae and strategy.vae_slicing:
+            model.enable_slicing()  # type: ignore[operator]  # likewise
+        helper = parts.load_helper(self.root, turn.helper) if turn.helper else None
+        place = self.setting.device
+        if dtype in QUANTISED:
+            model = shrink(model, dtype, place)
+        elif not is_vae and layer_offload.is_too_large(model, layer_offload.room_bytes(place)):
+            model = layer_offload.bring_layers(model, place)
+        else:
+            model = model.to(place)
+        return Encoder(model, helper, self.tokens)
+
+    def _dtype_of(self, turn: Turn) -> str:
+        return self.setting.strategy.vae_dtype if turn.part == "vae" else self.setting.strategy.text_encoder_dtype
+
+    def _encoded(self, turn: Turn, encoder: Encoder, key: str, sample: Any) -> Mapping[str, Tensor]:
+        """What one encoder makes of one sample."""
+        encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
+        if isinstance(sample, Sample):
+            clip, indices = sample.clip, sample.indices[: turn.frames]
+            encoder.size = (clip.height, clip.width)
+            encoder.source, encoder.times = clip.path, tuple(index / clip.fps for index in sample.indices if clip.fps)
+            if turn.frames == 0:
+                frames: clips.Pixels = numpy.empty((0, sample.bucket.height, sample.bucket.width, 3), numpy.uint8)
+            else:
+                frames = clips.frames(clip.path, indices, sample.bucket.height, sample.bucket.width)
+            for name, path in self.beside(sample).items():
+                taken = indices if name == "control" else (0,)
+                beside = clips.frames(path, taken, sample.bucket.height, sample.bucket.width)
+                setattr(encoder, name, torch.from_numpy(beside))
+            sample = torch.from_numpy(frames)
+        with torch.inference_mode():
+            made: Mapping[str, Tensor] = turn.encode(encoder, sample)
+        return made
+
+    def _keep(self, key: str, made: Mapping[str, Tensor], sample: Any, number: int, *, last: bool) -> int:
+        """Saves what a turn made: for the last one, or, by the last one, with what the others left; returns bytes."""
+        if not last:
+            return self.store.save(key, {name: tensor.contiguous().cpu() for name, tensor in made.items()}, number)
+        parts_made: dict[str, Tensor] = {}
+        for earlier in range(number):
+            parts_made |= self.store.load(key, earlier)
+        fitted = self._fitted(self.family.joined({**parts_made, **made}), sample)
+        nbytes = self.store.save(key, fitted)
+        self.store.drop_turns(key, number)
+        return nbytes
+
+    def _fitted(self, made: Mapping[str, Tensor], sample: Any) -> dict[str, Tensor]:
+        """The tensors in the dtypes of the plan's batches; a VplanError for other shapes, or for what is no number."""
+        shape = sample.bucket if isinstance(sample, Sample) else self.setting.job.shapes[0]
+        job = self.setting.job
+        batch = self.family.batch({**grid(self.setting.profile, job, shape), "B": 1}, "meta", self.dtype)
+        fitted, kept = {}, self.family.kept(batch)
+        for name, tensor in made.items():
+            wanted = kept[name]
+            lengths = zip(tensor.shape, wanted.shape, strict=False)
+            fits = all(a <= b for a, b in lengths) if name in self.family.ragged else tensor.shape == wanted.shape
+            if not fits or tensor.ndim != wanted.ndim:
+                sizes = f"{name} of {list(tensor.shape)}, and {self.setting.profile.name} takes {list(wanted.shape)}"
+                fix = "name the model of the plan, or plan for this one"
+                raise VplanError(f"the encoders of {self.root.name} give {sizes}", fix)
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                what = sample.clip.name if isinstance(sample, Sample) else "a caption"
+                fix = "use --vae-dtype fp32" if isinstance(sample, Sample) else "use --text-encoder-dtype fp32"
+                raise VplanError(f"encoding {what} gave {name} that are no numbers (overflow in half precision)", fix)
+            fitted[name] = tensor.to(wanted.dtype).contiguous().cpu()
+        return fitted
+
+    def _check_space(self, nbytes: int) -> None:
+        """Raises a VplanError when what all ranks will write does not fit: known once the first is written."""
+        needed, free = nbytes * self.setting.ranks, shutil.disk_usage(self.setting.folder).free
+        if needed > free:
+            there = f"{format_gib(free)} is free in {self.setting.folder}"
+            fault = f"caching needs about {format_gib(needed)} more, and {there}"
+            raise VplanError(fault, "free some space, or name another folder; what is cached so far stays", exit_code=4)
+
+    def _one_by_one(self, what: str, items: Mapping[str, Item]) -> Iterable[tuple[str, Item]]:
+        """The items, telling now and then how many are done: the parent shows it."""
+        told = 0.0
+        for done, item in enumerate(items.items()):
+            if time.monotonic() - told > TELL_SECONDS:
+                self.setting.tell(doing=what, done=done, all=len(items))
+                told = time.monotonic()
+            yield item

@@ -1,0 +1,261 @@
+"""From cached samples to batches: which sample comes when, on which rank, and the files stacked into one batch.
+
+The global batch of a step depends on the seed and the step alone, never on how many ranks share it, so a run can be
+split, killed and taken up again without a sample being seen twice or left out. Nothing is kept between steps: the
+position is the number of steps that are done.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
+from planner.spec.job import Bucket, Job
+from trainers.families.common.base import Family
+from trainers.families.common.random_draws import SEEDS, sample_seed
+from trainers.step.step import Batch
+
+SMALL_BYTES = 1 << 18
+"""Up to so much a file is read: mapping it takes longer, three times as long for a few KiB, and holds up the step's
+own Python meanwhile. Beyond, what is read is copied twice."""
+
+CACHED_ORDERS = 2
+"""Epochs whose order is remembered: the one that runs and the next."""
+
+
+class Entry(NamedTuple):
+    """One sample as caching left it: two safetensors files that together hold `Family.batch` without its first axis."""
+
+    path: Path
+    """latents and what else the clip gives"""
+    text: Path
+    """prompt embeddings"""
+    bucket: Bucket
+    clip: int | None = None
+    """number of the clip that it is a window of, where a model takes another one beside it"""
+
+
+def in_pairs(entries: Iterable[Entry]) -> list[Entry]:
+    """Those windows that have another one of their clip and shape."""
+    found = list(entries)
+    count = Counter((entry.clip, entry.bucket) for entry in found)
+    return [entry for entry in found if count[entry.clip, entry.bucket] > 1]
+
+
+def write_entries(path: Path, entries: Iterable[Entry]) -> None:
+    """Lists samples in a file of JSON lines, whole or not at all; files below its folder by their path from there."""
+    root = path.parent.absolute()
+
+    def told(file: Path) -> str:
+        whole = file.absolute()
+        return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(whole)
+
+    lines = [
+        {"path": told(entry.path), "text": told(entry.text), "bucket": entry.bucket.to_json()}
+        | ({} if entry.clip is None else {"clip": entry.clip})
+        for entry in entries
+    ]
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The samples that `write_entries` listed."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        root = path.parent
+        buckets = [Bucket.read(line["bucket"], path.name) for line in lines]
+        return [
+            Entry(root / line["path"], root / line["text"], bucket, line.get("clip"))
+            for line, bucket in zip(lines, buckets, strict=True)
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, VplanError):
+            raise
+        raise VplanError(f"{path} is no list of cached samples", "remove it and let it be made again") from None
+
+
+class Step(NamedTuple):
+    """The samples of one optimizer step, all of one shape, in the order of the global batch."""
+
+    bucket: Bucket
+    batch_size: int
+    """on one rank, in one micro-batch"""
+    samples: tuple[int, ...]
+    """numbers of entries: micro-batch by micro-batch, rank by rank"""
+
+
+class Sampler:
+    """Which entries every step trains on: shuffled anew each epoch, one shape a step.
+
+    What a shape's entries lack of a whole global batch is filled up with its own first ones of that epoch (torch's
+    DistributedSampler does so): no entry is left out, however few there are of its shape.
+    """
+
+    def __init__(self, entries: Sequence[Entry], job: Job, world: int, accumulation: int, seed: int) -> None:
+        if not entries:
+            raise VplanError("there is not one sample to train on", "put clips and their captions into --data")
+        self.entries = tuple(entries)
+        self.world, self.accumulation, self.seed = world, accumulation, seed
+        self._shapes: dict[Bucket, list[int]] = {}
+        for number, entry in enumerate(self.entries):
+            self._shapes.setdefault(entry.bucket, []).append(number)
+        self._windows: dict[tuple[int, Bucket], list[Entry]] = {}
+        for entry in self.entries:
+            if entry.clip is not None:
+                self._windows.setdefault((entry.clip, entry.bucket), []).append(entry)
+        self._batch_sizes = {bucket: _batch_size(bucket, job) for bucket in self._shapes}
+        self.steps_per_epoch = sum(-(-len(found) // self._global(bucket)) for bucket, found in self._shapes.items())
+        self._order = lru_cache(CACHED_ORDERS)(self._shuffled)
+
+    def _global(self, bucket: Bucket) -> int:
+        return self._batch_sizes[bucket] * self.world * self.accumulation
+
+    def step(self, number: int) -> Step:
+        """The samples of a step, counted from 0."""
+        epoch, index = divmod(number, self.steps_per_epoch)
+        return self._order(epoch)[index]
+
+    def other(self, entry: Entry, seed: int) -> Entry | None:
+        """The window that goes with one of the same clip, by the seed of the sample; None where clips are whole."""
+        if entry.clip is None:
+            return None
+        windows = self._windows[entry.clip, entry.bucket]
+        return windows[(windows.index(entry) + 1 + sample_seed(seed, "other") % (len(windows) - 1)) % len(windows)]
+
+    def _shuffled(self, epoch: int) -> list[Step]:
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
+        steps = []
+        for bucket, found in self._shapes.items():
+            size = self._global(bucket)
+            order = [found[place] for place in torch.randperm(len(found), generator=generator).tolist()]
+            whole = -(-len(order) // size) * size
+            order = (order * -(-whole // len(order)))[:whole]
+            batch_size = self._batch_sizes[bucket]
+            steps += [Step(bucket, batch_size, tuple(order[at : at + size])) for at in range(0, whole, size)]
+        return [steps[place] for place in torch.randperm(len(steps), generator=generator).tolist()]
+
+    def position(self, done: int) -> dict[str, int | str]:
+        """What a checkpoint keeps after so many steps: enough to see that a resumed run has the same order."""
+        named = [[entry.path.name, entry.text.name] for entry in self.entries]
+        sizes = [self._global(bucket) for bucket in self._shapes]
+        digest = hashlib.sha256(json.dumps([named, sizes, self.seed]).encode()).hexdigest()
+        return {"steps": done, "epoch": done // self.steps_per_epoch, "order": digest[:32]}
+
+    def resume(self, position: dict[str, int | str]) -> int:
+        """The steps that were done when a position was kept; a VplanError when the order is another one now."""
+        done = int(position["steps"])
+        if self.position(done) != position:
+            fault = "the data, the global batch or the seed is another than that of the checkpoint"
+            raise VplanError(fault, "give the same --data, plan and --seed, or begin anew with --resume no")
+        return done
+
+
+def _batch_size(bucket: Bucket, job: Job) -> int:
+    """As the job says of that shape; caching may have been for a job of other batches."""
+    for shape in job.buckets:
+        if (shape.frames, shape.height, shape.width) == (bucket.frames, bucket.height, bucket.width):
+            return shape.batch_size or job.batch_size
+    return bucket.batch_size or job.batch_size
+
+
+class Stacker:
+    """Turns entries of one shape into a batch on the CPU, checked against what the family says a batch holds."""
+
+    def __init__(self, profile: ModelProfile, job: Job, kind: Family, dtype: torch.dtype) -> None:
+        self.profile, self.job, self.kind, self.dtype = profile, job, kind, dtype
+        self._templates: dict[Bucket, Batch] = {}
+
+    def batch(self, entries: Sequence[Entry], others: Sequence[Entry | None] = ()) -> Batch:
+        """The tensors of some entries of one shape, as the family puts samples together; each beside its other."""
+        template = self.template(entries[0].bucket)
+        samples = [self._sample(entry, template) for entry in entries]
+        for number, other in enumerate(others):
+            if other is not None:
+                samples[number] = self.kind.beside(samples[number], self._sample(other, template))
+        return self.kind.collate(samples)
+
+    def template(self, bucket: Bucket) -> Batch:
+        """One sample without values: what it holds, but for prompts that may be shorter."""
+        if bucket not in self._templates:
+            grid = {**lookup.grid(self.profile, self.job, bucket), "B": 1}
+            self._templates[bucket] = self.kind.kept(self.kind.batch(grid, "meta", self.dtype))
+        return self._templates[bucket]
+
+    def _sample(self, entry: Entry, template: Batch) -> Batch:
+        found = {**_read(entry.path), **_read(entry.text)}
+        fix = "remove the cache folder and let it be made again"
+        if missing := template.keys() - found.keys():
+            raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
+        for name, wanted in template.items():
+            shape, ragged = found[name].shape, name in self.kind.ragged
+            fits = shape == wanted.shape or (
+                ragged and len(shape) == wanted.ndim and all(a <= b for a, b in zip(shape, wanted.shape, strict=True))
+            )
+            if not fits:
+                where = entry.text if name in _read(entry.text) else entry.path
+                fault = f"{name} in {where.name} has the shape {tuple(shape)}, not {tuple(wanted.shape)}"
+                raise VplanError(fault, fix)
+        return {name: found[name].to(wanted.dtype) for name, wanted in template.items()}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load(path.read_bytes()) if path.stat().st_size <= SMALL_BYTES else load_file(path)
+    except (OSError, SafetensorError, KeyError) as error:  # safetensors' own table may lack a file's format
+        if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
+            raise MemoryError(f"no memory to read {path.name}") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
+        raise VplanError(f"cannot read {path}: {reason}", "remove it and let it be made again") from None
+
+
+class Loader:
+    """The micro-batches of one rank on its device; the next one is read while this one trains."""
+
+    def __init__(self, sampler: Sampler, stacker: Stacker, rank: int, device: torch.device, last_step: int) -> None:
+        self.sampler, self.stacker, self.rank, self.device, self.last_step = sampler, stacker, rank, device, last_step
+        self._thread = ThreadPoolExecutor(1, "vplan-loader")
+        self._ahead: dict[tuple[int, int], Future[Batch]] = {}
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        """The micro-batches of a step, counted from 0, each with the seeds of its samples."""
+        for micro in range(self.sampler.accumulation):
+            ready = self._ahead.pop((step, micro), None) or self._thread.submit(self._load, step, micro)
+            following = (step, micro + 1) if micro + 1 < self.sampler.accumulation else (step + 1, 0)
+            if following[0] < self.last_step:
+                self._ahead[following] = self._thread.submit(self._load, *following)
+            batch = ready.result()
+            moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items() if name != SEEDS}
+            yield {**moved, SEEDS: batch[SEEDS]}
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _load(self, step: int, micro: int) -> Batch:
+        wanted = self.sampler.step(step)
+        first = (micro * self.sampler.world + self.rank) * wanted.batch_size
+        places = range(first, first + wanted.batch_size)
+        seeds = [sample_seed(self.sampler.seed, step, place) for place in places]
+        entries = [self.sampler.entries[wanted.samples[place]] for place in places]
+        others = [self.sampler.other(entry, seed) for entry, seed in zip(entries, seeds, strict=True)]
+        batch = self.stacker.batch(entries, others)
+        if self.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return {**batch, SEEDS: torch.tensor(seeds, dtype=torch.int64)}

@@ -1,0 +1,176 @@
+"""The parts of a diffusers model as they lie in its folder: checked before any is loaded, and loaded one by one.
+
+Only safetensors are read: a pickle can run code. Classes are those our families name, never one a file asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.catalog.diffusers_folder import CONFIG, read_config
+from planner.errors import VplanError, quoted
+
+WEIGHTS = ("diffusion_pytorch_model", "model")
+"""How weight files are called: diffusers' and transformers'."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+INDEX = "model_index.json"
+FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""What is fetched of a part on the hub: configs, weights, vocabularies, chat templates."""
+
+MASK = "mask"
+"""Folder of an image that says what of a face is covered."""
+WHERE_FROM = {
+    MASK: "put mask.png there (bytedance/LatentSync, latentsync/utils/mask.png)",
+    "feature_extractor": "put preprocessor_config.json of openai/whisper-tiny there",
+}
+"""Of what no folder that diffusers saved has."""
+
+
+def locate(source: str, parts: Iterable[str]) -> Path:
+    """The folder of a model: the one named, or a hub id's snapshot, fetched where it is not there yet.
+
+    A VplanError when it is neither, or cannot be had.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    try:
+        patterns = [f"{part}/{name}" for part in parts for name in FILES]
+        return Path(snapshot_download(source, allow_patterns=[INDEX, *patterns]))
+    except HFValidationError:
+        fault = f"model {quoted(source)} is neither a folder nor the id of a repository"
+        raise VplanError(fault, "name a diffusers folder, or OWNER/NAME") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = " ".join(str(error).split())[:120]
+        fix = "name a folder that save_pretrained wrote, or fetch the model first"
+        raise VplanError(f"cannot get {source}: {reason}", fix) from None
+
+
+def check(root: Path, part: str, class_name: str) -> list[Path]:
+    """Files that a part's weights depend on: config and shards. A VplanError for what could not be loaded safely.
+
+    That is: no config, another class than the family's, no safetensors, a shard that is not there.
+    """
+    folder = root / part
+    if not folder.is_dir():
+        raise VplanError(f"{root.name} has no {part}/", f"name a whole diffusers model: {class_name} is needed there")
+    said = _classes(root, part)
+    if class_name not in said and class_name.removesuffix("Model") + "ForConditionalGeneration" not in said:
+        named = " or ".join(map(quoted, said)) or "something unnamed"
+        fault = f"{part}/ of {root.name} is {named}, and this model is trained with a {class_name}"
+        raise VplanError(fault, "name the model of the plan, or plan for this one")
+    return [folder / CONFIG, *_weights(root, part)]
+
+
+def check_helper(root: Path, part: str) -> list[Path]:
+    """Files of a tokenizer or image processor; a VplanError where there are none."""
+    files = sorted(path for path in (root / part).glob("*") if path.is_file())
+    if not files:
+        raise VplanError(f"{root.name} has no {part}/", WHERE_FROM.get(part, "name a whole diffusers model"))
+    return files
+
+
+def _classes(root: Path, part: str) -> list[object]:
+    """The classes that a part is said to be: by the pipeline's index, which knows what is made of it, or by its config.
+
+    An encoder may be the body of a language model, whose config names the whole.
+    """
+    config = read_config(root / part / CONFIG, root)
+    said = [config.get("_class_name"), *(config.get("architectures") or ())]
+    if (root / INDEX).exists():
+        named = read_config(root / INDEX, root).get(part)
+        said += named[1:2] if isinstance(named, list) else []
+    return list(dict.fromkeys(each for each in said if isinstance(each, str)))
+
+
+def _weights(root: Path, part: str) -> Iterator[Path]:
+    """The safetensors of a part, every shard of them."""
+    folder = root / part
+    for stem in WEIGHTS:
+        index = folder / f"{stem}.safetensors.index.json"
+        if (folder / f"{stem}.safetensors").is_file():
+            yield folder / f"{stem}.safetensors"
+            return
+        if index.is_file():
+            yield index
+            yield from _shards(root, part, index)
+            return
+    if any(path.suffix in PICKLES for path in folder.iterdir()):
+        fix = "convert them: load the model and save_pretrained(..., safe_serialization=True)"
+        raise VplanError(f"{part}/ of {root.name} has its weights as pickles only, which are never loaded", fix)
+    named = " or ".join(f"{stem}.safetensors" for stem in WEIGHTS)
+    raise VplanError(f"{part}/ of {root.name} has no weights ({named})", "fetch the model again")
+
+
+def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise VplanError(f"{part}/{index.name} of {root.name} is damaged", "fetch the file again") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise VplanError(f"{part}/{index.name} of {root.name} names {quoted(name)} as a shard", "fetch it again")
+        if not (index.parent / name).is_file():
+            raise VplanError(f"{part}/{name} of {root.name} is missing: not all of its weights", "fetch the file again")
+        yield index.parent / name
+
+
+def load(root: Path, part: str, class_name: str, dtype: torch.dtype) -> nn.Module:
+    """A checked part on the CPU, frozen, its weights in `dtype` (but those its class keeps in fp32)."""
+    from safetensors import SafetensorError
+
+    try:
+        model: nn.Module = _class(class_name).from_pretrained(
+            str(root / part), torch_dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise VplanError(f"{part}/ of {root.name} cannot be loaded: {reason}", "fetch the model again") from error
+    return model.requires_grad_(False).eval()
+
+
+def load_helper(root: Path, part: str) -> Any:
+    """The tokenizer, image processor or feature extractor in a folder, or the mask."""
+    import transformers
+
+    if part == MASK:
+        return _mask(root / part)
+    autos = {"tokenizer": transformers.AutoTokenizer, "feature_": transformers.AutoFeatureExtractor}
+    auto = autos.get(part[:9], autos.get(part[:8], transformers.AutoImageProcessor))
+    try:
+        return auto.from_pretrained(str(root / part), local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise VplanError(f"{part}/ of {root.name} cannot be loaded: {reason}", "fetch the model again") from error
+
+
+def _mask(folder: Path) -> Any:
+    """The one image in a folder."""
+    from PIL import Image
+
+    try:
+        with Image.open(folder / "mask.png") as image:
+            return image.convert("L")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise VplanError(f"{folder / 'mask.png'} cannot be read: {error}", WHERE_FROM[MASK]) from None
+
+
+def _class(name: str) -> Any:
+    """A class that one of our families names: diffusers', or else transformers'."""
+    diffusers, transformers = import_module("diffusers"), import_module("transformers")
+    found = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    if found is None:
+        raise VplanError(
+            f"neither diffusers nor transformers has {name}", "update both: pip install -U diffusers transformers"
+        )
+    return found

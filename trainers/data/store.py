@@ -1,0 +1,145 @@
+"""A folder of encoded samples that survives being killed: files are whole or not there. And a memory of file hashes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from planner.errors import VplanError, quoted
+from planner.launch.checkpoints import sync
+
+STALE_SECONDS = 3600.0
+"""Age at which a half-written file has no writer any more: one takes seconds."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Store:
+    """Safetensors by key: `ab/abcd....safetensors`. Numbered ones are what earlier turns left for the last one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with told(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, key: str, turn: int | None = None) -> Path:
+        """Where a sample is kept, whether or not it is there."""
+        return self.folder / key[:2] / (f"{key}.safetensors" if turn is None else f"{key}.{turn}.safetensors")
+
+    def has(self, key: str, turn: int | None = None) -> bool:
+        """Whether a sample is there, and as long as its header says: a copy that was cut short is made anew."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path(key, turn), framework="pt"):
+                return True
+        except (FileNotFoundError, SafetensorError):
+            return False
+
+    def load(self, key: str, turn: int | None = None) -> dict[str, Tensor]:
+        """A sample's tensors."""
+        from safetensors.torch import load_file
+
+        return load_file(self.path(key, turn))
+
+    def save(self, key: str, tensors: Mapping[str, Tensor], turn: int | None = None) -> int:
+        """Writes a sample aside, syncs it and gives it its name; returns its bytes. Nothing stays of a failed write."""
+        from safetensors.torch import save
+
+        data = save(dict(tensors))
+        path = self.path(key, turn)
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        with told(self.folder):
+            path.parent.mkdir(exist_ok=True)
+            try:
+                with aside.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(aside, path)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                raise
+            sync(path.parent)
+        return len(data)
+
+    def drop_turns(self, key: str, turns: int) -> None:
+        """Takes away what earlier turns left."""
+        for turn in range(turns):
+            self.path(key, turn).unlink(missing_ok=True)
+
+    def fault(self, key: str) -> str | None:
+        """Why a sample could not be encoded, when a run that leaves out such samples has found it so."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.path(key).with_suffix(".bad").read_text(encoding="utf-8")
+        return None
+
+    def mark(self, key: str, reason: str) -> None:
+        """Remembers why a sample could not be encoded, for the other ranks and the next run."""
+        with told(self.folder):
+            self.path(key).parent.mkdir(exist_ok=True)
+            self.path(key).with_suffix(".bad").write_text(reason, encoding="utf-8")
+
+    def sweep(self) -> None:
+        """Takes away half-written files that killed runs left."""
+        before = time.time() - STALE_SECONDS
+        for path in self.folder.glob("*/*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    path.unlink()
+
+
+class Digests:
+    """Hashes of files, remembered by path, size and time of change, so that large files are read once.
+
+    Every rank appends to a file of its own. A line that a kill cut short is passed over.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.file = folder, folder / f"digests-{rank}.jsonl"
+        self._known: dict[tuple[str, int, int], str] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Learns what this and other ranks have found."""
+        for file in sorted(self.folder.glob("digests-*.jsonl")):
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    self._known[row["file"], row["bytes"], row["changed_ns"]] = row["sha256"]
+
+    def of(self, path: Path) -> str:
+        """The SHA-256 of a file's content; a VplanError when it cannot be read."""
+        try:
+            real = os.path.realpath(path, strict=True)
+            status = os.stat(real)
+            key = (real, status.st_size, status.st_mtime_ns)
+            if key not in self._known:
+                with open(real, "rb") as file:
+                    self._known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+                row = {"file": key[0], "bytes": key[1], "changed_ns": key[2], "sha256": self._known[key]}
+                with told(self.folder), self.file.open("a", encoding="utf-8") as memory:
+                    memory.write("\n" + json.dumps(row))  # in front, so that a line cut short spoils itself only
+        except OSError as error:
+            fix = "see that the file is there and readable"
+            raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
+        return self._known[key]
+
+
+@contextlib.contextmanager
+def told(folder: Path) -> Iterator[None]:
+    """Turns what a disk refuses into one line. What is cached stays, and the next run goes on from there."""
+    try:
+        yield
+    except OSError as error:
+        fault = "the disk is full" if error.errno in NO_ROOM else str(error.strerror)
+        fix = "free some space, or name another folder; what is cached so far stays and is used again"
+        raise VplanError(f"cannot write to the cache {folder}: {fault}", fix, exit_code=4) from None

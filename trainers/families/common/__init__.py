@@ -1,0 +1,1 @@
+"""What families share: the base class, noise levels, random draws, encoding and sampling."""

@@ -1,0 +1,168 @@
+"""What all families share: shapes from the grid, flow matching, the mean squared error.
+
+Shape letters: B batch, C latent channels, F latent frames, H and W the patch grid, T text tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.catalog.profiles import ModelProfile
+from planner.spec.job import Job
+from trainers.families.common import noise_levels, random_draws
+from trainers.families.common.encoding import Turn
+from trainers.families.common.sampling import Sampler
+
+Grid = Mapping[str, int]
+"""The integer atoms of a shape: B, F, H, W, T, R (see planner.catalog.lookup.grid)."""
+
+
+class Family:
+    """A model family. Batches hold what caching leaves on disk: latents and text embeddings."""
+
+    short_sides = False
+    """Whether its table of positions ends before the rows and columns tapes are usually recorded at."""
+
+    sums: Mapping[str, tuple[int, tuple[str, ...]]] = {}
+    """Lengths that are sums: name -> (constant, products), e.g. the joint sequence S = F*H*W + T."""
+
+    rounded: Mapping[str, tuple[str, int]] = {}
+    """Lengths counted in several: name -> (product, unit), as P = ceil(H*W / 32) where images are padded to 32 tokens.
+    Sums may add them."""
+
+    fixed: Mapping[str, int] = {"F": 1}
+    """Grid atoms this family cannot vary."""
+
+    extra_tokens = False
+    """Whether samples have tokens beside the clip's own and its text's (grid atom E)."""
+
+    idle: tuple[str, ...] = ()
+    """Modules of the last block that work for an output nobody takes, and get no gradient."""
+
+    masks_all_tokens = False
+    """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
+
+    shared: frozenset[str] = frozenset()
+    """Tensors of a batch that have no batch dimension, because all its samples have the same."""
+
+    ragged: frozenset[str] = frozenset()
+    """Tensors of a batch that are as long as the longest prompt in it, up to the plan's length."""
+
+    reads_reference = False
+    """Whether its samples are encoded with the image they were made from."""
+
+    encoding = 1
+    """Counted up when samples are encoded otherwise than before: what was cached is then made anew."""
+
+    longest_side: int | None = None
+    """Cells per axis that its tables of positions hold; None for as many as anybody trains."""
+
+    limits = (0.0, 1.0)
+    """the noise levels it trains"""
+
+    captioned = True
+    """Whether its samples have captions; else a clip says all there is, and its sound is a part of that."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self.config = profile.config
+        self.references = profile.shape.references
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Random tensors of the shapes and dtypes a real batch has on the device."""
+        raise NotImplementedError
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
+        """Adds noise; returns the model's keyword arguments and the target of the loss, one tensor or several."""
+        raise NotImplementedError
+
+    def prepare(self, model: nn.Module) -> None:
+        """What a freshly built model needs before it trains."""
+
+    def prediction(self, outputs: tuple[Tensor, ...]) -> Any:
+        """What the loss compares with the target, of all that the model returns."""
+        return outputs[0]
+
+    def loss(self, prediction: Any, target: Any, inputs: dict[str, Any]) -> Tensor:
+        """Mean squared error in fp32, as the published trainers compute it."""
+        return functional.mse_loss(prediction.float(), target.float())
+
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """Whether backward never reaches a parameter of a model of so many blocks, by its full name."""
+        last = f"{self.profile.stacks[-1].list}.{blocks - 1}."
+        return name.startswith(last) and name.removeprefix(last).startswith(self.idle)
+
+    def clip_turns(self) -> tuple[Turn, ...]:
+        """The encoders that clips go through, the VAE last; none where caching them is not built."""
+        return ()
+
+    def text_turns(self) -> tuple[Turn, ...]:
+        """The encoders that captions go through, the largest last. What one turn leaves the next may add to."""
+        return ()
+
+    def sampler(self) -> Sampler | None:
+        """The pipeline that makes samples; None where nobody has said how."""
+        return None
+
+    def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
+        """How the pipeline takes the image that a sample begins with."""
+        return {"image": image}
+
+    def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What all turns over one sample left, as the batch has it."""
+        return parts
+
+    def kept(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What caching leaves of a sample, of a batch of one: its tensors without their first axis."""
+        return {name: tensor if name in self.shared else tensor[0] for name, tensor in batch.items()}
+
+    def beside(self, sample: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A sample as it is trained on, next to another window of its clip: for models that see a clip in windows."""
+        raise NotImplementedError
+
+    def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """One batch of samples of one shape, as `batch` makes it. A sample is what caching left of clip and caption."""
+        first = samples[0]
+        return {
+            name: first[name] if name in self.shared else torch.stack([sample[name] for sample in samples])
+            for name in first
+        }
+
+    def flow_matching(self, latents: Tensor, *, towards_clip: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy latents, noise levels between 0 and 1, and the velocity to predict (arXiv 2210.02747).
+
+        The velocity is ``noise - latents``, or ``latents - noise`` for models that count from noise to clip.
+        """
+        drawn = random_draws.normal_like(latents)
+        sigmas = self.levels(latents)
+        spread = sigmas.view(-1, *[1] * (latents.ndim - 1)).to(latents.dtype)
+        noisy = (1.0 - spread) * latents + spread * drawn
+        return noisy, sigmas, latents - drawn if towards_clip else drawn - latents
+
+    def levels(self, latents: Tensor) -> Tensor:
+        """A noise level for each sample of a batch (B,): drawn from the published density where samples are seeded.
+
+        A recorded step, whose numbers nobody reads, draws whatever takes as little memory.
+        """
+        uniform = random_draws.uniform(latents.shape[0], latents.device)
+        if uniform is None:
+            return torch.sigmoid(random_draws.normal(latents.shape[0], latents.device))
+        return noise_levels.levels(uniform, self.profile.training, latents.shape[1], self.limits)
+
+    def for_job(self, job: Job) -> Self:
+        """The family as it trains a job: one expert of two on its own noise levels, and with reference images."""
+        self.references = job.references or self.profile.shape.references
+        self.limits = noise_levels.limits(self.profile.training, job.experts)
+        return self
+
+    def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""
+        patch_f, patch_h, patch_w = self.profile.shape.patch
+        channels = self.profile.vae.latent_channels
+        size = (grid["B"], channels, grid["F"] * patch_f, grid["H"] * patch_h, grid["W"] * patch_w)
+        return torch.randn(size, device=device, dtype=dtype)

@@ -1,0 +1,117 @@
+"""What families encode samples with: an encoder at work, and what most of them do with clips and captions.
+
+Shape letters as in `trainers.families.common.base`; pixels are frames (F, H, W, 3) in 0..255.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Encoder:
+    """One encoder on its device, working on one sample."""
+
+    model: Any
+    helper: Any = None
+    """its tokenizer or image processor"""
+    tokens: int = 0
+    """text tokens a caption is padded to (the plan's)"""
+    size: tuple[int, int] = (0, 0)
+    """height and width of the clip in its file"""
+    reference: Tensor | None = None
+    """the image that a sample was made from, at the sample's size; (1, H, W, 3)"""
+    control: Tensor | None = None
+    """the frames that steer a sample, as many and as large as its own"""
+    source: Path | None = None
+    """the clip's file, for who hears it"""
+    times: tuple[Fraction, ...] = ()
+    """when in that file the frames are shown, seconds"""
+    heard: dict[str, Tensor] = field(default_factory=dict)
+    """what it made of the file it was at last: a clip is cut into many samples"""
+    generator: torch.Generator | None = None
+    """seeded by what is encoded, so that a sample is the same whoever encodes it, and whenever"""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the encoder is; layers that wait for their turn are nowhere."""
+        parameters: Iterable[Tensor] = self.model.parameters()
+        return next(each.device for each in parameters if each.device.type != "meta")
+
+
+def pipeline(name: str, **given: Any) -> Any:
+    """A diffusers pipeline of a few parts and nothing else, for the way it encodes prompts."""
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty and each.name != "self"]
+    return kind(**dict.fromkeys(needed) | given)
+
+
+def prompt_of(name: str, encoder: Encoder, caption: str) -> list[Tensor]:
+    """What a video pipeline of one text encoder makes of a caption: the embeddings, then their mask if it has one."""
+    made = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper).encode_prompt(
+        caption, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
+    )
+    return [tensor[0] for tensor in made if tensor is not None]
+
+
+Sample = Any
+"""Frames of a clip, a uint8 tensor (F, H, W, 3), or a caption."""
+
+
+class Turn(NamedTuple):
+    """One encoder's turn over all clips, or over all captions."""
+
+    part: str
+    """its folder in the model's"""
+    class_name: str
+    encode: Callable[[Encoder, Sample], Mapping[str, Tensor]]
+    """tensors of one sample without the batch dimension, named as in `Family.batch`"""
+    helper: str = ""
+    """folder of its tokenizer or image processor"""
+    frames: int | None = None
+    """how many of a clip's first frames it looks at; all when not given, none where it only listens"""
+
+
+def pixels(encoder: Encoder, frames: Tensor) -> Tensor:
+    """(1, 3, F, H, W) between -1 and 1, as VAEs take clips, in the encoder's dtype."""
+    count, height, width, _ = frames.shape
+    clip = torch.empty((1, 3, count, height, width), device=encoder.device, dtype=encoder.model.dtype)
+    for number, frame in enumerate(frames):  # one by one: the whole clip in fp32 would be what nobody planned for
+        clip[0, :, number] = frame.to(encoder.device).permute(2, 0, 1).float() / 127.5 - 1.0
+    return clip
+
+
+def sampled(encoder: Encoder, clip: Tensor) -> Tensor:
+    """Latents drawn from the VAE's posterior, in fp32, as most published trainers do it."""
+    drawn: Tensor = encoder.model.encode(clip).latent_dist.sample(encoder.generator)
+    return drawn.float()
+
+
+def likeliest(encoder: Encoder, clip: Tensor) -> Tensor:
+    """The mode of the VAE's posterior, in fp32."""
+    mode: Tensor = encoder.model.encode(clip).latent_dist.mode()
+    return mode.float()
+
+
+def packed(latents: Tensor) -> Tensor:
+    """Latents (C, h, w) in cells of 2x2: (h/2, w/2, 4C), channels first in a cell (diffusers FluxPipeline)."""
+    channels, rows, columns = latents.shape
+    cells = latents.view(channels, rows // 2, 2, columns // 2, 2)
+    return cells.permute(1, 3, 0, 2, 4).reshape(rows // 2, columns // 2, channels * 4)
+
+
+def per_channel(values: Any, like: Tensor) -> Tensor:
+    """Numbers per channel, to compute with (B, C, ...)."""
+    shaped = torch.as_tensor(values, dtype=torch.float32, device=like.device)
+    return shaped.view(1, -1, *[1] * (like.ndim - 2))

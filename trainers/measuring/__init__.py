@@ -1,0 +1,1 @@
+"""Measuring real steps: phases, counters and a run's metrics."""

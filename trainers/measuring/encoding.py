@@ -1,0 +1,83 @@
+"""Encoding as a phase of a probe: every text encoder and the VAE in turn, alone, as caching takes them to one sample.
+
+Weights and samples are random: what encoding takes depends on neither. Text encoders are called as they are recorded
+(`trainers.recording.encoders`), the VAE as the model's family caches a clip, at the largest of the job's shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+from planner.catalog.profiles import ModelProfile, TextEncoder
+from planner.spec.job import QUANTISED, Job, Strategy
+from trainers.data import layer_offload
+from trainers.data.packed_encoders import shrink
+from trainers.families import family
+from trainers.families.common.encoding import Encoder
+from trainers.measuring.counters import Meter
+from trainers.recording import encoders
+from trainers.sampling import validate
+from trainers.step import step
+from trainers.step.random_weights import randomise
+
+SEED = 0
+COLOURS = 256
+
+
+def encode(profile: ModelProfile, job: Job, strategy: Strategy, meter: Meter) -> None:
+    """One sample through everything that is cached. What cannot be encoded yet is told as ``missing``."""
+    with meter.phase("encode"):
+        for encoder in profile.text_encoders:
+            _read(encoder, strategy.text_encoder_dtype, meter.device)
+            _empty(meter.device)
+        if not _see(profile, job, strategy, meter.device):
+            meter.report.told["missing"].append(f"encode: clips of {profile.title} cannot be encoded yet")
+        _empty(meter.device)
+
+
+def _read(encoder: TextEncoder, dtype: str, device: torch.device) -> None:
+    """A prompt of full length through a text encoder."""
+    half = step.DTYPES.get(dtype, torch.bfloat16)
+    model = encoders.text_encoder(encoder)
+    if half is torch.float16:  # in which its class keeps some matrices in fp32
+        model._keep_in_fp32_modules = type(model)._keep_in_fp32_modules  # type: ignore[attr-defined]  # transformers'
+    step.cast_weights(model, half)
+    by_layers = layer_offload.is_too_large(model, layer_offload.room_bytes(device))
+    step.materialise(model, "cpu" if dtype in QUANTISED or by_layers else device, randomise)
+    if dtype in QUANTISED:
+        model = shrink(model, dtype, device)
+    elif by_layers:
+        model = layer_offload.bring_layers(model, device)
+    run = encoders.forward(encoder, _frozen(model), (1, encoder.max_tokens), half, device)
+    with torch.inference_mode():
+        run()
+
+
+def _see(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device) -> bool:
+    """The largest clip through the VAE; whether the family can."""
+    turns = family(profile).clip_turns()
+    if not turns:
+        return False
+    shape = max(job.shapes, key=lambda shape: shape.frames * shape.height * shape.width)
+    size = (shape.height, shape.width)
+    draw = torch.Generator().manual_seed(SEED)
+    clip = torch.randint(COLOURS, (shape.frames, *size, 3), dtype=torch.uint8, generator=draw)
+    vae = validate.with_settings(validate.random_vae(profile, strategy), strategy).to(device)
+    encoder = Encoder(_frozen(vae), size=size, reference=clip[:1], control=clip, generator=draw)
+    with torch.inference_mode():
+        turns[-1].encode(encoder, clip)
+    return True
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False).eval()
+
+
+def _empty(device: torch.device) -> None:
+    """Gives an encoder's memory back before the next one comes, also what is held in cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

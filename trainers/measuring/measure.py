@@ -1,0 +1,242 @@
+"""Measures a few real training steps in this process, phase by phase: allocator, NVML, host RAM, seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.catalog import lookup
+from planner.errors import VplanError
+from planner.hardware.nvml import DeviceMemory
+from trainers.measuring.counters import Meter, Told
+from trainers.measuring.phases import Probed, Wanted
+from trainers.memory.out_of_memory import callers, out_of_memory
+from trainers.parallel import checkpoint
+from trainers.parallel.start import start
+from trainers.step import step
+from trainers.step.attention_kernels import Kernels
+
+MAX_EVENTS = 5_000_000
+"""Of the allocator's history: a step of a 14B model has tens of thousands."""
+
+
+def measure(wanted: Wanted, report: Told) -> None:
+    """Measures and tells. Running out of memory is told as an outcome; any other error is the caller's."""
+    device = find_device(wanted.device)
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(DeviceMemory(_uuid(device))) if device.type == "cuda" else None
+        if watch:
+            torch.cuda.set_device(device)  # which makes a context of any card but the first
+        meter = Meter(device, watch, report)
+        _tell_device(meter)
+        if wanted.history:
+            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
+        try:
+            probed = _run(wanted, meter)
+        except (RuntimeError, MemoryError) as error:
+            outcome = out_of_memory(error)
+            if outcome is None:
+                raise
+            _write_history(wanted, meter)
+            if report.told["phase"] == "step":
+                report.tell(phase="optimizer" if "optimizer_step" in callers(error) else "train")
+            report.tell(outcome=outcome, **_shortage(error, device), **_sampled(watch))
+            return
+        _write_history(wanted, meter)
+        report.tell(outcome="ok" if probed is None or probed.is_finite else "nan", **_sampled(watch))
+        if probed is None:
+            return
+        with contextlib.suppress(RuntimeError):  # no memory for one more pass: the measurement is complete without it
+            report.tell(attention_kernel=attention_kernels(probed))
+
+
+def _run(wanted: Wanted, meter: Meter) -> Probed | None:
+    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; what
+    training does between steps: a sample, a checkpoint. Or what is done before all that: encoding."""
+    if meter.device.type == "cuda":
+        meter.report.tell(capped_bytes=limit(wanted, meter))
+    if wanted.part == "encode":
+        from trainers.measuring.encoding import encode  # with what records, which steps do without
+
+        encode(wanted.profile, wanted.job, wanted.strategy, meter)
+        return None
+    if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
+        start(wanted.job, wanted.strategy, wanted.plan.machine, meter.device, wanted.scratch)
+    probed = Probed(wanted, meter)
+    with meter.phase("load"):
+        probed.load()
+    with meter.phase("first_step"):
+        probed.first_step()
+    if meter.device.type == "cuda":
+        limit(wanted, meter)  # by now kernels are loaded and ranks connected, which no allocator counts
+    with meter.phase("step"):
+        probed.steady_steps()
+    if meter.device.type == "cuda":
+        meter.report.tell(allocated_after_step_bytes=torch.cuda.memory_allocated(meter.device))
+    # The same calls as in step.accumulated_step, with the counters read in between.
+    with meter.phase("train"):
+        probed.passes()
+    with meter.phase("optimizer"):
+        probed.optimizer_step()
+    if wanted.strategy.validation_mode != "off":
+        probed.sample()
+    if probed.is_finite:
+        with meter.phase("save"):
+            probed.save()
+    return probed
+
+
+def limit(wanted: Wanted, meter: Meter) -> int | None:
+    """Lets this process have no more than the plan's card gives, where this one gives more; the bytes, else None.
+
+    torch counts what its allocator holds; the context and whatever else is on the device beside it is taken off, as
+    it is now. Where NVML does not tell, it is what the catalogue says of this card.
+    """
+    properties = torch.cuda.get_device_properties(meter.device)
+    capacity = wanted.capacity_bytes
+    own = not wanted.plan.machine.reserve and _is_card(wanted.plan.machine.gpu, properties.name)
+    if capacity is None or own or capacity >= properties.total_memory:
+        return None
+    meter.synchronise()
+    outside = _outside(meter, properties.name)
+    fraction = max(0, capacity - outside) / properties.total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction, meter.device)
+    return capacity
+
+
+def _is_card(planned: str, name: str) -> bool:
+    """Whether the card that torch names is the one that a plan names."""
+    with contextlib.suppress(VplanError):
+        return lookup.gpu(name).name == lookup.parse_gpus(planned)[1].name
+    return False
+
+
+def _outside(meter: Meter, name: str) -> int:
+    """Device bytes of this process that torch's allocator does not hold."""
+    if meter.watch is not None:
+        meter.watch.take_peak()
+        used = meter.watch.take_peak()
+        if used is not None:
+            return max(0, used - torch.cuda.memory_reserved(meter.device))
+    with contextlib.suppress(VplanError):
+        return lookup.gpu(name).context_bytes
+    return 0
+
+
+REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
+"""In torch's messages: "Tried to allocate 2.00 GiB", "you tried to allocate 9 bytes"."""
+
+WORDS = 1000
+"""Of an error's message that are kept."""
+
+
+def _shortage(error: BaseException, device: torch.device) -> dict[str, Any]:
+    """What an error that means out of memory says, and of a GPU what its allocator held."""
+    message = " ".join(str(error).split())
+    found: dict[str, Any] = {"message": message[:WORDS], "requested_bytes": requested_bytes(message)}
+    if device.type == "cuda":
+        found["allocator"] = torch.cuda.memory_summary(device, abbreviated=True)
+    return found
+
+
+def requested_bytes(message: str) -> int | None:
+    """The request that found no memory, in bytes (torch rounds it to a hundredth of its unit); None: it is not said."""
+    found = REQUESTED.search(message)
+    if found is None:
+        return None
+    unit: int = 1024 ** "bKMGT".index(found[2][0])
+    return round(float(found[1]) * unit)
+
+
+def find_device(name: str) -> torch.device:
+    """The device to measure on, not touched yet; a VplanError when there is no GPU."""
+    if name == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not torch.cuda.is_available():
+        fix = "run it where one is; `vplan estimate` needs none, and `--device cpu` steps tiny models without counters"
+        raise VplanError(f"a probe needs a GPU, and torch {torch.__version__} finds none on this machine", fix)
+    if local >= torch.cuda.device_count():
+        fault = f"the plan is for GPU {local + 1} of this machine, and torch sees {torch.cuda.device_count()}"
+        raise VplanError(fault, "plan for fewer GPUs, or look at CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", local)
+
+
+def _uuid(device: torch.device) -> str:
+    """NVML counts cards from the bus, torch from CUDA_VISIBLE_DEVICES; this names the same card for both."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _tell_device(meter: Meter) -> None:
+    """The device's facts, and its use once there is a context and nothing else."""
+    report, watch = meter.report, meter.watch
+    if meter.device.type != "cuda" or watch is None:
+        report.tell(gpu="cpu", driver="none", missing=["allocated_bytes, reserved_bytes, device_bytes: no GPU"])
+        return
+    meter.synchronise()
+    report.tell(
+        gpu=torch.cuda.get_device_name(meter.device),
+        driver=watch.driver,
+        total_bytes=torch.cuda.get_device_properties(meter.device).total_memory,
+        context_bytes=watch.take_peak(),
+        others_bytes=watch.base_bytes,
+        missing=watch.missing,
+    )
+
+
+def _sampled(watch: DeviceMemory | None) -> dict[str, Any]:
+    """How well the device was watched, and what could not be had."""
+    return {"device_hertz": watch.hertz, "missing": watch.missing} if watch else {}
+
+
+def attention_kernels(probed: Probed) -> str:
+    """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
+    wanted = probed.wanted
+    batch = probed.kind.batch(wanted.grids[0], probed.meter.device, probed.dtype)
+    kernels = Kernels()
+    with kernels:
+        step.forward(probed.trainee, probed.kind, batch, wanted.strategy)
+    return kernels.names
+
+
+def _write_history(wanted: Wanted, meter: Meter) -> None:
+    """The allocator's events on this device as plain numbers, and where in them each phase begins."""
+    if wanted.history is None or not checkpoint.is_first():  # one file, of the first rank
+        return
+    events = torch.cuda.memory._snapshot()["device_traces"][meter.device.index]
+    times = [event.get("time_us", 0) for event in events]
+    lines: dict[str, int] = {}
+    plan = wanted.plan
+    rows = [
+        [event["action"], event.get("addr", 0), event["size"], event["stream"], _line(event, lines)] for event in events
+    ]
+    data = {
+        "plan": {part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")},
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(meter.device),
+        "expandable_segments": wanted.strategy.expandable_segments,
+        "phases": [[name, sum(at < mark for at in times)] for name, mark in meter.marks],
+        "columns": ["action", "addr", "size", "stream", "frame"],
+        "events": rows,
+        "frames": list(lines),
+    }
+    try:
+        Path(wanted.history).write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise VplanError(f"cannot write {wanted.history}: {error.strerror}", "name another file") from None
+
+
+def _line(event: dict[str, Any], lines: dict[str, int]) -> int:
+    """The number of the innermost line of Python that is not torch's own, -1 where there is none: backward's kernels
+    are started from no line."""
+    for frame in event.get("frames", ()):
+        folder, _, name = frame["filename"].replace("\\", "/").rpartition("/")
+        if folder and "/torch/" not in f"{folder}/":
+            return lines.setdefault(f"{name}:{frame['line']} {frame['name']}", len(lines))
+    return -1

@@ -1,0 +1,58 @@
+"""What is seen while a run goes on: one line of numbers a step, and the peaks of the GPU between two of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.hardware.nvml import DeviceMemory
+from trainers.measuring.counters import TorchMemory
+
+
+class Watch:
+    """The peaks since the last look: tensors, the allocator's segments, and the device as NVML sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = TorchMemory(device)
+        self.memory: DeviceMemory | None = None
+        if device.type == "cuda":
+            self.memory = DeviceMemory(str(torch.cuda.get_device_properties(device).uuid)).__enter__()
+
+    def peaks(self) -> dict[str, int | None]:
+        """Bytes of each counter; None where there is no GPU."""
+        seen = self.memory.take() if self.memory else {}
+        counted = self.torch.take()
+        names = ("allocated_bytes", "reserved_bytes", "retries")
+        return {**{name: counted[name] for name in names}, "device_bytes": seen.get("device_bytes")}
+
+    def close(self) -> None:
+        """Ends the thread that samples."""
+        if self.memory is not None:
+            self.memory.__exit__(None, None, None)
+
+
+class Metrics:
+    """A file of JSON lines, one a step. A run that was taken up goes on behind the step it was taken up from."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        kept = [line for line in _lines(path) if line["step"] <= done]
+        partial = path.with_name(f"{path.name}.part")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Adds a line at once."""
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """What is written so far, without a last line that was cut off."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -1,0 +1,1 @@
+"""Training on several GPUs: engines, context parallelism, checkpoints and export."""

@@ -1,0 +1,151 @@
+"""A checkpoint's tensors: trained weights and their average as safetensors, each rank's optimizer state as plain data.
+
+Optimizer states go through ``torch.save`` and come back with ``weights_only``: tensors, numbers, lists and nothing that
+runs. `planner.launch.checkpoints` makes the folder count and says which one is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from planner.errors import VplanError
+from planner.launch import checkpoints
+from planner.launch.launch import FULL_BYTES
+from trainers.parallel.ema import Average
+from trainers.parallel.parallel import Alone
+from trainers.step.weights import Weights
+
+WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
+PLAN = "plan.toml"
+
+
+class NotFiniteError(ArithmeticError):
+    """Trained weights hold something that is no number."""
+
+
+def state_file(rank: int) -> str:
+    """Where a rank's optimizer state is kept."""
+    return f"optimizer-{rank:05d}.pt"
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def is_first() -> bool:
+    """Whether this is the rank that writes what all have in common."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def gather(names: Iterable[str], whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Whole tensors in host RAM, one after another so that the GPU never holds two; on the first rank alone."""
+    found = {}
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # trained weights of swapped blocks are on their way back to host RAM
+    for name in names:
+        tensor = whole(name)
+        if is_first():
+            found[name] = tensor.cpu().contiguous()
+        del tensor
+    return found
+
+
+def save(folder: Path, engine: Alone, average: Average | None, manifest: dict[str, Any], plan: str, keep: int) -> Path:
+    """Writes the checkpoint of all ranks after ``manifest["step"]`` steps; all of them call together.
+
+    Weights that are not finite are never written: NotFiniteError, on every rank. A full disk is a VplanError, and
+    whatever was there before is still there.
+    """
+    final = folder / checkpoints.folder_name(manifest["step"])
+    partial = folder / f".partial-{final.name}"
+    names = list(engine.trainee.trainable)
+    weights = gather(names, engine.whole)
+    averages = gather(names, average.whole) if average else {}
+    _check_finite(weights, engine, manifest["step"])
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if is_first():
+        with _writing(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_file(weights, partial / WEIGHTS)
+            if average:
+                save_file(averages, partial / AVERAGE)
+            (partial / PLAN).write_text(plan, encoding="utf-8")
+    barrier()
+    if is_first() or not engine.replicated:
+        state = engine.state()
+        with _writing(partial):
+            torch.save(state, partial / state_file(rank))
+    barrier()
+    if is_first():
+        with _writing(partial):
+            checkpoints.seal(partial, final, {**manifest, "average_steps": average.steps if average else None})
+            checkpoints.keep_newest(folder, keep)
+    barrier()
+    return final
+
+
+@contextlib.contextmanager
+def _writing(partial: Path) -> Iterator[None]:
+    """A full disk, in the words of whoever met it, is a VplanError; what was half written goes."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        there = next(folder for folder in partial.absolute().parents if folder.is_dir())
+        if shutil.disk_usage(there).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
+            reason = "the disk is full"
+        shutil.rmtree(partial, ignore_errors=True)
+        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        raise VplanError(f"cannot write a checkpoint into {partial.parent}: {reason}", fix, 4) from error
+
+
+def _check_finite(weights: dict[str, Tensor], engine: Alone, step: int) -> None:
+    """The first rank has looked at all weights; the others hear of it."""
+    device = next(iter(engine.trainee.trainable.values())).device
+    strange = any(not bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+    found = torch.tensor([float(strange)], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    if found.item():
+        raise NotFiniteError(f"after step {step} trained weights are no numbers any more")
+
+
+def trained_weights(checkpoint: Path) -> Weights:
+    """A checkpoint's trained weights, by the names that they have in the model."""
+    return Weights(checkpoint, [WEIGHTS])
+
+
+def load_state(checkpoint: Path, engine: Alone) -> None:
+    """This rank's optimizer state; a VplanError when the file holds more than plain data."""
+    rank = dist.get_rank() if dist.is_initialized() and not engine.replicated else 0
+    path = checkpoint / state_file(rank)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        fault = f"{path} holds more than tensors and numbers, which no run of ours writes"
+        raise VplanError(fault, "name another checkpoint") from None
+    engine.load_state(state)
+
+
+def load_average(checkpoint: Path, average: Average, steps: int) -> None:
+    """The moving average and how many steps it has followed."""
+    kept = Weights(checkpoint, [AVERAGE])
+    for name, parameter in average.trainable.items():
+        whole = torch.empty(parameter.shape, dtype=torch.float32)
+        kept.fill(name, whole)
+        average.load(name, whole)
+    average.steps = steps

@@ -1,0 +1,94 @@
+"""The finished weights, as diffusers reads them: a LoRA file for ``load_lora_weights``, or the whole model's folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import diffusers
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
+from planner.launch import checkpoints
+from planner.spec.job import Job
+from trainers.parallel.checkpoint import barrier, gather, is_first
+from trainers.parallel.ema import Average
+from trainers.parallel.parallel import Alone
+from trainers.step.experts import PARTS
+from trainers.step.weights import saved_buffers
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name that pipelines look for (diffusers loaders.lora_base)."""
+
+
+def part(profile: ModelProfile, job: Job | None = None) -> str:
+    """What pipelines call the model: the prefix of its LoRA weights, and its folder.
+
+    The low-noise expert's folder is the second one; its LoRA file is like the other's, and a pipeline is told where it
+    belongs (``load_lora_weights(..., load_into_transformer_2=True)``). Of both each is in a folder of its part's name.
+    """
+    if profile.experts == 2 and job and job.experts == "low":
+        return "transformer_2"
+    return "unet" if profile.family == "unet" else "transformer"
+
+
+def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average: Average | None) -> None:
+    """Writes the trained weights, or their average where the plan keeps one; all ranks call together."""
+    trained = engine.trainee.trainable
+    found = gather(trained, average.whole if average else engine.whole)
+    if job.method == "full":
+        found |= gather((name for name in engine.parameters if name not in trained), engine.whole)
+    if is_first():
+        partial = folder.with_name(f".partial-{folder.name}")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for prefix, place, model in _parts(partial, profile, job, engine):
+                own = {key.removeprefix(prefix): each for key, each in found.items() if key.startswith(prefix)}
+                place.mkdir(exist_ok=True)
+                if job.method == "lora":
+                    save_file(lora_tensors(own, part(profile)), place / LORA_FILE, metadata={"format": "pt"})
+                else:
+                    whole_model(own, profile, model).save_pretrained(place)  # type: ignore[operator]  # diffusers'
+            for path in partial.rglob("*"):
+                checkpoints.sync(path)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(partial, folder)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            fix = "make room there and give the same command again"
+            raise VplanError(f"cannot write {folder}: {reason}", fix, 4) from None
+    barrier()
+
+
+def _parts(folder: Path, profile: ModelProfile, job: Job, engine: Alone) -> list[tuple[str, Path, torch.nn.Module]]:
+    """(how its weights' names begin, where it is written, the model itself) of all that was trained."""
+    if job.experts == "both":
+        return [(f"{name}.", folder / name, engine.plain.get_submodule(name)) for name in PARTS.values()]
+    return [("", folder if job.method == "lora" else folder / part(profile, job), engine.plain)]
+
+
+def lora_tensors(trained: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
+
+    Alpha equals the rank, which is what a file without alphas says.
+    """
+    return {f"{prefix}.{name.replace('.default.', '.')}": tensor for name, tensor in trained.items()}
+
+
+def whole_model(tensors: dict[str, Tensor], profile: ModelProfile, trained: torch.nn.Module) -> torch.nn.Module:
+    """A plain model on the CPU around trained tensors, whatever engine split the one that was ``trained``."""
+    from accelerate import init_empty_weights
+
+    model_class = getattr(diffusers, profile.diffusers_class)
+    with init_empty_weights():
+        model: torch.nn.Module = model_class.from_config(profile.config)
+    model.load_state_dict({**tensors, **saved_buffers(trained)}, strict=False, assign=True)
+    lacking = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    assert not lacking, lacking[:3]
+    return model

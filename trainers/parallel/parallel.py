@@ -1,0 +1,360 @@
+"""Training with others: DDP, DeepSpeed's ZeRO and FSDP2 around the one step, and what a checkpoint takes out of them.
+
+An engine is set up after the weights are loaded. `whole` gives the trained weights back as they are without it, so
+that weights are written and read alike under every sharding; `state` is what this rank alone has to keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from planner.catalog.profiles import ModelProfile
+from planner.layout.sharding.zero import DEEPSPEED, Settings
+from planner.spec.job import Job, Strategy
+from trainers.families import family
+from trainers.parallel import context
+from trainers.parallel.engines import deepspeed_config, shard
+from trainers.step import experts, step
+from trainers.step.loss_scaling import LossScaler, loss_scaler
+from trainers.step.optimizers import make_optimizer, take_up
+
+LOCAL, SHAPE, DIM = "local", "whole shape", "split along"
+"""A share of a tensor in a state."""
+
+SCALER = "loss scaler"
+"""Its place in a state."""
+
+
+class Alone(step.Engine):
+    """One process, or one that others only share gradients with: it has all weights and the whole optimizer."""
+
+    replicated = True
+    """Whether every rank has the same state, so that one of them keeps it for all."""
+
+    averages = False
+    """Whether the gradients of a step are the mean over all ranks."""
+
+    gathers = False
+    """Whether weights are split over the ranks, so that they run every forward together."""
+
+    def __init__(self, trainee: step.Trainee, scaler: LossScaler | None = None) -> None:
+        super().__init__(scaler)
+        self.trainee = trainee
+        self.parts = 1
+        """ranks that share a sample"""
+        self.plain = trainee.model
+        """the model without what an engine puts around it"""
+        self.parameters = dict(trainee.model.named_parameters())
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss if self.parts == 1 or not self.averages else loss * self.parts)
+
+    def step(self, trainee: step.Trainee) -> None:
+        if self.parts > 1 and not self.averages:
+            context.add_up(list(trainee.trainable.values()))
+        super().step(trainee)
+
+    def whole(self, name: str) -> Tensor:
+        """A weight as it is without sharding, where it lies; all ranks ask together."""
+        return self.parameters[name].detach()
+
+    def state(self) -> dict[str, Any]:
+        """What this rank keeps of the optimizer: plain tensors, numbers and lists."""
+        assert self.trainee.optimizer is not None
+        scaling = {SCALER: self.scaler.state_dict()} if self.scaler else {}
+        return {**self.trainee.optimizer.state_dict(), **scaling}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes up what `state` gave on the same rank of as many."""
+        assert self.trainee.optimizer is not None
+        if self.scaler:
+            self.scaler.load_state_dict(state.pop(SCALER))
+        take_up(self.trainee.optimizer, state)
+
+    def release(self) -> None:
+        """Lets go of weights that a forward without a backward has left gathered; all ranks call together."""
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Where learning rates are written."""
+        assert self.trainee.optimizer is not None
+        return self.trainee.optimizer.param_groups
+
+
+class Ddp(Alone):
+    """DistributedDataParallel: gradients are averaged in backward of the last micro-batch."""
+
+    averages = True
+
+    def __init__(
+        self, trainee: step.Trainee, strategy: Strategy, finds_unused: bool, scaler: LossScaler | None
+    ) -> None:
+        super().__init__(trainee, scaler)
+        device = next(iter(trainee.trainable.values())).device
+        frozen = [name for name, weight in trainee.model.named_parameters() if not weight.requires_grad]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainee.model, frozen)  # some are swapped
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.9
+        trainee.model = self.wrapped = DistributedDataParallel(
+            trainee.model,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            find_unused_parameters=finds_unused,
+            gradient_as_bucket_view=strategy.grad_buckets == "view",
+            init_sync=False,  # every rank has read the same files; `check_alike` looks
+        )
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()
+
+
+class Fsdp(Alone):
+    """FSDP2: parameters are DTensors; gradients are reduced in every micro-batch and added up as shares."""
+
+    replicated = False
+    averages = True
+    gathers = True
+
+    def whole(self, name: str) -> Tensor:
+        parameter = self.parameters[name].detach()
+        assert isinstance(parameter, DTensor)
+        return parameter.full_tensor()
+
+    def release(self) -> None:
+        for module in self.plain.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def state(self) -> dict[str, Any]:
+        shares: dict[str, Any] = _map(super().state(), _as_share)
+        return shares
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        first = next(iter(self.trainee.trainable.values()))
+        assert isinstance(first, DTensor)
+        super().load_state(_map(state, lambda value: _from_share(value, first)))
+
+
+class Zero(Alone):
+    """DeepSpeed: it averages, clips and steps itself, at the last of as many micro-batches as its config says."""
+
+    replicated = False
+
+    def __init__(
+        self, trainee: step.Trainee, job: Job, strategy: Strategy, settings: Settings, drive: Path | None
+    ) -> None:
+        super().__init__(trainee)
+        import deepspeed
+
+        config = deepspeed_config(job, strategy, settings, drive)
+        self.deepspeed, *_ = deepspeed.initialize(model=trainee.model, optimizer=trainee.optimizer, config=config)
+        self.stage_3 = self.gathers = strategy.sharding == "zero-3"
+        trainee.model = self.deepspeed
+        self.inner = self.deepspeed.optimizer
+        if self.stage_3 and self.inner.swap_optimizer:
+            _keep_misplaced_gradients(self.inner.optimizer_swapper)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.deepspeed.step()  # only counts
+
+    def backward(self, loss: Tensor) -> None:
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def step(self, trainee: step.Trainee) -> None:
+        self.deepspeed.step()
+
+    def whole(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        if not self.stage_3:
+            return parameter.detach()
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def release(self) -> None:
+        if not self.stage_3:
+            return
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self.inner.parameter_offload.get_param_coordinator().reset_step()  # waits for what was fetched ahead
+        parameters: Iterable[Any] = self.plain.parameters()  # with what DeepSpeed adds to them
+        for parameter in parameters:
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
+                parameter.ds_active_sub_modules.clear()
+                parameter.partition()
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """This rank's fp32 shares, in the order DeepSpeed steps them."""
+        found = self.inner.fp32_partitioned_groups_flat if self.stage_3 else self.inner.single_partition_of_fp32_groups
+        return list(found)
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"masters": [], "states": []}
+        for number, master in enumerate(self.masters):
+            with self._brought(number, changed=False) as from_drive:
+                state = dict(self.inner.optimizer.state[master])
+                found["masters"].append(master.detach().clone() if from_drive else master.detach())
+                found["states"].append(_map(state, _copied) if from_drive else state)
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        masters = zip(self.masters, state["masters"], state["states"], strict=True)
+        for number, (master, kept, values) in enumerate(masters):
+            with self._brought(number, changed=True) as from_drive:
+                master.copy_(kept)
+                there = self.inner.optimizer.state[master]
+                for key, value in values.items():
+                    if from_drive and key in there and isinstance(value, Tensor) and value.ndim:
+                        there[key].copy_(value)  # its buffer is what goes back to the drive
+                    else:  # before the first step a drive has no states: they are taken there as those of a step are
+                        there[key] = value.to(master.device) if isinstance(value, Tensor) and value.ndim else value
+
+    @contextlib.contextmanager
+    def _brought(self, number: int, changed: bool) -> Iterator[bool]:
+        """A sub-group's master and states in host RAM, where DeepSpeed keeps them on a drive (stage3.py, around its own
+        step); whether it does."""
+        if not self.stage_3 or not self.inner._swappable_optimizer_subgroup(number):
+            yield False
+            return
+        self.inner._optimizer_states_and_gradient_swap_in(number)
+        yield True
+        if changed:
+            self.inner._optimizer_states_and_gradient_swap_out(number)
+        else:
+            self.inner._release_swap_buffers(number)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.inner.optimizer.param_groups
+        return found
+
+
+def _keep_misplaced_gradients(swapper: Any) -> None:
+    """Has gradients stay in host RAM that a drive could not give back.
+
+    DeepSpeed 0.19 reads each gradient straight to its place in a flat buffer (``_swap_in_pinned_gradients``), past the
+    page cache (O_DIRECT), which takes places at multiples of 512 bytes alone. Any other is left as it was, and no error
+    comes of it (csrc/aio counts what is done, not what was read): the step is then of other gradients.
+    """
+    split = swapper._adjust_for_misaligned_lengths
+
+    def kept(tensors: list[Tensor], offsets: list[int]) -> Any:
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            if offset % swapper.numel_alignment:
+                tensor.swappable = False  # type: ignore[attr-defined]  # DeepSpeed's own mark
+        return split(tensors, offsets)
+
+    swapper._adjust_for_misaligned_lengths = kept
+
+
+def set_up(
+    model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
+    settings: Settings = DEEPSPEED, drive: Path | None = None,
+) -> tuple[step.Trainee, Alone]:  # fmt: skip
+    """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
+    device = next(model.parameters()).device  # of the computation: what trains may wait in host RAM
+    context.split_tokens(model, strategy, device)
+    if strategy.sharding == "fsdp":
+        shard(model, profile, job, strategy, init_device_mesh(device.type, (dist.get_world_size(),)))
+    trainable = step.trainable_parameters(model)
+    for one in experts.each(model):
+        step.choose_kernels(one, profile, strategy, device)
+    trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
+    scaler = loss_scaler(job, strategy, device)
+    engine: Alone
+    if strategy.sharding == "fsdp":
+        engine = Fsdp(trainee)
+    elif strategy.sharding == "ddp":
+        kind = family(profile)
+        unused = job.experts == "both" or any(kind.without_gradient(name, profile.blocks) for name in trainable)
+        engine = Ddp(trainee, strategy, unused, scaler)
+    elif strategy.sharding.startswith("zero"):
+        engine = Zero(trainee, job, strategy, settings, drive)
+    else:
+        engine = Alone(trainee, scaler)
+    trainee.engine = engine
+    engine.parts = strategy.context_parallel
+    return trainee, engine
+
+
+def check_alike(trainable: dict[str, nn.Parameter], device: torch.device) -> None:
+    """All ranks must begin with the same trained weights; nobody sends them around."""
+    total = torch.stack([parameter.detach().double().abs().sum() for parameter in trainable.values()]).sum()
+    ends = torch.stack([total, -total]).to(device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    assert ends[0] == -ends[1], "ranks have read different weights"
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of one number of each rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def split_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as a parameter is; the tensor itself where nothing is cut."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    cut = distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return cut.to_local()
+
+
+def join_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """The whole tensor of which every rank has a part, as it has of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    spread = DTensor.from_local(
+        part.to(parameter.device), parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+    return spread.full_tensor()
+
+
+def _map(value: Any, change: Any) -> Any:
+    """A nested state with every tensor, or share of one, changed."""
+    if isinstance(value, dict) and LOCAL not in value:
+        return {key: _map(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map(inner, change) for inner in value]
+    return change(value)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _as_share(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    (placement,) = value.placements
+    return {LOCAL: value.to_local(), SHAPE: list(value.shape), DIM: getattr(placement, "dim", None)}
+
+
+def _from_share(value: Any, like: DTensor) -> Any:
+    if not isinstance(value, dict):
+        return value
+    shape = torch.Size(value[SHAPE])
+    stride = torch.empty(shape, device="meta").stride()
+    placement = Replicate() if value[DIM] is None else Shard(value[DIM])
+    local = value[LOCAL].to(like.to_local().device)
+    return DTensor.from_local(local, like.device_mesh, [placement], run_check=False, shape=shape, stride=stride)

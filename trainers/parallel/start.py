@@ -1,0 +1,153 @@
+"""Where ranks find each other: accelerate's state as the plan needs it, and proof that it is what came about.
+
+Each mistake that is refused here runs without a word otherwise, as so many independent trainings (accelerate 1.15 on
+the CPU: ``--cpu`` starts one process; several without ``cpu=True`` do not know of each other; under DeepSpeed without a
+backend named ``num_processes`` is 1; its own FSDP never engages).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import VplanError
+from planner.layout.sharding.zero import DEEPSPEED
+from planner.spec.job import Job, Machine, Strategy
+from trainers.parallel.engines import deepspeed_config
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from planner.launch.launch import Request
+
+
+def find_device(name: str) -> torch.device:
+    """This rank's device; a VplanError when there is none of that kind."""
+    if name == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not torch.cuda.is_available():
+        fix = "train where one is; `--device cpu` is for tiny models"
+        raise VplanError(f"training needs a GPU, and torch {torch.__version__} finds none on this machine", fix)
+    if local >= torch.cuda.device_count():
+        fault = f"the plan is for GPU {local + 1} of this machine, and torch sees {torch.cuda.device_count()}"
+        raise VplanError(fault, "plan for fewer GPUs, or look at CUDA_VISIBLE_DEVICES")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def start(
+    job: Job, strategy: Strategy, machine: Machine, device: torch.device, drive: Path, request: Request | None = None
+) -> Accelerator:
+    """Accelerate's state for a plan, checked. It finds the ranks and keeps a request's trackers; the step is ours.
+
+    ``drive``: the folder of what ``nvme`` offloads.
+    """
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    together = "WORLD_SIZE" in os.environ
+    backend = backend_of(strategy, device)
+    handlers = [InitProcessGroupKwargs(backend=backend)] if together else []
+    said: dict[str, Any] = {"kwargs_handlers": handlers}
+    if request:
+        said |= {"log_with": request.log_with, "project_dir": request.output}
+    zero = strategy.sharding.startswith("zero")
+    if zero:
+        said["deepspeed_plugin"] = _plugin(job, strategy, drive)
+    else:
+        said["cpu"] = device.type == "cpu"
+    accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **said)
+    check(accelerator, strategy, machine, backend)
+    if request and request.log_with:
+        config = {"model": job.model, "method": job.method, **request.settings()}
+        accelerator.init_trackers("vplan", config, {"wandb": _wandb(request)})
+    return accelerator
+
+
+def _wandb(request: Request) -> dict[str, str]:
+    """What ``wandb.init`` is told: its files lie in the run's own folder, and a run that is taken up, however it
+    ended, is the same one there."""
+    return {"dir": request.output, "name": Path(request.output).name, "id": request.run, "resume": "allow"}
+
+
+def backend_of(strategy: Strategy, device: torch.device) -> str:
+    """What ranks talk through. FSDP2's offload leaves weights and gradients in host RAM, where they are clipped and
+    gathered, and NCCL takes nothing from there (torch.distributed.fsdp.CPUOffloadPolicy; accelerate's state.py has the
+    same pair)."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cuda:nccl,cpu:gloo" if strategy.sharding == "fsdp" and strategy.offload_params == "cpu" else "nccl"
+
+
+def _plugin(job: Job, strategy: Strategy, drive: Path) -> Any:
+    import deepspeed
+    from accelerate import DeepSpeedPlugin
+
+    if strategy.offload_optimizer == "nvme":
+        _build_async_io()
+    if not torch.cuda.is_available():  # else every start compiles it, for half a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return DeepSpeedPlugin(hf_ds_config=deepspeed_config(job, strategy, DEEPSPEED, drive))
+
+
+def _build_async_io() -> None:
+    """DeepSpeed compiles what reads and writes the drive when it is first asked for, and keeps it (some minutes)."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    fault, fix = "offload to nvme needs DeepSpeed's async_io", "or use cpu in its place"
+    if not AsyncIOBuilder().is_compatible():
+        raise VplanError(f"{fault}, and there is no libaio to build it with", f"install libaio-dev, {fix}")
+    try:
+        with _no_other_builds():
+            AsyncIOBuilder().load(verbose=False)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        need = "install ninja and a C++ compiler, see `ds_report`"
+        raise VplanError(f"{fault}, which cannot be built: {reason}", f"{need}, {fix}") from error
+
+
+@contextlib.contextmanager
+def _no_other_builds() -> Iterator[None]:
+    """One process of ours at a time. torch keeps others away by a file (``FileBaton``), which stays when a process is
+    killed, and whoever comes then waits for ever: one that is there now is of the dead."""
+    import fcntl
+
+    from torch.utils import cpp_extension
+
+    folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in ("pin_memory", "async_io")]
+    with (folders[0] / ".vplan-lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # goes with the process
+        for folder in folders:
+            (folder / "lock").unlink(missing_ok=True)
+        yield
+
+
+def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backend: str) -> None:
+    """Refuses a start that is another than the plan's: ranks, kind of distribution, backend."""
+    from accelerate.utils import DistributedType
+
+    found, world = accelerator.num_processes, machine.world
+    if found != world:
+        fault = f"the plan is for {world} processes, and accelerate found {found}"
+        raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
+    split = strategy.sharding in ("ddp", "fsdp") or world > 1
+    wanted = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU} if split else {DistributedType.NO}
+    if strategy.sharding.startswith("zero"):
+        wanted = {DistributedType.DEEPSPEED}
+    if accelerator.distributed_type not in wanted:
+        names = " or ".join(sorted(kind.value for kind in wanted))
+        fault = f"sharding {strategy.sharding} needs distributed type {names}, not {accelerator.distributed_type.value}"
+        raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
+    if wanted == {DistributedType.NO}:
+        return
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        raise VplanError(f"there is no process group of {world} ranks", "start it with `vplan train`", 4)
+    if dist.get_backend() != backend:
+        fault = f"ranks talk through {dist.get_backend()}, and this device needs {backend}"
+        raise VplanError(fault, "start it with `vplan train`", 4)

@@ -1,0 +1,1 @@
+"""Recording a step with fake tensors: the recorder, CUDA's differences, and tapes."""

@@ -1,0 +1,335 @@
+"""Records what stands around the model, without gradients: here a VAE's encode and decode; text encoders beside it.
+
+Video VAEs work through a clip in chunks of frames; a chunk is to their tape what a block is to a model's, so that one
+recording answers for any length. Tiling is not recorded: `planner.catalog.components` plays the tape at a tile's size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.catalog.components import CHUNKS, FRAMEWISE, frames_of
+from planner.catalog.profiles import Vae
+from planner.estimate.stages import without_garbage_collection
+from planner.tape.format import FORMAT
+from trainers.recording import cuda_ops
+from trainers.recording.block_places import Run, find_runs
+from trainers.recording.compress import compress
+from trainers.recording.hooks import watch_blocks
+from trainers.recording.record import Recorder, Trace, load
+from trainers.step import step
+
+RECORDED_CHUNKS = range(9, 14)
+"""Both ends, and middles enough to see what grows from chunk to chunk; of these the one that shows in totals."""
+
+RECORDED_FRAMES = range(11, 100)
+"""Latent frames, of a VAE that takes a clip whole; likewise the first that shows."""
+
+CHUNK_HEAD = 3
+"""Chunks kept from the start: in the second there is a cache for the first time, and the third gives it back."""
+
+DTYPES = {"half": torch.bfloat16, "fp32": torch.float32}
+
+LEVELS = (1, 2, 4, 8)
+"""Levels of resolution inside a VAE, as multiples of its latents."""
+
+
+FIRST_APART = ("AutoencoderKLHunyuanVideo15",)
+"""VAEs that resample a clip's first frame by itself, so that F - 1 others are a length of their own (diffusers
+autoencoder_kl_hunyuanvideo15.py: HunyuanVideo15Downsample, HunyuanVideo15Upsample)."""
+
+FIRST_MADE_WHOLE = ("AutoencoderKLMochi",)
+"""VAEs that decode as many frames of the first latent as of the others, and drop those too many at the end (diffusers
+autoencoder_kl_mochi.py: drop_last_temporal_frames)."""
+
+
+FIRST_REPEATED = ("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video")
+"""VAEs that put the first frame in front once more before they halve a clip's frames, and two for the convolution:
+2F + 2 at the lowest level (diffusers autoencoder_kl_ltx.py: LTXVideoDownsampler3d)."""
+
+
+def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Lengths inside a VAE that are no product: rows and columns padded by one or two, frames of a clip.
+
+    A convolution over padded rows sees 8H+2 of them, a halving of padded ones 8H+1; causal convolutions in time put two
+    frames in front.
+    """
+    found: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for side, level, extra in itertools.product("HW", LEVELS, (1, 2)):
+        if level == 1 or extra == 1:  # 2H+2 is twice H+1, and so on
+            found[f"{level}{side}+{extra}"] = (extra, (side,) * level)
+    levels = [vae.temporal // 2**halvings for halvings in range(vae.temporal.bit_length())]
+    frames: list[tuple[int, int]] = []  # (level, constant)
+    for level, extra in itertools.product(levels[:1] if chunked else levels, (0,) if chunked else (0, 2)):
+        if vae.temporal > 1 and (level > 1 or extra):
+            frames.append((level, 1 - level + extra))  # level * (F - 1) + 1 frames
+    if vae.class_name in FIRST_APART:
+        frames.append((1, -1))
+    if vae.class_name in FIRST_REPEATED:
+        frames.append((1, 1))
+    if vae.class_name in FIRST_MADE_WHOLE:
+        frames += [(level, 2) for level in levels]  # 6F+2 is twice 3F+1
+    for level, constant in frames:
+        if constant:  # 3F shows as it is
+            found[f"{level}F{constant:+d}"] = (constant, ("F",) * level)
+    return found
+
+
+def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[str, ...]]], int]:
+    """(atoms, sums, chunks) at which every length has a prime factor over 7 that no other length has."""
+    lengths = [(frames, 0) for frames in RECORDED_FRAMES] if vae.takes_clips else [(1, 0)]
+    if vae.class_name in FRAMEWISE:
+        lengths = [(FRAMEWISE[vae.class_name][0], 0)]
+    if vae.class_name in CHUNKS:
+        lengths = [(frames_of(vae, chunks), chunks) for chunks in RECORDED_CHUNKS]
+    sides = sorted(itertools.combinations(filter(_shows, range(17, 400)), 2), key=math.prod)
+    for (height, width), (frames, chunks) in itertools.product(sides, lengths):
+        sums = vae_sums(vae, bool(chunks))
+        if len(lengths) == 1:  # one number of frames, which does not have to show
+            sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
+        atoms = {"F": frames, "H": height, "W": width}
+        values = {**atoms, **sum_values(sums, atoms)}
+        if _all_private([length for name, length in values.items() if name != "F" or len(lengths) > 1]):
+            return atoms, sums, chunks
+    raise AssertionError(f"no shape at which every length of {vae.class_name} shows")
+
+
+def sum_values(sums: Mapping[str, tuple[int, tuple[str, ...]]], atoms: Mapping[str, int]) -> dict[str, int]:
+    """The sums at the given atoms."""
+    return {
+        name: constant + sum(math.prod(atoms[atom] for atom in product) for product in products)
+        for name, (constant, products) in sums.items()
+    }
+
+
+@functools.cache
+def _shows(side: int) -> bool:
+    """Whether a side shows beside its own padded and doubled lengths."""
+    return _all_private([side, side + 1, side + 2, 2 * side + 1, 4 * side + 1, 8 * side + 1], above=20)
+
+
+def _all_private(lengths: list[int], above: int = 7) -> bool:
+    """``above``: sides meet the frames of a chunk, up to 20, in sizes."""
+    factors = [_largest_factor(length) for length in lengths]
+    return all(
+        factor > above and not any(other % factor == 0 for index, other in enumerate(lengths) if index != position)
+        for position, factor in enumerate(factors)
+    )
+
+
+def _largest_factor(number: int) -> int:
+    factor, largest = 2, 1
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            largest, number = factor, number // factor
+    return largest
+
+
+def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks: int) -> Trace:
+    """Records loading and ``encode`` or ``decode`` of one sample; ``chunks`` is 0 for a VAE that takes a clip whole."""
+    import diffusers
+
+    model_class = getattr(diffusers, vae.class_name)
+    with init_empty_weights():
+        model = model_class.from_config(vae.config)
+    pixels = (vae.temporal * (grid["F"] - 1) + 1, vae.spatial * grid["H"], vae.spatial * grid["W"])
+    latents = (grid["F"], grid["H"], grid["W"])
+    channels, shape = (3, pixels) if part == "encode" else (vae.latent_channels, latents)
+    size = (1, channels, *(shape if vae.takes_clips else shape[1:]))
+
+    def run() -> Tensor:
+        batch = torch.randn(size, dtype=DTYPES[dtype])
+        if part == "encode":
+            drawn: Tensor = model.encode(batch, return_dict=False)[0].sample()
+            return drawn
+        # a VAE that takes noise out at the last step is told how much (ltx/pipeline_ltx.py: decode_timestep)
+        noise = [torch.zeros(1, dtype=DTYPES[dtype])] if vae.config.get("timestep_conditioning") else []
+        decoded: Tensor = model.decode(batch, *noise, return_dict=False)[0]
+        return decoded
+
+    worker = model.get_submodule("encoder" if part == "encode" else "decoder")
+    with _in_one_go(model):
+        trace, exits = record_component(model, dtype, run, part, worker if chunks else None)
+    if chunks:
+        assert len(exits) == chunks, f"{vae.class_name} works in {len(exits)} chunks, not {chunks}"
+        trace.runs = [Run("chunks", 0, chunks)]
+        trace.places[exits[-1] :] = [None] * (len(trace.places) - exits[-1])
+        for event in trace.events[exits[-1] :]:
+            if event >= 0:
+                trace.allocs[event].place = None
+    return trace
+
+
+@contextlib.contextmanager
+def _in_one_go(model: nn.Module) -> Iterator[None]:
+    """Does at once what a VAE does in as many steps as a clip is long, and which takes the same bytes so.
+
+    Mochi norms 8 frames at a time and joins them, and attends to 32,768 places of an image at a time, which takes less
+    but not at its peak; HunyuanVideo 1.5 fills its attention's mask row by row, in place.
+    Convolutions of CogVideoX and Mochi over 2 GiB are split, which does take more: planner.layout.phases says where.
+    """
+    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+    from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D, MochiDownBlock3D
+
+    def mask(frames: int, cells: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> Tensor:
+        return torch.full((frames * cells,) * 2, -math.inf, dtype=dtype, device=device).expand(batch_size, -1, -1)
+
+    def attends(block: nn.Module, hidden_states: Tensor, conv_cache: Any = None) -> Any:
+        return in_chunks(block, hidden_states, conv_cache, sys.maxsize)
+
+    for module in model.modules():
+        if isinstance(module, MochiChunkedGroupNorm3D):
+            module.chunk_size = sys.maxsize
+    in_chunks = MochiDownBlock3D.forward
+    MochiDownBlock3D.forward = attends
+    row_by_row = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
+    HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(mask)
+    split = CogVideoXSafeConv3d.forward
+    CogVideoXSafeConv3d.forward = nn.Conv3d.forward
+    try:
+        yield
+    finally:
+        MochiDownBlock3D.forward = in_chunks
+        CogVideoXSafeConv3d.forward = split
+        HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(row_by_row)
+
+
+def record_component(
+    model: nn.Module,
+    dtype: str,
+    run: Callable[[], Tensor | list[Tensor]],
+    part: str,
+    worker: nn.Module | None,
+    module_lists: Sequence[str] = (),
+) -> tuple[Trace, list[int]]:
+    """The trace, and the events at which ``worker``, which is called once for each chunk, returned."""
+    step.cast_weights(model, DTYPES[dtype])
+    model.requires_grad_(False).eval()
+    recorder = Recorder()
+    recorder.trace.runs, places = find_runs(model, list(module_lists), None)
+    exits: list[int] = []
+    if worker is not None:
+        calls = itertools.count()
+        worker.register_forward_pre_hook(lambda *_: setattr(recorder, "place", (0, next(calls))))
+        worker.register_forward_hook(lambda *_: exits.append(len(recorder.trace.events)))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    gc.collect()
+    with without_garbage_collection(), cuda_ops.cuda_semantics(), fake, recorder, torch.no_grad():
+        recorder.piece("load")
+        load(model, recorder, places)
+        if places:
+            watch_blocks(model, recorder, places)
+            model.register_forward_hook(lambda *_: setattr(recorder, "place", None))
+        recorder.piece(part)
+        recorder.begin("forward")
+        out = run()
+        recorder.place = None
+        for number, tensor in enumerate(out if isinstance(out, list) else [out]):
+            recorder.label(tensor, "batch", f"out {number}" if number else "out")
+        recorder.piece("end")
+        return recorder.trace, exits
+
+
+def vae_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
+    """Records a VAE's ``encode`` or ``decode``; returns the tape file's JSON."""
+    atoms, sums, chunks = private_grid(vae)
+    trace = record_vae(vae, part, dtype, atoms, chunks)
+    regime = {"F": atoms["F"]} if not vae.takes_clips or vae.class_name in FRAMEWISE else {}
+    shown = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
+    body = compress(trace, shown, [chunks] if chunks else [], CHUNK_HEAD)
+    tile = _tile(vae)
+    return tape_file(vae.folder, f"{part}-{dtype}", trace, body, sums, regime, tile)
+
+
+def image_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
+    """The same of a single frame, for a VAE that takes clips in chunks."""
+    atoms, sums, _ = private_grid(vae)
+    atoms["F"] = 1
+    sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
+    trace = record_vae(vae, part, dtype, atoms, 0)
+    body = compress(trace, {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms), [])
+    name = vae.folder
+    return tape_file(name, f"{part}-{dtype}-image", trace, body, sums, {"F": 1}, _tile(vae))
+
+
+def _tile(vae: Vae) -> tuple[int, ...]:
+    """(rows, columns) of a tile and of the stride between tiles, pixels, as the diffusers class has them by default."""
+    import diffusers
+
+    with init_empty_weights():
+        model = getattr(diffusers, vae.class_name).from_config(vae.config)
+    model.enable_tiling()
+    if hasattr(model, "tile_sample_min_size"):
+        size = model.tile_sample_min_size
+        stride = int(size * (1 - model.tile_overlap_factor))
+        return size, size, stride, stride
+    height, width = model.tile_sample_min_height, model.tile_sample_min_width
+    if hasattr(model, "tile_sample_stride_height"):
+        return height, width, model.tile_sample_stride_height, model.tile_sample_stride_width
+    if hasattr(model, "tile_overlap_factor"):
+        overlaps = (model.tile_overlap_factor, model.tile_overlap_factor)
+    else:
+        overlaps = (model.tile_overlap_factor_height, model.tile_overlap_factor_width)
+    return height, width, *(int(side * (1 - overlap)) for side, overlap in zip((height, width), overlaps, strict=True))
+
+
+def tape_file(
+    name: str,
+    variant: str,
+    trace: Trace,
+    body: dict[str, Any],
+    sums: Mapping[str, tuple[int, tuple[str, ...]]],
+    regime: Mapping[str, int],
+    tile: tuple[int, ...],
+) -> dict[str, Any]:
+    """The JSON of a tape of something around the model, without the atoms that nothing in it counts in."""
+    _drop_unused(body)
+    return {
+        "format": FORMAT,
+        "model": name,
+        "variant": variant,
+        "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "transformers")},
+        "regime": regime,
+        "sums": {key: [constant, list(products)] for key, (constant, products) in sums.items() if key in body["atoms"]},
+        "operators": sorted(trace.ops),
+        "tile": list(tile),
+        "tape": body,
+    }
+
+
+def _drop_unused(body: dict[str, Any]) -> None:
+    """Takes atoms out of a tape's body that no size and no work counts in."""
+    sizes = body["sizes"]
+    exponents = [part for size in sizes for part in _exponents(size)]
+    templates = [entry for items in body["pieces"].values() for item in items for entry in item["templates"]]
+    works = [work for entry in templates for work in entry["work"]]
+    exponents += [work[4:] for work in works]
+    used = [index for index in range(len(body["atoms"])) if any(row[index] for row in exponents)]
+    body["atoms"] = [body["atoms"][index] for index in used]
+    for row in [part for size in sizes for part in _exponents(size)]:
+        row[:] = [row[index] for index in used]
+    for work in works:
+        work[4:] = [work[4 + index] for index in used]
+
+
+def _exponents(size: list[Any]) -> list[list[int]]:
+    """The rows of exponents in a size of the tape's table."""
+    if size[0] == "grow":
+        return [size[1][1], size[2][1]]
+    return [size[1], size[4]] if len(size) > 2 else [size[1]]

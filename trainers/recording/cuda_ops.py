@@ -1,0 +1,290 @@
+"""Where CUDA differs from what fake CPU tensors do, and switches that make the recorder behave like CUDA.
+
+Two kinds of difference; that nothing else differs is said, operator by operator, in `trainers.recording.op_table`:
+
+* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, dropout, RMSNorm.
+  ``cuda_semantics`` installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
+* **Workspace**: memory a CUDA kernel takes and gives back inside one operator (``workspaces``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.recording import fakes
+
+Workspace = tuple[str, tuple[int, ...]]
+"""(attention kernel or "any", dimensions whose product is the size in bytes)."""
+
+
+# --- Dispatch ------------------------------------------------------------------------------------------------------
+
+
+def autocast_lists() -> dict[str, set[str]]:
+    """CUDA autocast's operator lists, read from the header the installed torch ships (ATen/autocast_mode.h).
+
+    Keys: ``lower`` (cast to the autocast dtype), ``fp32``, ``fp32_dtype`` (output dtype set to fp32), ``promote``
+    (widest input dtype wins). Values: operator names with overload, as ``layer_norm`` or ``pow.Tensor_Scalar``.
+    """
+    text = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    macros = {
+        "lower": "AT_FORALL_LOWER_PRECISION_FP",
+        "fp32": "AT_FORALL_FP32",
+        "fp32_dtype": "AT_FORALL_FP32_SET_OPT_DTYPE",
+        "promote": "AT_FORALL_PROMOTE",
+    }
+    lists = {}
+    for key, macro in macros.items():
+        found = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
+        assert found, f"torch {torch.__version__}: {macro} not found in autocast_mode.h"
+        entries = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", found[1])
+        lists[key] = {f"{name}.{overload}" if overload else name for name, overload in entries}
+    return lists
+
+
+def _without_autocast(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        return op(*args, **kwargs)
+
+
+def _eligible(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value.to(dtype) if _eligible(value) else value
+
+
+def _widest(values: Any, dtype: torch.dtype) -> torch.dtype:
+    for value in values:
+        if isinstance(value, list | tuple):
+            dtype = _widest(value, dtype)
+        elif _eligible(value) and value.dtype == torch.float32:
+            dtype = torch.float32
+    return dtype
+
+
+def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if kind == "fp32":
+            args = _cast(args, torch.float32)
+        elif kind == "promote":
+            args = _cast(args, _widest(args, torch.get_autocast_dtype("cpu")))
+        elif kind == "lower":
+            args = _cast(args, torch.get_autocast_dtype("cpu"))
+        elif _eligible(args[0]) and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return _without_autocast(op, args, kwargs)
+
+    return kernel
+
+
+def install_autocast(library: torch.library.Library, rms_norm_in_fp32: bool = True) -> None:
+    """CUDA's autocast on the CPU key, as the installed torch has it, but for RMSNorm, which it casts since torch 2.12.
+
+    The lower-precision list keeps torch's own kernel: it owns the weight-cast cache.
+    """
+    lists = autocast_lists()
+    lists["fp32"] = lists["fp32"] - {"rms_norm"} | ({"rms_norm"} if rms_norm_in_fp32 else set())
+    cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")}
+    listed = set.union(*lists.values())
+    for name in sorted(cpu - listed):
+        library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+    for kind in ("fp32", "fp32_dtype", "promote", "lower"):
+        for name in sorted(lists[kind]):
+            packet, _, overload = name.partition(".")
+            if (kind == "lower" and name in cpu) or not hasattr(torch.ops.aten, packet):
+                continue
+            op = getattr(torch.ops.aten, packet)
+            if (overload or "default") not in op.overloads():
+                continue
+            library.impl(name, _autocast_kernel(getattr(op, overload or "default"), kind), "AutocastCPU")
+
+
+MASK_ALIGNMENT = 8
+"""Elements that rows of a mask are padded to (mem_eff_alignment in ATen/native/transformers/attention.cpp)."""
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
+
+    Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
+    same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). Masks whose rows are not a multiple of 8
+    elements are copied into padded rows first (ATen/native/transformers/attention.cpp, pad_bias), and the copy is what
+    is saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows.
+    """
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if attn_mask is None and half and query.shape[-1] <= 256:
+        flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            blocked = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), blocked)
+        length = key.shape[2]
+        if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
+            attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
+        attn_mask = attn_mask.expand(*query.shape[:3], length)
+    saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
+    efficient: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_efficient_attention
+    found = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
+    return found[0]
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """``aten::_fused_rms_norm`` of CUDA (torch >= 2.9): saves the input, the weight and one fp32 rstd per row."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor | None) -> Tensor:
+        out = torch.empty_like(value)
+        rstd = value.new_empty((*value.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(value, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        value, weight, _ = ctx.saved_tensors
+        grad_value = torch.empty_like(value) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        return grad_value, grad_weight
+
+
+def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """``aten::rms_norm`` as CUDA dispatches it: fused when input and weight share a dtype, else the composite."""
+    if weight is None or weight.dtype == value.dtype:
+        fused: Tensor = FusedRmsNorm.apply(value, weight)  # type: ignore[no-untyped-call]  # torch has no types here
+        return fused
+    upcast = value.float()
+    normed = upcast * torch.rsqrt(upcast.pow(2).mean(-1, keepdim=True) + (eps or torch.finfo(value.dtype).eps))
+    return (normed * weight).to(value.dtype)
+
+
+@contextlib.contextmanager
+def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -> Iterator[None]:
+    """While open, CPU tensors take CUDA's path through autocast, attention, dropout and RMSNorm.
+
+    ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
+    what it did before 2.12, where autocast left RMSNorm in the format of its input.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
+        install_autocast(library, rms_norm_in_fp32)
+        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+        library.impl("dropout", fakes.dropout, "AutogradCPU")
+        if fused_rms_norm:
+            library.impl("rms_norm", rms_norm, "AutogradCPU")
+    try:
+        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu():
+            yield
+    finally:
+        library._destroy()
+
+
+# --- Workspace -----------------------------------------------------------------------------------------------------
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
+    """FlashAttention-2 backward: fp32 dq accumulator and row sums, on query rows rounded up to 128.
+
+    flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B,
+    heads, S).
+    """
+    query = args[1]
+    batch, heads, rows, size = query.shape
+    return [
+        ("flash", (4, batch, heads, Rounded(rows, 128))),
+        ("flash", (4, batch, heads, Rounded(rows, 128), _round_up(size, 32))),
+    ]
+
+
+def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
+    """Memory-efficient attention backward: fp32 delta and fp32 accumulators for dq when inputs are not fp32.
+
+    ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size.
+    """
+    query = args[1]
+    batch, heads, rows, size = query.shape
+    found: list[Workspace] = [("any", (4, batch, heads, rows))]
+    if query.dtype != torch.float32:
+        found.append(("any", (4, batch, heads, rows, _round_up(size, 32))))
+    return found
+
+
+def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
+    """bitsandbytes' 4-bit matrix product: above 1536 rows it is a copy of the weight in the input's dtype and a plain
+    product, and before that, under double quantisation, the blocks' constants in fp32, without and with their mean.
+
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. With fewer rows a fused kernel may do without, which
+    concerns short prompts and time embeddings only.
+    """
+    rows, columns = args[2]
+    copy: Workspace = ("any", (args[0].element_size(), rows, columns))
+    constants: Workspace = ("any", (4, *args[3].shape))
+    if len(args) > 7 and args[7] is not None:
+        constants = ("any", (4, *args[7].shape))
+        return [constants, constants, copy]
+    return [copy]
+
+
+class Rounded(int):
+    """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
+
+    exact: int
+    multiple: int
+
+    def __new__(cls, exact: int, multiple: int) -> Rounded:
+        rounded = super().__new__(cls, _round_up(exact, multiple))
+        rounded.exact, rounded.multiple = exact, multiple
+        return rounded
+
+
+WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
+    "aten._scaled_dot_product_flash_attention_backward": flash_backward,
+    "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "bitsandbytes.gemm_4bit": gemm_4bit,
+}
+
+
+def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
+    """What a CUDA kernel allocates inside ``op`` (name without overload) and frees before it returns."""
+    entry = WORKSPACES.get(op)
+    return entry(args) if entry else []
+
+
+def rounded_output(op: str, position: int, shape: tuple[int, ...], args: tuple[Any, ...]) -> Rounded | None:
+    """The dimension of an output that a kernel rounds up, so that it no longer shows the shape's atoms.
+
+    Memory-efficient attention pads its logsumexp to 32 rows (kAlignLSE, mem_eff_attention/kernel_forward.h), and the
+    rows of its mask to 8 elements.
+    """
+    if op == "aten._scaled_dot_product_efficient_attention" and position == 1 and shape[-1]:
+        return Rounded(args[0].shape[2], 32)
+    if op == "aten.constant_pad_nd" and args[1] == [0, -args[0].shape[-1] % MASK_ALIGNMENT]:  # ``attention`` above
+        return Rounded(args[0].shape[-1], MASK_ALIGNMENT)
+    return None

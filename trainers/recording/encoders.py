@@ -1,0 +1,170 @@
+"""Records text encoders (and those of images and sound): loading, and the forward as pipelines call it.
+
+A layer is to their tape what a block is to a model's. T5 and CLIP are called without a mask, as most pipelines do.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from planner.catalog.profiles import TextEncoder
+from planner.errors import VplanError
+from trainers.data.layer_offload import LAYERS, layers_of
+from trainers.recording.block_places import find_runs
+from trainers.recording.components import DTYPES, record_component, tape_file
+from trainers.recording.compress import HEAD, TAIL, compress
+from trainers.recording.record import Trace
+
+RECORDED_LAYERS = HEAD + TAIL + 2
+BATCH = 521
+LENGTHS = (523, 251, 73)
+"""Tokens to record at: the first that the encoder's table of positions holds."""
+
+ALIGNED, BEYOND_WINDOW = 8 * 67, 8 * 131
+"""Likewise of encoders that mask some pairs, of prompts that are always a multiple of 8 long: such rows of a mask are
+taken as they are, others copied (attention.cu, pad_bias). Gemma's reach the end of its sliding window, from where on it
+has a second mask. T5 is asked for 226 tokens by one model and 512 by others: its tape copies."""
+
+OF_PIPELINES = {"LTX2TextConnectors": "diffusers.pipelines.ltx2"}
+"""Text encoders that are diffusers' own, and the package of each."""
+
+
+class States(NamedTuple):
+    """How a pipeline takes the hidden states of all layers, which are there until the forward is over."""
+
+    stacked: int = 0
+    """how many of them it joins, -1 for all; 0: it takes one as it is"""
+    dim: int = 0
+    cache: bool = True
+    """whether keys and values of all layers stay too: the forward's default, which no pipeline reads"""
+    masked: bool = True
+    """whether prompts are filled up to one length, so that every layer takes a mask of all pairs"""
+
+
+STATES = {
+    "LlamaModel": States(),  # hunyuan_video/pipeline_hunyuan_video.py
+    "Qwen2VLForConditionalGeneration": States(),  # easyanimate/pipeline_easyanimate.py
+    "Qwen2_5_VLForConditionalGeneration": States(masked=False),  # qwenimage/pipeline_qwenimage.py
+    "Qwen2_5_VLTextModel": States(),  # hunyuan_video1_5/pipeline_hunyuan_video1_5.py
+    "Qwen3Model": States(),  # z_image/pipeline_z_image.py
+    "Qwen3VLModel": States(12, 2),  # krea2/pipeline_krea2.py
+    "Qwen3ForCausalLM": States(3, 1, cache=False),  # flux2/pipeline_flux2_klein.py
+    "Mistral3ForConditionalGeneration": States(3, 1, cache=False),  # flux2/pipeline_flux2.py
+    "Gemma3ForConditionalGeneration": States(-1, -1),  # ltx2/pipeline_ltx2.py
+}
+"""Language models as encoders (diffusers 0.42, pipelines/). A class with a head computes logits of every token too."""
+
+
+def encoder_class(name: str) -> Any:
+    """The class of a bundled text encoder: transformers', else diffusers'."""
+    found = getattr(import_module(OF_PIPELINES.get(name, "transformers")), name, None)
+    if found is None:
+        raise VplanError(f"transformers has no {name}", "update it: pip install -U transformers")
+    return found
+
+
+def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
+    """The encoder on the meta device, with as many layers as asked for."""
+    model_class = encoder_class(encoder.class_name)
+    config = copy.deepcopy(encoder.config)
+    with init_empty_weights():
+        if encoder.class_name in OF_PIPELINES:
+            model: nn.Module = model_class.from_config(config)
+            return model
+        language = config.get("text_config", config)
+        depth_key = next(key for _, key in LAYERS if key in language)
+        if layers:
+            language[depth_key] = min(layers, language[depth_key])
+        model = model_class(model_class.config_class(**config))
+    model.tie_weights()  # type: ignore[operator]  # transformers' own method
+    # transformers keeps them for fp16 only (modeling_utils: _keep_in_fp32_modules)
+    model._keep_in_fp32_modules = None  # type: ignore[assignment]  # neither tensor nor module
+    return model
+
+
+def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: int, layers: int | None = None) -> Trace:
+    """Records loading and the forward of one batch of prompts of equal length. ``layers``: of a shallower encoder."""
+    model = text_encoder(encoder, layers)
+    run = forward(encoder, model, (batch, tokens), DTYPES[dtype], "cpu")
+    return record_component(model, dtype, run, "encode", None, layers_of(model))[0]
+
+
+def forward(
+    encoder: TextEncoder, model: nn.Module, size: tuple[int, int], dtype: torch.dtype, device: torch.device | str
+) -> Callable[[], Tensor | list[Tensor]]:
+    """A call of the encoder as pipelines make it, of (prompts, tokens) ``size``; it returns what they keep."""
+    config, states, (batch, tokens) = encoder.config, STATES.get(encoder.class_name), size
+
+    def see() -> Tensor:
+        pixels = torch.zeros((batch, 3, config["image_size"], config["image_size"]), dtype=dtype, device=device)
+        seen: Tensor = model(pixel_values=pixels).last_hidden_state
+        return seen
+
+    def hear() -> Tensor:  # 30 seconds at a time, whatever is asked; the decoder waits in vain
+        shape = batch, config["num_mel_bins"], 2 * config["max_source_positions"]
+        features = torch.zeros(shape, dtype=dtype, device=device)
+        heard: Tensor = model.get_submodule("encoder")(features).last_hidden_state
+        return heard
+
+    def connect() -> list[Tensor]:
+        shape = batch, tokens, config["caption_channels"] * config["text_proj_in_factor"]
+        states = torch.zeros(shape, dtype=dtype, device=device)
+        video, audio, _ = model(states, torch.ones((batch, tokens), dtype=torch.long, device=device))
+        return [video, audio]
+
+    def read() -> Tensor:
+        ids = torch.zeros((batch, tokens), dtype=torch.long, device=device)
+        if states is None:
+            last: Tensor = model(input_ids=ids).last_hidden_state
+            return last
+        mask = torch.ones_like(ids) if states.masked else None
+        outputs = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=states.cache)
+        if not states.stacked:
+            deepest: Tensor = outputs.hidden_states[-1]
+            return deepest
+        chosen = outputs.hidden_states[-states.stacked :] if states.stacked > 0 else outputs.hidden_states
+        joined = torch.stack(list(chosen), dim=states.dim)
+        # beside each other behind every token: a copy, when they were joined in front of the tokens
+        return joined.permute(0, 2, 1, 3).flatten(2) if states.dim == 1 else joined
+
+    if "image_size" in config:
+        return see
+    if "num_mel_bins" in config:
+        return hear
+    return connect if encoder.class_name in OF_PIPELINES else read
+
+
+def text_tape(encoder: TextEncoder, dtype: str) -> dict[str, Any]:
+    """Records a text encoder; returns the tape file's JSON."""
+    states = STATES.get(encoder.class_name)
+    layers = None if states and states.stacked else RECORDED_LAYERS  # what is joined depends on the depth
+    tokens, regime = _length(encoder)
+    trace = record_text_encoder(encoder, dtype, BATCH, tokens, layers)
+    full = text_encoder(encoder)
+    counts = [run.count for run in find_runs(full, layers_of(full), None)[0]]
+    body = compress(trace, {"B": BATCH} if regime else {"B": BATCH, "T": tokens}, counts)
+    name = encoder.folder
+    return tape_file(name, f"encode-{dtype}", trace, body, {}, regime, ())
+
+
+def _length(encoder: TextEncoder) -> tuple[int, dict[str, int]]:
+    """(tokens to record at, what the tape holds fixed).
+
+    The connectors fill prompts up with registers, a whole number of times, so theirs is the length of all prompts.
+    """
+    if encoder.class_name in OF_PIPELINES:
+        return encoder.max_tokens, {"T": encoder.max_tokens}
+    states = STATES.get(encoder.class_name)
+    if (states and states.masked) or encoder.class_name == "UMT5EncoderModel":
+        window = encoder.config.get("text_config", {}).get("sliding_window") or math.inf
+        return BEYOND_WINDOW if window <= encoder.max_tokens else ALIGNED, {}
+    longest = encoder.config.get("max_position_embeddings", math.inf)
+    return next(number for number in LENGTHS if number <= longest), {}

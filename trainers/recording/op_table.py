@@ -1,0 +1,124 @@
+"""Every operator that a tape may show, by what its CUDA kernel allocates.
+
+``SAME`` lists the operators somebody looked at, ``KNOWN_SMALL`` and ``UNMODELLED`` those that take something inside
+that no tape holds; those whose workspace tapes do hold are in `trainers.recording.cuda_ops`. A test fails on any other.
+"""
+
+from __future__ import annotations
+
+from trainers.recording.cuda_ops import WORKSPACES
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+VIEWS = _aten(
+    "alias _conj detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
+    "unbind _unsafe_view unsqueeze view view_as_complex view_as_real"
+)
+"""Take no memory: the output shares its input's storage on every device. A conjugate is a bit that the operator behind
+it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
+
+CREATED = _aten(
+    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
+    "ones_like randint randn randn_like scalar_tensor zeros zeros_like"
+)
+"""Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
+(aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
+
+POINTWISE = _aten(
+    "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
+    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne masked_fill "
+    "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
+    "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax sqrt sub sub_ "
+    "tanh tanh_backward _to_copy where"
+)
+"""One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
+and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
+copy_requires_temporaries), and a step has none."""
+
+MOVES = _aten(
+    "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index reflection_pad3d repeat "
+    "replication_pad1d replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu "
+    "upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
+)
+"""Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
+few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
+schedule of 1000 numbers; padding, pooling, upsampling and embedding compute each output from few inputs."""
+
+MATMULS = _aten("addmm bmm mm")
+"""cuBLAS's workspace is one buffer per handle that stays, in ``planner.layout.single_gpu.cublas_workspace``. cuBLASLt,
+which adds the bias in ``addmm``, shares it in today's torch (CublasHandlePool.cpp, unified_cublas_and_lt_workspaces);
+in older ones it took 1 MiB per call (CUDABlas.cpp, gemm_and_bias)."""
+
+OPTIMIZERS = _aten(
+    "_foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_ _foreach_sqrt "
+    "_fused_adamw_"
+) | {"bitsandbytes.optimizer_update_32bit", "bitsandbytes.optimizer_update_8bit_blockwise"}
+"""Tensor lists travel as kernel arguments (ForeachFunctors.cuh, MultiTensorApply.cuh), and all but sqrt work in place;
+its outputs are on the tape. CUDA falls back to one call per tensor where CPU does (ForeachUtils.h, can_use_fast_route:
+same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
+
+QUANTISERS = frozenset(
+    f"bitsandbytes.{way}_{kind}" for way in ("quantize", "dequantize") for kind in ("4bit", "blockwise")
+)
+"""Their outputs and no more (bitsandbytes/backends/cuda/ops.py)."""
+
+HOST = _aten("_local_scalar_dense") | {"profiler._record_function_enter_new", "profiler._record_function_exit"}
+"""Nothing on the device."""
+
+SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | QUANTISERS | HOST
+"""Operators whose CUDA kernel allocates what the tape says and no more, by their kind as each group says. What was read
+line by line in torch's source is what the two tables below say of reductions, norms, attention and convolution."""
+
+_REDUCTION = (
+    "when few outputs are reduced over many inputs, blocks meet in a buffer of a few numbers per block and output "
+    "(native/cuda/Reduce.cuh, global_memory_size): under 1 MiB"
+)
+KNOWN_SMALL = {
+    "aten.all": _REDUCTION,
+    "aten.sum": _REDUCTION,
+    "aten.mean": _REDUCTION,
+    "aten.argmax": _REDUCTION,
+    "aten.any": _REDUCTION,
+    "aten.dot": "one number, reduced in the workspace of cuBLAS (native/cuda/Blas.cpp, dot)",
+    "aten.max": _REDUCTION,
+    "aten.amax": _REDUCTION,
+    "aten.amin": _REDUCTION,
+    "aten.linalg_vector_norm": _REDUCTION,
+    "aten.mse_loss": "the squared errors before their mean, as large as the prediction in fp32 (native/Loss.cpp, "
+    "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",
+    "aten._foreach_norm": "one fp32 per tensor and chunk of 65,536 numbers of the largest tensor (native/cuda/"
+    "ForeachReduceOp.cu, output_per_tensor): 5 MiB in full training of a 14B model",
+    "aten.sort": "keys and places once more while they are sorted (native/cuda/Sort.cpp); text tokens only: KiB",
+    "aten.nonzero": "cub's temporary storage and a count, for a mask of text tokens (native/cuda/Nonzero.cu): some KiB",
+    "aten.embedding_dense_backward": "sorted row numbers above 3072 text tokens (native/cuda/Embedding.cu): some KiB",
+    "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
+    "Indexing.cu, index_put_with_sort_kernel); text tokens only: some MiB",
+    "aten.native_layer_norm": "mean and rstd are fp32 on CUDA and of the input's dtype on CPU (layer_norm_kernel.cu): "
+    "4 bytes a row more, and only without autocast, which makes its input fp32",
+    "aten.native_layer_norm_backward": "a trained weight and bias over many rows are summed in two passes through "
+    "at most 2**20 numbers each (layer_norm_kernel.cu, dgamma_blocks): 8 MiB; likewise the fused RMSNorm's weight",
+    "aten.native_group_norm": "scale and shift in fp32 per sample and channel (group_norm_kernel.cu): 20 KiB a sample",
+    "aten.native_group_norm_backward": "sums in fp32 per sample and channel (group_norm_kernel.cu): 40 KiB a sample",
+    "aten.linalg_qr": "cuSOLVER's scratch for a matrix of 512 x 20 (native/cuda/linalg/BatchLinearAlgebra.cpp): KiB",
+    "aten.linalg_solve_triangular": "a copy of a matrix of 20 x 20 (native/BatchLinearAlgebra.cpp): KiB",
+    "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
+    "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
+    "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"
+    "kernel_forward.h, kNeedsOutputAccumulatorBuffer): of models with a mask only HunyuanVideo 1.5's VAE has such, of "
+    "1024: 81 MiB for 49 frames of 480x848, where the mask itself is 815 MiB",
+}
+"""Operators that take a little more inside on CUDA, and why that is left out of tapes."""
+
+_CUDNN = (
+    "cuDNN picks an algorithm at run time and takes its workspace inside the call (native/cudnn/Conv_v8.cpp). A patch "
+    "embedding is one convolution outside the blocks, far from the peak; for a UNet it is the largest effect that is "
+    "not modelled: up to copies of input and output in the layout the kernel wants"
+)
+UNMODELLED = {"aten.convolution": _CUDNN, "aten.convolution_backward": _CUDNN}
+"""Operators whose workspace is not known without a GPU: what a measurement has to tell."""
+
+CLASSIFIED = SAME | KNOWN_SMALL.keys() | UNMODELLED.keys() | WORKSPACES.keys()
+"""Every operator that a tape may show."""

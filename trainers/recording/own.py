@@ -1,0 +1,324 @@
+"""A model of the user's own: from the config files of its folder to a profile like the bundled ones.
+
+The config says the architecture. What it cannot say (VAE, text encoders, clip rules, LoRA layers, the training law) is
+lent by the bundled model of the same class whose config is nearest, except where the folder is a pipeline's and tells.
+Classes come from the bundled profiles alone: a config's text never chooses what is imported. Parameters are counted on
+the meta device, where a model of any size takes no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import profiles
+from planner.catalog import lookup
+from planner.catalog.diffusers_folder import CONFIG, Config, Source, architecture, check_kinds
+from planner.catalog.profiles import ModelProfile, TextEncoder, Vae
+from planner.errors import VplanError, did_you_mean, quoted
+
+MAX_PARAMETERS = 10**12
+MAX_TABLES = 3 * 10**8
+"""Elements of all tables a model makes when it is built (positions, rotations): these really take memory, in fp32 or
+more. SD3.5's, the largest published, has 226 million."""
+
+REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What diffusers and transformers raise at a config they cannot build, or cannot run: it is the user's to correct."""
+
+INTERFACE = ("channels", "patch", "text", "caption", "image", "cross_attention_dim", "joint_attention_dim", "pooled")
+"""Parts of keys about what a model takes and gives: they decide whose VAE and text encoders fit it."""
+INTERFACE_WEIGHT = 4.0
+
+NOT_BUILT_FROM = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "trust_remote_code",
+)
+"""Keys of a transformers config that say nothing about the shape of a model."""
+
+LEVELS = ("block_out_channels", "dim_mult", "down_block_types")
+"""Keys of a VAE's config that have an entry per level: how many there are decides how much it shrinks a clip."""
+SHRINKS = (
+    "patch_size",
+    "patch_size_t",
+    "scale_factor_spatial",
+    "scale_factor_temporal",
+    "spatial_compression_ratio",
+    "spatio_temporal_scaling",
+    "temperal_downsample",
+    "temporal_compression_ratio",
+)
+"""Keys of a VAE's config that decide it too."""
+
+
+class Derived(NamedTuple):
+    """A profile, and in words where it comes from."""
+
+    profile: ModelProfile
+    notes: tuple[str, ...]
+
+
+def _bundled() -> list[ModelProfile]:
+    return [lookup.model(name) for name in profiles.model_names()]
+
+
+def derive(source: Source, name: str) -> Derived:
+    """The profile of a folder's model under a name; a VplanError when it cannot be built or no model lends the rest."""
+    import diffusers
+
+    known = [profile for profile in _bundled() if profile.diffusers_class == source.class_name]
+    where = CONFIG
+    check_kinds(architecture(source.config), [profile.config for profile in known], where)
+    config = complete(source.class_name, architecture(source.config), where)
+    _check_stacks(config, known[0], where)
+    parameters = count(lambda: getattr(diffusers, source.class_name).from_config(config), where, source.class_name)
+
+    def unlike(profile: ModelProfile) -> tuple[bool, float]:
+        alone = source.has_second_expert and profile.experts == 1
+        return alone, distance(config, complete(profile.diffusers_class, profile.config, where))
+
+    lender = min(known, key=unlike)
+    told: list[str] = []
+    vae = _vae(source, config, lender, told)
+    encoders, missing = _encoders(source, lender, told)
+    shape = _shape(config, vae, lender)
+    experts = lender.experts if not source.is_pipeline else 2 if source.has_second_expert else 1
+    profile = ModelProfile.read(
+        {
+            **lender.to_json(),
+            "name": name,
+            "title": name,
+            "parameters": parameters,
+            "experts": experts,
+            "license": "your own model's",
+            "aliases": (),
+            "sources": (f"config: {where} of the folder recorded", f"the rest: {lender.name}"),
+            "config": config,
+            "vae": vae.to_json(),
+            "text_encoders": tuple(encoder.to_json() for encoder in encoders),
+            "shape": shape,
+            "origin": source.origin,
+            "lent_by": lender.name,
+        },
+        where=where,
+    )
+    notes = [f"of {lender.name}: " + ", ".join(_lent(told))]
+    if told:
+        notes.append("of the folder: " + ", ".join(told))
+    return Derived(profile, (*notes, *missing))
+
+
+def _lent(told: list[str]) -> list[str]:
+    parts = [part for part in ("VAE", "text encoders") if part not in told]
+    return [*parts, "clip rules", "LoRA layers", "training law"]
+
+
+def complete(class_name: str, config: Config, where: str) -> Config:
+    """The config with the class's own defaults for the keys it leaves out; an unknown key is refused by name."""
+    import diffusers
+
+    signature = inspect.signature(getattr(diffusers, class_name).__init__).parameters
+    known = {name: value.default for name, value in signature.items() if name not in ("self", "kwargs", "args")}
+    for key in config:
+        if key not in known:
+            otherwise = "a newer diffusers may know it; else take it out of a copy of the file"
+            fix = did_you_mean(key, known, otherwise)
+            raise VplanError(f"{where}: {class_name} of diffusers {diffusers.__version__} has no {quoted(key)}", fix)
+    defaults = {key: _plain(value) for key, value in known.items() if value is not inspect.Parameter.empty}
+    check_kinds(config, [defaults], where)
+    return {**defaults, **config}
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON has it."""
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _check_stacks(config: Config, like: ModelProfile, where: str) -> None:
+    for stack in like.stacks:
+        depth = config.get(stack.depth_key)
+        blocks = len(depth) if isinstance(depth, list) else depth
+        if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+            raise VplanError(f"{where}: {stack.depth_key} {quoted(depth)} is no number of blocks", "correct the file")
+
+
+def count(build: Callable[[], nn.Module], where: str, what: str) -> int:
+    """Parameters of what `build` makes, counted on the meta device; a VplanError when it cannot be made."""
+    try:
+        with torch.device("meta"):
+            model = build()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        tables = sum(buffer.numel() for buffer in model.buffers())
+    except REFUSALS as error:
+        raise refusal(error, f"{what} cannot be built from {where}", "correct the file") from None
+    if not 0 < parameters <= MAX_PARAMETERS:
+        raise VplanError(f"{where} makes a model of {parameters:.2g} parameters", "correct the file: 1e12 at most")
+    if tables > MAX_TABLES:
+        raise VplanError(f"{where} makes tables of {tables:.2g} numbers", "correct its lengths and sizes")
+    return parameters
+
+
+def refusal(error: Exception, what: str, fix: str) -> VplanError:
+    """Another library's complaint in one line."""
+    said = " ".join(str(error).split())
+    return VplanError(f"{what} ({type(error).__name__}: {said[:160]})", fix)
+
+
+def distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """How unlike two configs are: numbers by their ratio (a doubling is 1, more is no worse), all else by equality."""
+    total = 0.0
+    for key in one.keys() | other.keys():
+        weight = INTERFACE_WEIGHT if any(part in key for part in INTERFACE) else 1.0
+        total += weight * _difference(one.get(key), other.get(key))
+    return total
+
+
+def _difference(a: Any, b: Any) -> float:
+    if a == b:
+        return 0.0
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in (a, b))
+    return min(1.0, abs(math.log2(a / b))) if numbers else 1.0
+
+
+def _vae(source: Source, config: Config, lender: ModelProfile, told: list[str]) -> Vae:
+    """The folder's VAE, counted, if it has one that we know; else the lender's, when the latents are its latents."""
+    import diffusers
+
+    said = source.vae
+    if said is None:
+        channels, lent = (settings.get("out_channels") for settings in (config, _completed(lender)))
+        if channels != lent:
+            fault = f"its latents ({channels} channels) are not those of {lender.name}'s VAE ({lent})"
+            raise VplanError(fault, "name the pipeline's folder, with vae/config.json")
+        return lender.vae
+    where = f"vae/{CONFIG}"
+    same = [profile.vae for profile in [lender, *_bundled()] if profile.vae.class_name == said.get("_class_name")]
+    if not same:
+        classes = sorted({profile.vae.class_name for profile in _bundled()})
+        fault = f"{where}: class {quoted(said.get('_class_name'))} is not known"
+        raise VplanError(fault, f"supported are {', '.join(classes)}")
+    class_name = same[0].class_name
+    settings = complete(class_name, architecture(said), where)
+    near = min(same, key=lambda vae: distance(settings, complete(class_name, vae.config, where)))
+    like = complete(class_name, near.config, where)
+    other = [key for key in LEVELS if len(settings.get(key) or ()) != len(like.get(key) or ())]
+    other += [key for key in SHRINKS if settings.get(key) != like.get(key)]
+    if other:
+        fault = f"{where}: {other[0]} {quoted(settings.get(other[0]))} is not that of any VAE we know"
+        raise VplanError(fault, f"known of {class_name} is {quoted(like.get(other[0]))}")
+    parameters = count(lambda: getattr(diffusers, class_name).from_config(settings), where, class_name)
+    channels = settings.get("latent_channels", settings.get("z_dim"))
+    told.append("VAE")
+    return near.replace(config=settings, parameters=parameters, latent_channels=channels)
+
+
+def _completed(profile: ModelProfile) -> Config:
+    return complete(profile.diffusers_class, profile.config, profile.name)
+
+
+def _encoders(source: Source, lender: ModelProfile, told: list[str]) -> tuple[list[TextEncoder], list[str]]:
+    """The folder's encoders, counted, if all are of classes we know; else the lender's, with a note that says so."""
+    if not source.encoders:
+        return list(lender.text_encoders), []
+    found = []
+    for part, said in source.encoders.items():
+        names = said.get("architectures")
+        name = names[0] if isinstance(names, list) and names else said.get("_class_name")
+        same = [known for p in [lender, *_bundled()] for known in p.text_encoders if known.class_name == name]
+        if not same:
+            note = f"{part} is a {quoted(name)}, which is not known here: the text encoders of {lender.name} stand in"
+            return list(lender.text_encoders), [note]
+        found.append(_encoder(part, architecture(said), same))
+    told.append("text encoders")
+    return found, []
+
+
+def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
+    from diffusers import ConfigMixin
+
+    from trainers.recording.encoders import encoder_class
+
+    name, where = same[0].class_name, f"{part}/{CONFIG}"
+    model_class = encoder_class(name)
+    of_diffusers = issubclass(model_class, ConfigMixin)
+    named = inspect.signature(model_class if of_diffusers else model_class.config_class).parameters
+    config = {key: value for key, value in _harmless(config).items() if key in named}
+    check_kinds(config, [known.config for known in same], where)
+
+    def build() -> nn.Module:
+        if of_diffusers:
+            model: nn.Module = model_class.from_config(config)
+            return model
+        settings = model_class.config_class(**config)
+        settings._attn_implementation = "eager"  # anything else may be fetched, and counts the same
+        built: nn.Module = model_class(settings)
+        return built
+
+    parameters = count(build, where, name)
+    near = min(same, key=lambda known: distance({key: config.get(key) for key in known.config}, known.config))
+    return near.replace(config=config, parameters=parameters)
+
+
+def _harmless(value: Any) -> Any:
+    """A transformers config without the keys, at any depth, that can name code: transformers fetches kernels."""
+    if isinstance(value, list):
+        return [_harmless(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: inner for key, inner in value.items() if not key.startswith("_") and key not in NOT_BUILT_FROM}
+    return {key: _harmless(inner) for key, inner in kept.items() if "implementation" not in key and "kernel" not in key}
+
+
+def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:
+    """The lender's rules for clips, with this config's patch and this VAE's frames, and its sizes on that grid."""
+    rules = lender.shape
+    patch = rules.patch
+    if _patch(_completed(lender)) == patch:
+        own = _patch(config)
+        if own is None or 0 in own:
+            fault = f"{CONFIG}: patch_size {quoted(config.get('patch_size'))} is no cell of frames, rows and columns"
+            raise VplanError(fault, "correct the file")
+        patch = own
+    elif config.get("patch_size") != _completed(lender).get("patch_size"):
+        fault = f"patch_size {quoted(config.get('patch_size'))} is not that of {lender.name}"
+        raise VplanError(fault, f"known is {quoted(_completed(lender).get('patch_size'))}")
+    cells = [vae.spatial * side for side in patch[1:]]
+    multiple = rules.size_multiple
+    if any(multiple % cell for cell in cells):
+        multiple = math.lcm(*cells)
+    sizes = dict.fromkeys(
+        tuple(max(1, round(side / multiple)) * multiple for side in size) for size in rules.resolutions
+    )
+    step = vae.temporal if rules.frame_step == lender.vae.temporal else rules.frame_step
+    usual = (rules.default_frames - 1) // step * step + 1
+    changed = {"patch": patch, "size_multiple": multiple, "resolutions": tuple(sizes), "frame_step": step}
+    return {**rules.to_json(), **changed, "default_frames": usual}
+
+
+def _patch(config: Config) -> tuple[int, int, int] | None:
+    """Latent frames, rows and columns of a cell as most classes write them; None when the config says it otherwise."""
+    size = config.get("patch_size")
+    if isinstance(size, list) and len(size) == 3:
+        frames, rows, columns = size
+        return frames, rows, columns
+    if isinstance(size, int):
+        return config.get("patch_size_t") or 1, size, size
+    return None

@@ -1,0 +1,379 @@
+"""Records the allocations of a real training step with fake tensors: no GPU, no weights, no data.
+
+A dispatch mode sees every operator. A storage that an operator returns for the first time is an allocation; the death
+of its last reference is the free, in the order autograd really causes them. Module hooks say which block and pass an
+event belongs to. Both functions return a Trace, which ``trainers.recording.compress`` turns into a symbolic Tape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from bitsandbytes import functional
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves
+
+from planner.catalog.profiles import ModelProfile
+from planner.estimate.stages import without_garbage_collection
+from planner.spec.job import Job, Strategy
+from trainers.families import family
+from trainers.memory import quantise
+from trainers.recording import cuda_ops, fakes
+from trainers.recording.block_places import Place, Run, find_runs, place_of_name
+from trainers.recording.constant_values import Uniform
+from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
+from trainers.recording.op_cost import Work, work_of
+from trainers.step import step
+from trainers.step.optimizers import SteppedInBackward, make_optimizer
+
+
+@dataclass
+class Alloc:
+    """One allocation: its size, what it holds, and where it was made."""
+
+    nbytes: int
+    op: str
+    place: Place | None
+    phase: str
+    category: str = ""
+    name: str = ""
+    kernel: str = "any"
+    rounded: tuple[int, int, int] | None = None
+    """For what has a rounded dimension: (exact dimension, multiple, rounded dimension)."""
+
+
+@dataclass
+class Trace:
+    """The raw recording. ``events[i]`` >= 0 allocates that Alloc, < 0 frees ``allocs[~event]``."""
+
+    allocs: list[Alloc] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    places: list[Place | None] = field(default_factory=list)
+    pieces: list[tuple[str, int]] = field(default_factory=list)
+    """(piece, index of its first event); ``gradients`` only feeds an optimizer step, ``end`` closes the last."""
+
+    runs: list[Run] = field(default_factory=list)
+    passes: list[str] = field(default_factory=list)
+    work: list[tuple[int, Work]] = field(default_factory=list)
+    """(number of events before it, what an operator computes and moves)."""
+
+    ops: set[str] = field(default_factory=set)
+
+
+class Recorder(TorchDispatchMode):
+    """Turns operators and storage deaths into a Trace."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.trace = Trace()
+        self.place: Place | None = None
+        """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
+
+        self.phase = "load"
+        self._uniform = Uniform()
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._number: dict[int, int] = {}
+        self._event_of: list[int] = []
+        """Per allocation: the index of its event."""
+
+        self._from_nothing: set[int] = set()
+        """What the optimizer made without looking at a parameter, until it meets one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
+            return args[0].fake_device
+        if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            self.trace.ops.add("aten._local_scalar_dense")
+            return fakes.read(args[0])
+        kwargs = kwargs or {}
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        out = self._uniform.call(func, name, args, kwargs)
+        self._note(func, name, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        self.trace.ops.add(name)
+        inputs = _plain(tree_leaves((args, kwargs)))
+        outputs = _plain(tree_leaves(out))
+        each = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
+        if self.phase == "optimizer":
+            self.place = self._common_place(inputs)
+        before = len(self.trace.events)
+        for position, tensor in enumerate(outputs):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive:
+                source = args[0][position] if each and len(outputs) == len(args[0]) else None
+                number = self._allocate(storage, name, self.place if source is None else self._common_place([source]))
+                if self.phase == "optimizer" and not inputs:
+                    self._from_nothing.add(number)
+                if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
+                    self.trace.allocs[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
+        self._note_workspaces(name, args)
+        if work := work_of(func, args, kwargs, out, inputs, outputs):
+            self.trace.work.append((before, work))
+
+    def _common_place(self, tensors: list[Tensor]) -> Place | None:
+        """The block that all tensors belong to; None when they are of several; where we are when they say nothing."""
+        found = (self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        numbers = {number for number in found if number is not None}
+        places = {self.trace.allocs[number].place for number in numbers - self._from_nothing}
+        if not places:
+            return self.place
+        if len(places) > 1:
+            return None
+        place = places.pop()
+        for number in numbers & self._from_nothing:  # a state, and all since, belongs to what it is first used with
+            self._from_nothing.remove(number)
+            self.trace.allocs[number].place = place
+            since = self._event_of[number]
+            self.trace.places[since:] = [place] * (len(self.trace.places) - since)
+        return place
+
+    def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> int:
+        number = len(self.trace.allocs)
+        key = storage._cdata
+        self.trace.allocs.append(Alloc(storage.nbytes(), op, place, self.phase))
+        self._event_of.append(len(self.trace.events))
+        self._event(number, place)
+        self._number[key] = number
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
+        return number
+
+    def _event(self, event: int, place: Place | None) -> None:
+        self.trace.events.append(event)
+        self.trace.places.append(place)
+        self.trace.passes.append(self.phase)
+
+    def _free(self, key: int) -> None:
+        del self._alive[key]
+        self._uniform.forget(key)
+        number = self._number.pop(key)
+        self._event(~number, self.place)
+
+    def _note_workspaces(self, name: str, args: Any) -> None:
+        made = []
+        for kernel, dims in cuda_ops.workspaces(name, args):
+            nbytes = 1
+            rounded = None
+            for dim in dims:
+                if isinstance(dim, cuda_ops.Rounded):
+                    rounded = (dim.exact, dim.multiple, int(dim))
+                nbytes *= int(dim)
+            made.append(len(self.trace.allocs))
+            self.trace.allocs.append(
+                Alloc(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
+            )
+            self._event_of.append(len(self.trace.events))
+            self._event(made[-1], self.place)
+        for number in made:
+            self._event(~number, self.place)
+
+    def weights(self) -> list[tuple[str, int]]:
+        """Name and size of every weight that is there."""
+        allocs = (self.trace.allocs[number] for number in self._number.values())
+        return sorted((alloc.name, alloc.nbytes) for alloc in allocs if alloc.category == "weight")
+
+    def begin(self, phase: str) -> None:
+        self.phase, self.place = phase, None
+
+    def piece(self, name: str) -> None:
+        self.trace.pieces.append((name, len(self.trace.events)))
+
+    def rounds_up(self, tensor: Tensor, exact: int, multiple: int) -> None:
+        """Says that an allocation's bytes are ``exact`` rounded up, so that a tape can keep them symbolic."""
+        alloc = self.trace.allocs[self._number[tensor.untyped_storage()._cdata]]
+        assert alloc.nbytes == -(-exact // multiple) * multiple
+        alloc.rounded = exact, multiple, alloc.nbytes
+
+    def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
+        """Says what an existing allocation holds. ``host`` marks what a GPU run keeps in host memory."""
+        number = self._number.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            return
+        alloc = self.trace.allocs[number]
+        alloc.category, alloc.name = category, name
+        if category in ("weight", "optimizer", "gradient", "batch"):
+            alloc.place = place
+
+
+def _plain(leaves: list[Any]) -> list[Tensor]:
+    """The tensors among the leaves; one that wraps others (as torchao's) as those."""
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            continue
+        wraps: bool = is_traceable_wrapper_subclass(leaf)
+        found += [tensor for _, tensor in quantise.stored_tensors("", leaf)] if wraps else [leaf]
+    return found
+
+
+def record_step(
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    grid: Mapping[str, int],
+    config: dict[str, Any] | None = None,
+    older_torch: bool = False,
+) -> Trace:
+    """Records loading (piece ``load``) and one forward and backward (``step``) at the shape of ``grid``.
+
+    ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``older_torch``: autocast as it was
+    before `planner.tape.variants.RMS_NORM_IN_FP32`.
+    """
+    with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
+        watch_blocks(trainee.model, recorder, places)
+        watch_gradients(trainee.trainable, recorder, places)
+        watch_casts(trainee.model, recorder, places)
+        before = recorder.weights()
+        kind = family(profile)
+        recorder.piece("step")
+        recorder.begin("forward")
+        batch = kind.batch(grid, "cpu", step.compute_dtype(strategy))
+        for name, tensor in batch.items():
+            recorder.label(tensor, "batch", name)
+        loss = step.forward(trainee, kind, batch, strategy)
+        recorder.label(loss, "batch", "loss")
+        recorder.begin("backward")
+        loss.backward()
+        assert recorder.weights() == before, "a step leaves the weights stored as it found them"
+        recorder.piece("end")
+        return recorder.trace
+
+
+def record_sample(
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    grid: Mapping[str, int],
+    config: dict[str, Any] | None = None,
+    older_torch: bool = False,
+) -> Trace:
+    """Records loading and one forward without gradients (``denoise``), as sampling calls it at every noise level."""
+    with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
+        watch_blocks(trainee.model, recorder, places)
+        kind = family(profile)
+        trainee.model.eval()
+        recorder.piece("denoise")
+        recorder.begin("forward")
+        batch = kind.batch(grid, "cpu", step.compute_dtype(strategy))
+        for name, tensor in batch.items():
+            recorder.label(tensor, "batch", name)
+        out = step.sample_forward(trainee, kind, batch, strategy)
+        recorder.place = None
+        for index, tensor in enumerate(tree_leaves(out)):
+            recorder.label(tensor, "batch", f"prediction {index}" if index else "prediction")
+        recorder.piece("end")
+        return recorder.trace
+
+
+def record_optimizer(
+    profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
+) -> Trace:
+    """Records the first optimizer step (``optimizer_first``: it creates the states) and a later one (``optimizer``).
+
+    What the step does depends on the parameters and their gradients alone, so gradients are simply put there: on all
+    parameters but those that a backward never reaches, which the optimizer skips.
+    """
+    kind = family(profile)
+    with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
+        with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real numbers
+            trainee.optimizer = make_optimizer(trainee.trainable, strategy)
+        recorder.begin("optimizer")
+        for piece in ("optimizer_first", "optimizer"):
+            recorder.piece("gradients")
+            for name, parameter in trainee.trainable.items():
+                if kind.without_gradient(name, len(places)):
+                    continue
+                parameter.grad = torch.empty_like(parameter)
+                recorder.label(parameter.grad, "gradient", name, place_of_name(name, places))
+            recorder.piece(piece)
+            if isinstance(trainee.optimizer, SteppedInBackward):
+                for parameter in reversed(trainee.trainable.values()):  # the order of backward
+                    trainee.optimizer.step_parameter(parameter)
+            else:
+                step.optimizer_step(trainee)
+            _label_states(trainee, recorder, places, strategy)
+        recorder.piece("end")
+        return recorder.trace
+
+
+@contextlib.contextmanager
+def _recording(
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    grid: Mapping[str, int],
+    config: dict[str, Any] | None,
+    older_torch: bool = False,
+) -> Iterator[tuple[Recorder, step.Trainee, dict[str, Place]]]:
+    """A loaded model of fake tensors, with the recorder on."""
+    recorder = Recorder()
+    model = step.build_model(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
+    if strategy.weights(job.method) == "nf4":  # a table of numbers that all layers share, computed at its first use
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
+    gc.collect()
+    # Frees must come from reference counts, not from a collection that runs at a random moment.
+    with without_garbage_collection(), cuda_ops.cuda_semantics(rms_norm_in_fp32=not older_torch), fake:
+        lists = [stack.list for stack in profile.stacks]
+        partial = strategy.checkpointed_blocks if strategy.gradient_checkpointing == "partial" else None
+        recorder.trace.runs, places = find_runs(model, lists, partial)
+        with recorder:
+            recorder.piece("load")
+            load(model, recorder, places)
+            yield recorder, step.Trainee(model, step.trainable_parameters(model)), places
+
+
+def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+    """Loads the weights and the tables beside them, and labels them."""
+
+    def allocated(name: str, weight: Tensor) -> None:
+        recorder.place = place_of_name(name, places)
+        recorder.label(weight, "weight", "", recorder.place)  # its name goes to what is left of it
+
+    step.materialise(model, "cpu", allocated)
+    for name, tensor in named_tensors(model):
+        recorder.label(tensor, "weight", name, place_of_name(name, places))
+    trace = recorder.trace
+    made = [event if event >= 0 else ~event for event in trace.events]
+    freed = {~event for event in trace.events if event < 0}
+    assert all(trace.allocs[number].name for number in made if number not in freed), "what stays loaded is a weight"
+    trace.places[:] = [trace.allocs[number].place for number in made]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every plain tensor a model is kept in, by full name."""
+    for name, parameter in model.named_parameters():
+        yield from quantise.stored_tensors(name, parameter)
+    yield from model.named_buffers()
+
+
+QUANTISED_PER_BYTE = 64
+"""bitsandbytes keeps an fp32 for every 256 numbers of an 8-bit state, or what is left of them (functional.py)."""
+
+
+def _label_states(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place], strategy: Strategy) -> None:
+    """Marks optimizer states; torch's step counters stay in host memory unless the step is fused.
+
+    So is what else is one number, made anew in every step (Adafactor's RMS): 512 bytes for a parameter.
+    """
+    assert trainee.optimizer is not None
+    for name, parameter in trainee.trainable.items():
+        for key, value in trainee.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                host = value.ndim == 0 and strategy.optimizer_step != "fused"
+                recorder.label(value, "host" if host else "optimizer", f"{name}:{key}", place_of_name(name, places))
+                if key.startswith("absmax") and "lora_" in name and parameter.numel() % QUANTISED_PER_BYTE == 0:
+                    recorder.rounds_up(value, parameter.numel() // QUANTISED_PER_BYTE, value.itemsize)

@@ -1,0 +1,204 @@
+"""Which tapes a model has, and how they are recorded: one process, many variants.
+
+A *step* tape depends on what changes the stream of operators: method, precision, checkpointing, one sample or
+several. An *optimizer* tape depends on the trained parameters and the optimizer alone. fp16 and bf16 take the same
+memory, so both are recorded as bf16 and called half.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.catalog import lookup
+from planner.catalog.components import Component
+from planner.catalog.profiles import ModelProfile
+from planner.spec.job import Job, Strategy
+from planner.tape.format import ATOMS, FORMAT, derived
+from planner.tape.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
+from trainers.families import family
+from trainers.recording.block_places import find_runs
+from trainers.recording.components import image_tape, vae_tape
+from trainers.recording.compress import HEAD, TAIL, compress
+from trainers.recording.encoders import text_tape
+from trainers.recording.record import Trace, record_optimizer, record_sample, record_step
+from trainers.step import step
+
+RECORDED_BLOCKS = HEAD + TAIL + 2
+"""Per kind of block: both ends and two middles, which must be alike."""
+
+PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 2063}
+"""Larger than any prime factor of a published architecture, so that a size shows its atoms. Small primes are not:
+CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
+Rows and columns stay below 384, where SD3's table of positions ends."""
+
+HEIGHTS: tuple[int, ...] = (PRIMES["H"], 317, 313, 311, 307)
+WIDTHS: tuple[int, ...] = (373, 379, 383)
+FRAMES: tuple[int, ...] = (359, 353, 349, 347, 337, 331, 691)
+SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89, 97), (67, 61, 59)
+"""For families that mask all tokens, as an expanded mask of the sizes above has more elements than torch can count; and
+for tables of positions that end before them."""
+
+
+def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any.
+
+    The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
+    sizes too. What is counted in several and rounded up is a prime of any size: tables of positions keep texts short.
+    """
+    kind = family(profile)
+    regime = {**kind.fixed, **({"B": batch} if batch else {})}
+    heights, widths, lengths = HEIGHTS, WIDTHS, FRAMES
+    if kind.masks_all_tokens or kind.short_sides or kind.longest_side:
+        heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
+    texts = [PRIMES["T"], *filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))]
+    extras = list(filter(_is_prime, range(PRIMES["E"], 2 * PRIMES["E"]))) if kind.extra_tokens else [PRIMES["E"]]
+    for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
+        grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
+        sums = derived(grid, kind.rounded, kind.sums)
+        if all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items()):
+            return grid, sums, regime
+    raise AssertionError(f"no prime shape for {profile.name}")
+
+
+def _shows(value: int) -> bool:
+    """Whether a sum can be told from all else in a size: up to twelve times a prime above those of the models."""
+    return any(value % few == 0 and value // few > 128 and _is_prime(value // few) for few in range(1, 13))
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
+def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict[str, Any]:
+    """The published config with few ``blocks`` of each kind; a UNet, whose levels all differ, keeps its depth."""
+    config = dict(profile.config)
+    dual = config.get("dual_attention_layers")
+    if dual:  # SD3.5 medium: blocks with a second attention, then plain ones, then a last one without text output
+        assert list(dual) == list(range(len(dual)))
+        return {**config, "dual_attention_layers": list(range(blocks)), "num_layers": 2 * blocks + 1}
+    shared = config["num_layers"] - config["mmdit_layers"] if "mmdit_layers" in config else 0
+    if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
+        return {**config, "mmdit_layers": blocks, "num_layers": 2 * blocks}
+    for stack in profile.stacks:
+        if stack.alike and isinstance(config[stack.depth_key], int):
+            config[stack.depth_key] = min(blocks, config[stack.depth_key])
+    if profile.family in ("mochi", "sd3"):  # the last block is without text output, so unlike the others
+        config["num_layers"] += 1
+    return config
+
+
+@functools.cache
+def full_run_lengths(name: str) -> tuple[int, ...]:
+    """Blocks in each run of like blocks of a bundled model's published architecture, counted on the meta device."""
+    profile = lookup.model(name)
+    job, strategy = next(StepVariant.all(profile)).records(profile)
+    model = step.build_model(profile, job.replace(method="full"), strategy)
+    return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
+
+
+def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
+    """Records one step variant; returns the tape file's JSON."""
+    job, strategy = variant.records(profile)
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
+    trace = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older)
+    return _tape(profile, variant.name, trace, grid, sums, regime)
+
+
+def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]:
+    """Records one sampling variant; returns the tape file's JSON."""
+    job, strategy = variant.records(profile)
+    known = profile.shape.batches
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if known else None)
+    trace = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
+    return _tape(profile, variant.name, trace, grid, sums, regime)
+
+
+def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
+    """Records one optimizer variant; returns the tape file's JSON."""
+    job, strategy = variant.records(profile)
+    grid, sums, _ = prime_grid(profile, PRIMES["B"])  # a prime also of what is recorded at few batches
+    trace = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
+    return _tape(profile, variant.name, trace, grid, sums, {})
+
+
+def _tape(
+    profile: ModelProfile,
+    name: str,
+    trace: Trace,
+    grid: dict[str, int],
+    sums: dict[str, int],
+    regime: dict[str, int],
+) -> dict[str, Any]:
+    used = [atom for atom in ATOMS if atom != "E" or family(profile).extra_tokens]
+    atoms = {atom: 1 if atom in regime else grid[atom] for atom in used} | sums
+    rounded = {key: [product, unit] for key, (product, unit) in family(profile).rounded.items()}
+    return {
+        "format": FORMAT,
+        "model": profile.name,
+        "variant": name,
+        "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
+        "regime": regime,
+        "sums": {key: [constant, list(products)] for key, (constant, products) in family(profile).sums.items()},
+        **({"rounded": rounded} if rounded else {}),
+        "operators": sorted(trace.ops),
+        "tape": compress(trace, atoms, list(full_run_lengths(profile.name))),
+    }
+
+
+def write(recorded: dict[str, Any], path: Path) -> Path:
+    """Writes packed JSON, byte for byte the same for the same recording."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(recorded, separators=(",", ":"), sort_keys=True)
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    partial.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    partial.replace(path)
+    return path
+
+
+def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
+    """Every variant shipped for a model."""
+    return itertools.chain(StepVariant.all(profile), SampleVariant.all(profile), OptimizerVariant.all(profile))
+
+
+def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> dict[str, Any]:
+    """Records one variant of whatever kind; returns the tape file's JSON."""
+    if isinstance(variant, StepVariant):
+        return step_tape(profile, variant)
+    return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
+
+
+def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The parameters file's JSON (`planner.tape.parameter_table`), read off the bare model on the meta device."""
+    job, strategy = _records_of_bare_model(profile)
+    parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
+    return {
+        "format": FORMAT,
+        "model": profile.name,
+        "rows": {name: parameter.shape[0] if parameter.ndim else 1 for name, parameter in parameters.items()},
+        "fp32": [name for name, parameter in parameters.items() if parameter.dtype == torch.float32],
+    }
+
+
+def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
+    """Full training in 16 bits: no adapters, and what is kept in fp32 stands out."""
+    return StepVariant("full", Precision("half", "", autocast=False), "none", one_sample=True).records(profile)
+
+
+def component_tape(profile: ModelProfile, component: Component) -> dict[str, Any]:
+    """Records one of the tapes of what stands around a model; returns the tape file's JSON."""
+    part, dtype, *image = component.variant.split("-")
+    for encoder in profile.text_encoders:
+        if encoder.folder == component.name:
+            return text_tape(encoder, dtype)
+    return image_tape(profile.vae, part, dtype) if image else vae_tape(profile.vae, part, dtype)

@@ -1,0 +1,1 @@
+"""Validation samples while a model trains."""

@@ -1,0 +1,160 @@
+"""The pipeline of a sample: the family's own of diffusers, of the models that train and a few parts, and its arguments.
+
+Nothing here knows where the parts are or when they come to the device: that is `trainers.sampling.validate`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid
+from planner.errors import VplanError
+from planner.spec.job import Job, Strategy, ValidationShape
+from trainers.families.common.base import Family
+from trainers.families.common.sampling import Sampler, flow_shift, shifted
+from trainers.step import step
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one sample is made of and how. What is left out is random, or the pipeline's own."""
+
+    prompt: Mapping[str, Tensor] | None = None
+    """tensors that caching left of the caption"""
+    empty: Mapping[str, Tensor] | None = None
+    """the same of the empty caption"""
+    frames: list[Image.Image] | None = None
+    """the image that a sample begins with, or the clip that steers it"""
+    embeds: Tensor | None = None
+    """tensor that caching left of that image, where the family has one"""
+    vae: Callable[[], nn.Module] | None = None
+    """loads the VAE on the CPU"""
+    scheduler: Mapping[str, Any] | None = None
+    """the config of the model's scheduler"""
+    steps: int | None = None
+    """denoising steps"""
+    guidance: float | None = None
+    seed: int = 0
+
+
+def shape_of(job: Job) -> ValidationShape:
+    """The shape of the sample that validation makes: the job's own where it says nothing else."""
+    own = job.shapes[0]
+    return job.validation or ValidationShape(frames=own.frames, height=own.height, width=own.width)
+
+
+def sampler_of(kind: Family, profile: ModelProfile) -> Sampler:
+    """How a family samples; a VplanError where it does not."""
+    sampler = kind.sampler()
+    if sampler is None:
+        fault = f"samples of {profile.name} need what a folder of clips does not have"
+        raise VplanError(fault, "leave out --validation-mode")
+    return sampler
+
+
+def scheduler(profile: ModelProfile, sampler: Sampler, shape: ValidationShape, config: Mapping[str, Any] | None) -> Any:
+    """The scheduler that the model's folder describes, else the family's, with the published shift for the size."""
+    import diffusers
+
+    name = config["_class_name"] if config else sampler.scheduler
+    kind: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
+    known = inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)
+    if not known:
+        raise VplanError(f"scheduler/ is {name!r}, which diffusers does not have", "fetch the model again")
+    own = {key: value for key, value in config.items() if not key.startswith("_")} if config else sampler.settings
+    shift = flow_shift(profile, shape.height, shape.width)
+    return kind.from_config(shifted(own, inspect.signature(kind).parameters, shift))
+
+
+def guider(sampler: Sampler, job: Job, asked: Asked) -> dict[str, Any]:
+    """Guidance where it is a part of the pipeline."""
+    import diffusers
+
+    if sampler.scale != "guider":
+        return {}
+    scale = {} if asked.guidance is None else {"guidance_scale": asked.guidance}
+    return {"guider": diffusers.ClassifierFreeGuidance(**scale, enabled=job.guided)}
+
+
+def pipeline(
+    sampler: Sampler, models: Mapping[str, Any], device: torch.device, parts: Mapping[str, Any], embeds: Tensor | None
+) -> Any:
+    """The family's pipeline of the live models, by what pipelines call them, and some parts, and nothing else."""
+    import diffusers
+
+    kind = getattr(diffusers, sampler.pipeline)
+    parameters = inspect.signature(kind.__init__).parameters
+    needed = [name for name, each in parameters.items() if each.default is each.empty and name != "self"]
+    live = {"unet" if "unet" in parameters else name: model for name, model in models.items()}
+    parts["vae"].register_to_config(**{k: v for k, v in sampler.vae.items() if k not in parts["vae"].config})
+    # All that a pipeline makes itself is to lie where the live models are, not where its first part waits.
+    own: dict[str, Any] = {"_execution_device": property(lambda _: device)}
+    if embeds is not None:
+        whole_batch = embeds[None].to(device)
+        own["encode_image"] = lambda *_: whole_batch
+    here = type(kind.__name__, (kind,), own)
+    whole = here(**{**dict.fromkeys(needed), **live, **parts, **sampler.init})
+    whole.set_progress_bar_config(disable=True)
+    return whole
+
+
+def arguments(kind: Family, sampler: Sampler, job: Job, asked: Asked, shape: ValidationShape) -> dict[str, Any]:
+    """What the pipeline is called with; more than it may take."""
+    assert asked.prompt is not None
+    prompt, empty = asked.prompt, asked.empty if asked.empty is not None else asked.prompt
+    said: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
+    said |= {"height": shape.height, "width": shape.width, "num_frames": shape.frames, "output_type": "np"}
+    for name, argument in sampler.prompt.items():
+        said[argument] = [prompt[name]] if sampler.listed else prompt[name][None]
+        if sampler.negative and job.guided:
+            said[f"negative_{argument}"] = [empty[name]] if sampler.listed else empty[name][None]
+    if asked.guidance is not None:
+        said[sampler.scale] = asked.guidance
+    if sampler.negative and not job.guided:
+        said[sampler.scale] = sampler.unguided
+    if sampler.image or sampler.clip:
+        blank = [Image.new("RGB", (shape.width, shape.height))] * (shape.frames if sampler.clip else 1)
+        given = asked.frames or blank
+        said |= kind.sampled_image(given if sampler.clip else given[0], shape.height, shape.width, shape.frames)
+    if asked.steps is not None:
+        said["num_inference_steps"] = asked.steps
+    return {**said, "generator": torch.Generator().manual_seed(asked.seed)}
+
+
+def random_prompt(kind: Family, job: Job, strategy: Strategy) -> dict[str, Tensor]:
+    """A random batch's tensors of one sample, the prompt's among them."""
+    batch = kind.batch({**grid(kind.profile, job), "B": 1}, "cpu", step.compute_dtype(strategy))
+    return {name: tensor if name in kind.shared else tensor[0] for name, tensor in batch.items()}
+
+
+def accepted(whole: Any, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that a pipeline has, its tensors where it works."""
+    known = inspect.signature(type(whole).__call__).parameters
+    place = whole._execution_device
+
+    def there(value: Any) -> Any:
+        if isinstance(value, list):  # of prompts (Z-Image), or of images
+            return [there(each) for each in value]
+        return value.to(place) if isinstance(value, Tensor) else value
+
+    return {name: there(value) for name, value in said.items() if name in known}
+
+
+def numbers(made: Any) -> numpy.ndarray[Any, Any]:
+    """(F, H, W, 3) of what a pipeline answers."""
+    import numpy
+
+    frames = made.frames if hasattr(made, "frames") else made.images
+    found = numpy.asarray(frames)
+    return found[0] if found.ndim == 5 else found

@@ -1,0 +1,314 @@
+"""The samples of a run: which ones and when, their files, and what becomes of the run when one cannot be made.
+
+The first rank makes them, of the weights as they are, and the others wait for it; where weights are split over ranks
+(ZeRO-3, FSDP2) all of them denoise together. Nothing of a sample stays on the GPU. An error in making one does not end
+training, but for one of a single rank while all denoise together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import av
+import numpy
+import torch
+import torch.distributed as dist
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from planner.catalog.diffusers_folder import read_config
+from planner.catalog.profiles import ModelProfile
+from planner.dataset import clips
+from planner.dataset.buckets import model_fps
+from planner.dataset.scan import Dataset
+from planner.errors import VplanError
+from planner.launch import checkpoints
+from planner.launch.launch import SAMPLES, Preparation, Request
+from planner.launch.validation import about
+from planner.worker_process import read_json, write_json
+from trainers import families
+from trainers.data import parts
+from trainers.data.cache import Setting, Work
+from trainers.data.loader import read_entries
+from trainers.memory.out_of_memory import out_of_memory
+from trainers.parallel.parallel import Alone
+from trainers.sampling import pipelines, validate
+from trainers.step.step import DTYPES
+
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
+    TypeError, ValueError, VplanError, SafetensorError, av.error.FFmpegError,
+)  # fmt: skip
+"""What a pipeline or a codec may raise. Training is worth more than a sample."""
+
+CODECS = ("libx264", "mpeg4")
+"""The first of them that PyAV has; the second is always there, and not every browser plays it."""
+
+SCHEDULER = "scheduler/scheduler_config.json"
+
+
+class Wish(NamedTuple):
+    """One sample to be made, as preparing left it: files of the cache."""
+
+    name: str
+    """the prompt, or where it is from"""
+    text: str
+    empty: str
+    """the empty caption"""
+    image: str | None = None
+    """first frame of a clip"""
+    clip: str | None = None
+    """what caching left of that clip"""
+
+
+# ---- before training
+
+
+def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> None:
+    """Encodes the prompts of a run and lists its samples; of clips that begin with an image also their first frames.
+
+    Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.
+    """
+    pipelines.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
+    assert wanted.validation is not None
+    work = Work(setting)
+    own = [] if dataset is None else [dataset.samples[0].clip.caption]
+    captions = list(wanted.prompts) or own
+    keys = {work.text_key(caption): caption for caption in ("", *captions)}
+    work.encode("prompts", work.text_turns, keys)
+    texts = [(caption, work.store.path(work.text_key(caption))) for caption in captions]
+    if not texts:
+        texts = [("the first sample's caption", read_entries(Path(wanted.entries))[0].text)]
+    empty = str(work.store.path(work.text_key("")))
+    wishes = [
+        Wish(name, str(text), empty, *_first_frame(work, dataset, number)) for number, (name, text) in enumerate(texts)
+    ]
+    told = {"about": about(wanted), "samples": [wish._asdict() for wish in wishes]}
+    write_json(Path(wanted.validation), told)
+
+
+def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
+    """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
+    profile, job = work.setting.profile, work.setting.job
+    sampler = pipelines.sampler_of(work.family.for_job(job), profile)
+    if not (sampler.image or sampler.clip):
+        return None, None
+    if dataset is None:
+        fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
+        raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
+    taken = dataset.samples[number % len(dataset.samples)]
+    shape = pipelines.shape_of(job)
+    beside = work.beside(taken)
+    source, indices = beside.get("control", beside.get("reference", taken.clip.path)), taken.indices[:1]
+    if "reference" in beside:
+        indices = (0,)
+    elif sampler.clip:
+        indices = taken.indices[: shape.frames]
+        if len(indices) < shape.frames:
+            fault = f"samples of {shape.frames} frames need a control video as long, and {taken.clip.name} is shorter"
+            raise VplanError(fault, f"write a validation shape of {len(indices)} frames at most")
+    frames = clips.frames(source, indices, shape.height, shape.width)
+    key = work.clip_keys(Dataset((taken,), (), ()))[0]
+    path = work.store.folder / f"given-{shape.frames}x{shape.height}x{shape.width}-{key[:16]}.png"
+    write_image(numpy.concatenate(frames), path)
+    return str(path), str(work.store.path(key))
+
+
+# ---- while training
+
+
+class Samples:
+    """The samples of one run, made on its first rank."""
+
+    def __init__(self, request: Request, profile: ModelProfile, device: torch.device, rank: int) -> None:
+        assert request.validation is not None
+        self.request, self.wanted, self.profile, self.device, self.rank = (
+            request, request.validation, profile, device, rank,
+        )  # fmt: skip
+        self.folder = Path(request.output) / SAMPLES
+        self.wishes = [Wish(**one) for one in read_json(Path(self.wanted.prompts))["samples"]]
+
+    def due(self, done: int) -> bool:
+        """Whether samples are made behind so many steps: every so many, and at the end."""
+        every = self.wanted.every
+        return done == self.request.steps or bool(every and done and done % every == 0)
+
+    def missing(self, done: int) -> bool:
+        """Whether they are due and not there; a run that was killed while it made them makes them again. The first
+        rank looks for all: others may see a file of a shared folder later. All ranks call it together."""
+        return self.due(done) and self._agree(
+            f"missing behind step {done}", self.rank == 0 and not self._path(done, len(self.wishes) - 1).is_file()
+        )
+
+    def make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Makes them behind an optimizer step, when gradients are freed. All ranks call it together."""
+        if self.rank == 0 or engine.gathers:
+            began = time.perf_counter()
+            made, note = self._make(engine, done, tell)
+            tell({"step": done, "samples": made, "note": note, "seconds": round(time.perf_counter() - began, 6)})
+        self._wait(done)
+
+    def _make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> tuple[list[str], str | None]:
+        """The files that were made, and why not all of them were.
+
+        Where all ranks have to denoise together, one that fails alone in the middle would leave the others waiting for
+        it: that ends the run, like an error in a step. Before that they agree, and behind it the first one is alone.
+        """
+        made: list[str] = []
+        for number, wish in enumerate(self.wishes):
+            turn = _Turn(self, engine, _turn_name(number, done)) if engine.gathers else None
+            try:
+                tell({"step": done, "validating": number + 1, "of": len(self.wishes)})
+                frames = validate.sample(
+                    engine.plain, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
+                    self._asked(wish, number), *((turn.phase, turn.split) if turn else ()),
+                )  # fmt: skip
+                if self.rank == 0:
+                    path = self._path(done, number)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write(frames, path, float(model_fps(self.profile) or 1))
+                    made.append(path.name)
+            except (*FAILURES, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # the last is no RuntimeError
+                if turn and turn.together:
+                    raise
+                if turn:
+                    turn.give_up(_turn_name(number + 1, done) if number + 1 < len(self.wishes) else None)
+                return made, _why(error)
+        return made, None
+
+    def _path(self, done: int, number: int) -> Path:
+        kind = "mp4" if pipelines.shape_of(self.request.plan.job).frames > 1 else "png"
+        return self.folder / f"step-{done:08d}-{number}.{kind}"
+
+    def _asked(self, wish: Wish, number: int) -> pipelines.Asked:
+        """What a sample is made of, read when it is made."""
+        root = parts.locate(self.request.weights, ["vae", "scheduler"])
+        vae = self.profile.vae.class_name
+        parts.check(root, "vae", vae)
+        config = read_config(root / SCHEDULER, root) if (root / SCHEDULER).is_file() else None
+        kind = families.family(self.profile).for_job(self.request.plan.job)
+        embeds = pipelines.sampler_of(kind, self.profile).embeds
+        dtype = DTYPES[self.request.plan.strategy.vae_dtype]
+        return pipelines.Asked(
+            prompt=load_file(wish.text),
+            empty=load_file(wish.empty),
+            frames=self._given(wish.image) if wish.image else None,
+            embeds=load_file(wish.clip)[embeds] if wish.clip and embeds else None,
+            vae=lambda: parts.load(root, "vae", vae, dtype),
+            scheduler=config,
+            steps=self.wanted.steps,
+            guidance=self.wanted.guidance,
+            seed=self.wanted.seed + number,
+        )
+
+    def _given(self, path: str) -> list[Image.Image]:
+        """The frames of a picture that has them below each other."""
+        height = pipelines.shape_of(self.request.plan.job).height
+        with Image.open(path) as image:
+            whole = image.convert("RGB")
+        return [whole.crop((0, top, whole.width, top + height)) for top in range(0, whole.height, height)]
+
+    def _wait(self, done: int) -> None:
+        """Ranks wait for the first one."""
+        self._agree(f"sampled behind step {done}", False)
+
+    def _agree(self, about: str, said: bool) -> bool:
+        """Whether any rank says so. However long it takes: a collective would give up within minutes."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return said
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{about}/{self.rank}", str(int(said)))
+        keys = [f"{about}/{rank}" for rank in range(dist.get_world_size())]
+        store.wait(keys, timedelta(days=30))
+        return b"1" in [store.get(key) for key in keys]
+
+
+class _Turn:
+    """One sample of a model that is split over ranks, as this rank sees it."""
+
+    def __init__(self, samples: Samples, engine: Alone, name: str) -> None:
+        self.samples, self.name = samples, name
+        self.begun = self.ended = self.together = False
+        """whether this rank has asked the others; whether one of them cannot go on; whether all are denoising"""
+        self.split = validate.Split(samples.rank == 0, engine.release, self.begin)
+
+    def begin(self) -> None:
+        """Before the first call of the model."""
+        self.begun = True
+        self.ended = self.samples._agree(self.name, False)
+        if self.ended:
+            raise RuntimeError("another rank could not go on")
+        self.together = True
+
+    def give_up(self, following: str | None) -> None:
+        """This rank makes no more samples: it says so where the others ask next, if they do."""
+        about = following if self.begun else self.name
+        if about and not self.ended:
+            self.samples._agree(about, True)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The first rank is alone once it decodes."""
+        self.together = name != "decode"
+        yield
+
+
+def _turn_name(number: int, done: int) -> str:
+    return f"sample {number} behind step {done}"
+
+
+def _why(error: BaseException) -> str:
+    """A failure in one line."""
+    short = {"oom": "the GPU ran out of memory", "host-oom": "the host ran out of memory"}
+    said = short.get(out_of_memory(error) or "")
+    reason = error.message if isinstance(error, VplanError) else f"{type(error).__name__}: {error}"
+    return said or " ".join(reason.split())[:300]
+
+
+# ---- files
+
+
+def write(frames: numpy.ndarray[Any, Any], path: Path, fps: float) -> None:
+    """Frames (F, H, W, 3) in 0..1 as a video or, where the name says so, the first of them as an image."""
+    pixels = (frames * 255).round().clip(0, 255).astype(numpy.uint8)
+    if path.suffix == ".png":
+        write_image(pixels[0], path)
+    else:
+        write_video(pixels, path, fps)
+
+
+def write_image(pixels: clips.Pixels, path: Path) -> None:
+    """A picture (H, W, 3), whole or not at all."""
+    aside = _aside(path)
+    Image.fromarray(pixels).save(aside)
+    _finish(aside, path)
+
+
+def write_video(pixels: clips.Pixels, path: Path, fps: float) -> None:
+    """A clip (F, H, W, 3), whole or not at all."""
+    aside = _aside(path)
+    codec = next(name for name in CODECS if name in av.codecs_available)
+    with av.open(str(aside), "w") as container:
+        stream = container.add_stream(codec, rate=round(fps))
+        assert isinstance(stream, av.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = pixels.shape[1], pixels.shape[2], "yuv420p"
+        for picture in pixels:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(numpy.ascontiguousarray(picture), format="rgb24")))
+        container.mux(stream.encode())
+    _finish(aside, path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".partial-{path.name}")
+
+
+def _finish(aside: Path, path: Path) -> None:
+    checkpoints.sync(aside)
+    os.replace(aside, path)

@@ -1,0 +1,297 @@
+"""A sample in the middle of training: the family's own diffusers pipeline around the model that trains.
+
+There is no second copy of the model. The VAE waits in host RAM and comes to the device for its turn; with
+``validation_mode offload`` the model leaves while it decodes, and with group offload it comes block by block or layer
+by layer. Of two experts that train, the one whose noise levels come has its turn, as in training. Behind a sample the
+model is where and as it was (but for whose turn it is), and training goes on to the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.catalog.profiles import ModelProfile
+from planner.spec.job import Job, Strategy
+from trainers.families import family
+from trainers.memory import swap
+from trainers.sampling import pipelines
+from trainers.sampling.pipelines import Asked
+from trainers.step import experts, step
+from trainers.step.random_weights import randomise
+
+if TYPE_CHECKING:
+    import numpy
+
+Phase = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Around ``denoise`` and around ``decode``."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model whose weights lie on several ranks: all of them denoise together, and the first one decodes."""
+
+    decodes: bool
+    """whether this is the first one"""
+    release: Callable[[], None]
+    """lets go of gathered weights; all ranks call together, behind their last call of the model"""
+    begin: Callable[[], None] = lambda: None
+    """before the first call of the model: raises where another rank cannot go on"""
+
+
+def sample(
+    model: nn.Module,
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    device: torch.device,
+    asked: Asked | None = None,
+    phase: Phase = contextlib.nullcontext,
+    split: Split | None = None,
+) -> numpy.ndarray[Any, Any]:
+    """One sample of the job's validation shape, as numbers in 0..1: (F, H, W, 3), one frame of an image.
+
+    ``sample(model, profile, job, strategy, device, Asked(steps=2), meter.phase)`` needs neither data nor weights: the
+    prompt is random and so is the VAE. Gradients must be freed before. Raises a VplanError where the family has no
+    pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case. Of a ``split``
+    model only the first rank has the sample: the others' is empty.
+    """
+    asked = asked or Asked()
+    kind, shape = family(profile).for_job(job), pipelines.shape_of(job)
+    sampler = pipelines.sampler_of(kind, profile)
+    models = _models(model, strategy, device)
+    vae = asked.vae() if asked.vae else random_vae(profile, strategy)
+    leaves = strategy.validation_mode == "offload" and strategy.group_offload == "none"
+    away = _Away(model, profile, strategy, device) if leaves else None
+    parts = {"vae": vae, "scheduler": pipelines.scheduler(profile, sampler, shape, asked.scheduler)}
+    parts |= pipelines.guider(sampler, job, asked)
+    parts |= {"boundary_ratio": profile.training.boundary} if len(models) > 1 else {}
+    with _set_aside(model, strategy, device), _Turns(models, with_settings(vae, strategy), phase, away, split):
+        prompt = asked.prompt if asked.prompt is not None else pipelines.random_prompt(kind, job, strategy)
+        embeds = asked.embeds if asked.embeds is not None or not sampler.embeds else prompt[sampler.embeds]
+        whole = pipelines.pipeline(sampler, models, device, parts, embeds)
+        said = pipelines.arguments(kind, sampler, job, replace(asked, prompt=prompt), shape)
+        if split and not split.decodes:
+            whole(**pipelines.accepted(whole, {**said, "output_type": "latent"}))
+            split.release()
+            return _nothing()
+        return pipelines.numbers(whole(**pipelines.accepted(whole, said)))[: shape.frames]
+
+
+def random_vae(profile: ModelProfile, strategy: Strategy) -> nn.Module:
+    """The published VAE at its true size with random weights, on the CPU."""
+    import diffusers
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        vae: nn.Module = getattr(diffusers, profile.vae.class_name).from_config(profile.vae.config)
+    step.cast_weights(vae, step.DTYPES[strategy.vae_dtype])
+    step.materialise(vae, "cpu", randomise)
+    return vae.requires_grad_(False).eval()
+
+
+def with_settings(vae: nn.Module, strategy: Strategy) -> nn.Module:
+    """A VAE that works in tiles and slices as the strategy says."""
+    if strategy.vae_tiling:
+        vae.enable_tiling()  # type: ignore[operator]  # diffusers' own method
+    if strategy.vae_slicing:
+        vae.enable_slicing()  # type: ignore[operator]  # likewise
+    return vae
+
+
+def _nothing_to_do() -> None:
+    """Before a call that needs no preparation."""
+
+
+class _Live:
+    """A model that trains, as a pipeline holds and calls it: under autocast, and telling when it is called."""
+
+    def __init__(
+        self, model: nn.Module, strategy: Strategy, device: torch.device, turn: Callable[[], None] = _nothing_to_do
+    ) -> None:
+        self.model, self.strategy, self.device, self.turn = model, strategy, device, turn
+        self.dtype = step.compute_dtype(strategy)
+        self.before: Callable[[], None] = _nothing_to_do
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.before()
+        self.turn()
+        with step.autocast(self.strategy, self.device):
+            return self.model(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def _models(model: nn.Module, strategy: Strategy, device: torch.device) -> dict[str, _Live]:
+    """What trains, by what pipelines call it; of two experts each before its own turn."""
+    if not isinstance(model, experts.Experts):
+        return {"transformer": _Live(model, strategy, device)}
+    return {
+        part: _Live(model.part(which), strategy, device, functools.partial(model.turn, which))
+        for which, part in experts.PARTS.items()
+    }
+
+
+class _Turns(contextlib.ExitStack):
+    """Who is on the device: the model while it denoises, the VAE while it encodes an image or decodes."""
+
+    def __init__(
+        self, models: dict[str, _Live], vae: nn.Module, phase: Phase, away: _Away | None, split: Split | None
+    ) -> None:
+        super().__init__()
+        self.vae, self.phase, self.away, self.split = vae, phase, away, split
+        self._is_here, self._running = False, ""
+        for live in models.values():
+            live.before, self.device = self.denoise, live.device
+        for name, then in (("encode", self.bring), ("decode", self.decode)):
+            setattr(vae, name, functools.partial(self._called, getattr(vae, name), then))
+        # Where diffusers' pipelines put what the VAE is given (utils/torch_utils.py, get_module_execution_device).
+        vae._hf_hook = _Where(self.device)  # type: ignore[assignment]  # neither tensor nor module
+
+    def _called(
+        self, method: Callable[..., Any], then: Callable[[], None], given: Tensor, *rest: Any, **more: Any
+    ) -> Any:
+        then()
+        dtype: torch.dtype = self.vae.dtype  # type: ignore[assignment]  # diffusers' own property
+        return method(given.to(self.device, dtype), *rest, **more)
+
+    def denoise(self) -> None:
+        """Before each call of the model."""
+        if self._is_here:
+            self.vae.to("cpu")
+            self._is_here = False
+            _empty_cache(self.device)
+        if self.split and self._running != "denoise":
+            self.split.begin()
+        self._begin("denoise")
+
+    def decode(self) -> None:
+        """Before each call of the VAE's decoder; of one image, or of all frames."""
+        if self._running == "decode":
+            return
+        self._begin("decode")
+        if self.away is not None:
+            self.away.leave()
+        if self.split is not None:
+            self.split.release()
+        _empty_cache(self.device)
+        self.bring()
+
+    def bring(self) -> None:
+        """The VAE comes to the device."""
+        if not self._is_here:
+            self.vae.to(self.device)
+            self._is_here = True
+
+    def _begin(self, name: str) -> None:
+        if self._running != name:
+            self.close()
+            self.enter_context(self.phase(name))
+            self._running = name
+
+    def __exit__(self, *error: Any) -> bool | None:
+        traceback.clear_frames(error[2])  # what ran out of memory still holds what it had
+        ended = super().__exit__(*error)
+        self.vae.to("cpu")
+        if self.away is not None:
+            self.away.come_back()
+        return ended
+
+
+class _Where:
+    """A module's place, as accelerate's hooks tell it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.execution_device = device
+
+
+class _Away:
+    """Sends a model's weights to host RAM and brings them back. Gone are those that lie on the device as a whole, of
+    two experts those of the one that ran last."""
+
+    def __init__(self, model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
+        self.model, self.profile, self.strategy, self.device = model, profile, strategy, device
+        self.gone: list[nn.Parameter] = []
+
+    def leave(self) -> None:
+        """Frees the device."""
+        model = self.model.part(self.model.running) if isinstance(self.model, experts.Experts) else self.model
+        waiting = swap.on_host(swap.swapped_blocks(model, self.profile, self.strategy))
+        self.gone = [each for name, each in model.named_parameters() if name not in waiting]
+        for weight in self.gone:
+            weight.data = weight.data.to("cpu")
+        _empty_cache(self.device)
+
+    def come_back(self) -> None:
+        """Puts all that is away onto the device again."""
+        for weight in self.gone:
+            weight.data = weight.data.to(self.device)
+
+
+@contextlib.contextmanager
+def _set_aside(model: nn.Module, strategy: Strategy, device: torch.device) -> Iterator[None]:
+    """A model as sampling needs it: in eval mode, and in host RAM with group offload; as it was behind that."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    _empty_cache(device)
+    try:
+        if strategy.group_offload != "none":
+            with _in_groups(model, strategy, device):
+                yield
+        else:
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        gc.collect()
+        _empty_cache(device)
+
+
+@contextlib.contextmanager
+def _in_groups(model: nn.Module, strategy: Strategy, device: torch.device) -> Iterator[None]:
+    """Group offload as diffusers does it, taken off again."""
+    from diffusers.hooks import HookRegistry, apply_group_offloading
+    from diffusers.hooks.group_offloading import (
+        _GROUP_OFFLOADING,
+        _LAYER_EXECUTION_TRACKER,
+        _LAZY_PREFETCH_GROUP_OFFLOADING,
+    )
+
+    tensors = [*model.parameters(), *model.buffers()]
+    stream = strategy.group_offload_stream and device.type == "cuda"
+    try:
+        apply_group_offloading(
+            model,
+            onload_device=device,
+            offload_device=torch.device("cpu"),
+            offload_type=f"{strategy.group_offload}_level",
+            num_blocks_per_group=1 if strategy.group_offload == "block" else None,
+            use_stream=stream,
+        )
+        yield
+    finally:
+        registry = HookRegistry.check_if_exists_or_initialize(model)
+        for name in (_GROUP_OFFLOADING, _LAYER_EXECUTION_TRACKER, _LAZY_PREFETCH_GROUP_OFFLOADING):
+            registry.remove_hook(name, recurse=True)
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device)
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _nothing() -> numpy.ndarray[Any, Any]:
+    import numpy
+
+    return numpy.empty((0, 0, 0, 3))

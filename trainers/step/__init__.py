@@ -1,0 +1,1 @@
+"""The one training step: model, optimizer, precision and the two experts."""

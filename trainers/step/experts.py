@@ -1,0 +1,165 @@
+"""Both experts of a two-expert model (Wan 2.2 A14B) in one run: which one a micro-batch trains, and where the other is.
+
+Each micro-batch of the global batch goes to one expert, drawn by how much of the noise levels' density lies on its side
+of the boundary; its samples then draw their levels there. So all levels come as often as the density says, every rank
+runs the same expert, and a run that is taken up goes on with the same ones; cut into other micro-batches, the same
+samples may be another's turn. (In musubi-tuner 30c658c a batch's first sample decides, wan_train_network.py
+``next_model_is_high_noise``; it has one adapter for both, and diffusers takes one for each.)
+
+With ``inactive_expert cpu`` what is frozen of the idle one waits in pinned host RAM, as much as one expert: when it is
+to run, the two change places, weight by weight. Swapped blocks of either stay where they are; one ring is for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.catalog.profiles import ModelProfile
+from planner.layout.experts import high_share
+from planner.spec.job import Job, Strategy
+from trainers.families.common.random_draws import sample_seed
+from trainers.memory import swap
+from trainers.memory.offload import InputsOnHost
+from trainers.memory.pinned import host_bytes
+from trainers.memory.quantise import Place, places
+from trainers.step import step, weights
+
+PARTS = {"high": "transformer", "low": "transformer_2"}
+"""What pipelines call the expert of high noise, which begins a sample, and that of low (diffusers WanPipeline)."""
+
+PIECE = 2**28
+"""Bytes of host RAM that are pinned at once; a larger weight has its own."""
+
+
+class Experts(nn.Module):
+    """Two models of one architecture, of which one runs at a time. At first it is the one for high noise."""
+
+    def __init__(self, high: nn.Module, low: nn.Module) -> None:
+        super().__init__()
+        self.transformer, self.transformer_2 = high, low
+        self.running = "high"
+        self.waiting: list[torch.Tensor] = []
+        """the host RAM of the idle one's frozen weights, but for blocks that are swapped"""
+        self.swaps: dict[str, swap.BlockSwap] = {}
+        self._apart: frozenset[str] = frozenset()
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.part(self.running)(*arguments, **named)
+
+    def part(self, which: str) -> nn.Module:
+        """One of them, by its noise."""
+        return self.get_submodule(PARTS[which])
+
+    def send_idle(self, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
+        """Has the idle one wait in pinned host RAM from now on, and blocks that are swapped of either."""
+        for which in PARTS:
+            blocks = swap.swapped_blocks(self.part(which), profile, strategy)
+            if blocks:
+                self._apart = swap.on_host(blocks)
+                modules = [block for _, block in blocks]
+                self.swaps[which] = swap.BlockSwap(modules, device, self.swaps.get("high"))
+        self.waiting = to_host(list(self._moving("low")), device)
+
+    def turn(self, which: str) -> None:
+        """Makes one of them the one that runs."""
+        if which == self.running:
+            return
+        if self.waiting:
+            for out, back in zip(self._moving(self.running), self._moving(which), strict=True):
+                exchange(out, back)
+        if self.swaps:
+            self.swaps[self.running].let_go()
+        self.running = which
+
+    def _moving(self, which: str) -> Iterator[Place]:
+        """Where the tensors are that come and go with an expert."""
+        for name, parameter in self.part(which).named_parameters():
+            if not parameter.requires_grad and name not in self._apart:
+                yield from (place for _, place in places(name, parameter))
+
+
+@torch.no_grad()
+def exchange(one: Place, other: Place) -> None:
+    """Two tensors of a shape change places, which for a moment takes a copy of the first where that lies."""
+    here, there = one.tensor, other.tensor
+    between = here.clone()
+    here.copy_(there, non_blocking=True)
+    there.copy_(between, non_blocking=True)
+    one.put(there)
+    other.put(here)
+
+
+def to_host(moving: list[Place], device: torch.device) -> list[torch.Tensor]:
+    """Moves tensors into pieces of host RAM, pinned where there is a GPU; one piece after another, so that no more than
+    one is there twice."""
+    pieces: list[list[Place]] = [[]]
+    for place in moving:
+        if sum(map(_taken, pieces[-1])) + _taken(place) > PIECE:
+            pieces.append([])
+        pieces[-1].append(place)
+    made = []
+    for piece in filter(None, pieces):
+        made.append(host_bytes(sum(map(_taken, piece)), pinned=device.type == "cuda"))
+        start = 0
+        for place in piece:
+            tensor = place.tensor.detach()
+            kept = made[-1][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += _taken(place)
+            place.put(kept.copy_(tensor))
+    return made
+
+
+def _taken(place: Place) -> int:
+    return -(-place.tensor.nbytes // swap.ALIGNMENT) * swap.ALIGNMENT
+
+
+Fill = Callable[[str, nn.Module, Collection[str]], None]
+"""Gives a built expert (its noise, itself) its weights on the device, but for those named, which are for host RAM."""
+
+
+def pair(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device, fill: Fill) -> Experts:
+    """Both experts, each built as one of them is. They share what checkpoints in host RAM take, for one runs at a
+    time."""
+    inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
+    found = []
+    for which in PARTS:
+        model = step.build_model(profile, job, strategy, inputs=inputs)
+        names = swap.on_host(swap.swapped_blocks(model, profile, strategy))
+        if waits and which == "low":
+            names = frozenset(name for name, each in model.named_parameters() if not each.requires_grad)
+        fill(which, model, names)
+        found.append(model)
+    made = Experts(*found)
+    if waits:
+        made.send_idle(profile, strategy, device)
+    return made
+
+
+def from_folder(
+    root: Path, profile: ModelProfile, job: Job, device: torch.device, seed: int,
+    trained: weights.Weights | None = None,
+) -> Fill:  # fmt: skip
+    """Weights of a pipeline's folder; ``trained``: a checkpoint's, of both."""
+
+    def fill(which: str, model: nn.Module, waiting: Collection[str]) -> None:
+        folder = weights.model_folder(root, profile, job.replace(experts=which))
+        of_part = trained.under(f"{PARTS[which]}.") if trained else None
+        weights.load(model, weights.published(folder, profile), device, seed, of_part, waiting=waiting)
+
+    return fill
+
+
+def chosen(profile: ModelProfile, seed: int, number: int, micro: int) -> str:
+    """The expert that a micro-batch of a step trains."""
+    drawn = sample_seed(seed, "expert", number, micro) / 2**63
+    return "high" if drawn < high_share(profile.training) else "low"
+
+
+def each(model: nn.Module) -> list[nn.Module]:
+    """The models in a model: both experts, or itself."""
+    return [model.transformer, model.transformer_2] if isinstance(model, Experts) else [model]

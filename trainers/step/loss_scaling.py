@@ -1,0 +1,58 @@
+"""Loss scaling: small gradients vanish in fp16, so the loss is made larger first and they are made smaller afterwards.
+
+torch's own (``torch.amp.GradScaler``, arXiv 1710.03740, section 3.2). It takes a few numbers on the GPU and unscales in
+place, so a plan's memory is what it is without it, and recordings leave it out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.launch.supported import scales_loss
+from planner.spec.job import Job, Strategy
+from trainers.step.optimizers import Optimizer
+
+
+class LossScaler(torch.amp.GradScaler):
+    """A scaler that counts the steps it leaves out, because a gradient was infinite at that scale."""
+
+    skipped = 0
+
+    def step_unless_infinite(self, optimizer: Optimizer) -> None:
+        """Steps over unscaled gradients, or leaves the weights as they are and halves the scale."""
+        before = self.get_scale()
+        self.step(optimizer)  # type: ignore[arg-type]  # ours have all that it asks of torch's
+        self.update()
+        self.skipped += self.get_scale() < before
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """torch copies the scale to wherever gradients are without waiting for it, and the CPU does not wait by itself:
+        for gradients in host RAM (`OnHost`) it is there before."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if any(weight.grad is not None and weight.grad.is_cpu for weight in weights):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(
+            optimizer,  # type: ignore[arg-type]  # only its groups are read
+            inv_scale,
+            found_inf,
+            allow_fp16,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {**super().state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "skipped"})
+        self.skipped = state_dict["skipped"]
+
+
+def loss_scaler(job: Job, strategy: Strategy, device: torch.device) -> LossScaler | None:
+    """The scaler of a strategy whose loss is scaled."""
+    return LossScaler(device.type) if scales_loss(job, strategy) else None

@@ -1,0 +1,349 @@
+"""The optimizers of a strategy, each from the library that trainers take it from, and the step inside backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+
+from planner.spec.job import SPLIT, Strategy
+from trainers.memory.pinned import host_bytes
+
+WEIGHT_DECAY = 1e-2
+
+
+class Way(TypedDict, total=False):
+    """How torch's AdamW steps."""
+
+    foreach: bool
+    fused: bool
+
+
+LOOP: Way = {"foreach": False}
+FOREACH: dict[str, Way] = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
+"""torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
+
+ALIGNMENT = 16
+"""Bytes at a multiple of which each weight begins in host RAM: that of vector registers, and of every format."""
+
+WAYS = ("foreach", "fused")
+"""Settings of a torch optimizer's group that say how it steps."""
+
+
+class MuonAndAdamW:
+    """torch's Muon over the matrices, and AdamW over what is no matrix, which Muon does not take.
+
+    Updates are scaled to AdamW's size, so that AdamW's learning rates hold (torch.optim.Muon, ``match_rms_adamw``,
+    arXiv 2502.16982). An adapter on linear layers is matrices only.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], learning_rate: float) -> None:
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        others = [parameter for parameter in parameters if parameter.ndim != 2]
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices, lr=learning_rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+            )
+            self.optimizers.append(muon)
+        if others:
+            self.optimizers.append(torch.optim.AdamW(others, lr=learning_rate, weight_decay=WEIGHT_DECAY))
+
+    def step(self) -> None:
+        """Steps the matrices, then the rest."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees the gradients, or fills them with zeros."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of both: what a learning rate is written into."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, Muon's first."""
+        return {"both": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        for optimizer, kept in zip(self.optimizers, state["both"], strict=True):
+            take_up(optimizer, kept)
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states of all parameters, as one optimizer has them."""
+        return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+
+
+class SteppedInBackward:
+    """An optimizer per parameter, which steps as soon as the gradient is there and frees it.
+
+    torch ``register_post_accumulate_grad_hook`` (pytorch tutorial ``optimizer_step_in_backward``; sd-scripts
+    ``--fused_backward_pass``, diffusion-pipe ``gradient_release``). No gradient is left to clip.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+        self.optimizers: dict[torch.Tensor, torch.optim.Optimizer | MuonAndAdamW] = {
+            parameter: make_one([parameter], strategy, learning_rate) for parameter in parameters
+        }
+        self._taken_up: set[torch.Tensor] = set()
+        for parameter in self.optimizers:
+            parameter.register_post_accumulate_grad_hook(self.step_parameter)
+
+    def step_parameter(self, parameter: torch.Tensor) -> None:
+        """Steps one parameter and frees its gradient."""
+        optimizer = self.optimizers[parameter]
+        if parameter in self._taken_up:  # a swapped parameter was in host RAM then, and torch puts states beside it
+            self._taken_up.remove(parameter)
+            state = optimizer.state[parameter]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    state[name] = value.to(parameter.device)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers: what a learning rate is written into."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, parameter by parameter in their order."""
+        return {"each": [optimizer.state_dict() for optimizer in self.optimizers.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        for optimizer, kept in zip(self.optimizers.values(), state["each"], strict=True):
+            take_up(optimizer, kept)
+        self._taken_up = set(self.optimizers)
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states of all parameters, as one optimizer has them."""
+        return {parameter: optimizer.state[parameter] for parameter, optimizer in self.optimizers.items()}
+
+
+class OverMasters:
+    """An optimizer over fp32 copies of 16-bit parameters, which it copies back after each step.
+
+    apex FP16_Optimizer (apex/fp16_utils). Gradients are cast to fp32 one by one, and each 16-bit one is let go. What is
+    kept in fp32 is its own master.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+        self.masters = {
+            parameter: parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+            for parameter in parameters
+        }
+        self.optimizer = make_one(list(self.masters.values()), strategy, learning_rate)
+
+    def step(self) -> None:
+        """Steps the masters over the parameters' gradients, which are gone then."""
+        for parameter, master in self.masters.items():
+            if parameter.grad is not None and master is not parameter:
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                parameter.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: a step leaves no gradients."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer over the masters."""
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the states, and the masters where they are not the parameters themselves."""
+        copies = [None if master is parameter else master.detach() for parameter, master in self.masters.items()]
+        return {"masters": copies, "over_masters": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave; the parameters themselves are loaded elsewhere."""
+        for master, kept in zip(self.masters.values(), state["masters"], strict=True):
+            if kept is not None:
+                master.copy_(kept)
+        take_up(self.optimizer, state["over_masters"])
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states, by the parameters they belong to."""
+        return {parameter: self.optimizer.state[master] for parameter, master in self.masters.items()}
+
+
+class OnHost:
+    """An optimizer in host RAM over pinned copies of the parameters, in their own format, and of their gradients.
+
+    As torchao's CPUOffloadOptimizer, whose gradients leave before anyone could clip them. ``take_gradients`` sends them
+    when backward is over; with ``offload_gradients`` each leaves as soon as it is there, beside the computation.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+        trained = list(parameters)
+        device = trained[0].device
+        self._host, views = _host_like([*trained, *trained], pinned=device.type == "cuda")
+        copies, gradients = views[: len(trained)], views[len(trained) :]
+        self.hosts = {
+            parameter: nn.Parameter(copy.copy_(parameter.detach()))
+            for parameter, copy in zip(trained, copies, strict=True)
+        }
+        self.gradients = dict(zip(trained, gradients, strict=True))
+        self._sending = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # One parameter at a time, in one pass over its numbers where there is a kernel for that.
+        how = "fused" if strategy.optimizer == "adamw" else "loop"
+        self.optimizer = make_one(list(self.hosts.values()), strategy.replace(optimizer_step=how), learning_rate)
+        if strategy.offload_gradients != "none":
+            for parameter in self.hosts:
+                parameter.register_post_accumulate_grad_hook(self._send)
+
+    def _send(self, parameter: torch.Tensor) -> None:
+        """Copies a gradient to the host behind the computation of it, and lets it go."""
+        gradient = parameter.grad
+        assert gradient is not None and isinstance(parameter, nn.Parameter)
+        host = self.gradients[parameter]
+        if self._sending is None:
+            host.copy_(gradient)
+        else:
+            self._sending.wait_stream(torch.cuda.current_stream(gradient.device))
+            with torch.cuda.stream(self._sending):
+                host.copy_(gradient, non_blocking=True)
+            gradient.record_stream(self._sending)
+        self.hosts[parameter].grad = host
+        parameter.grad = None
+
+    def take_gradients(self) -> list[nn.Parameter]:
+        """The parameters' gradients are in host RAM when it returns, and nowhere else; the weights that have them."""
+        for parameter in self.hosts:
+            if parameter.grad is not None:
+                self._send(parameter)
+        if self._sending is not None:
+            self._sending.synchronize()
+        return list(self.hosts.values())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps over the gradients that were taken, and copies the weights back."""
+        self.optimizer.step()
+        for parameter, host in self.hosts.items():
+            parameter.copy_(host, non_blocking=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; their host RAM is taken again."""
+        for host in self.hosts.values():
+            host.grad = None
+        if self._sending is not None:  # the weights have left before the next gradients come
+            torch.cuda.current_stream(self._sending.device).synchronize()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer on the host."""
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the same as of an optimizer beside the parameters, for a run may go on as either."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        take_up(self.optimizer, state)
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, object]]:
+        """The states, by the parameters they belong to."""
+        return {parameter: self.optimizer.state[host] for parameter, host in self.hosts.items()}
+
+
+def _host_like(parameters: list[nn.Parameter], pinned: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Host RAM for as much as some parameters, and each one's part of it. It is pinned as a whole: CUDA pins pages, and
+    those of small weights lie together in one."""
+    ends = [0]
+    for parameter in parameters:
+        ends.append(ends[-1] + -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT)
+    host = host_bytes(ends[-1], pinned)
+    return host, [
+        host[begin : begin + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        for begin, parameter in zip(ends, parameters, strict=False)
+    ]
+
+
+Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMasters | OnHost
+
+
+def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
+    """Gives an optimizer a state it has kept, each tensor in the format it was kept in.
+
+    ``torch.optim.Optimizer.load_state_dict`` casts states to the parameters' format, and Adafactor and CAME keep those
+    of 16-bit weights in fp32. bitsandbytes keeps its own apart from the rest, and never casts them. How it steps is the
+    plan's, not the checkpoint's: a run that ran out of memory may go on with another way.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.load_state_dict(kept)
+        return
+    ways = [{name: group[name] for name in WAYS if name in group} for group in optimizer.param_groups]
+    groups = [{**group, **way} for group, way in zip(kept["param_groups"], ways, strict=True)]
+    optimizer.load_state_dict({**kept, "param_groups": groups})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in kept["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter]
+        for name, was in kept["state"].get(number, {}).items():
+            if isinstance(was, torch.Tensor) and was.dtype != state[name].dtype:
+                state[name] = was.to(state[name].device)
+
+
+def make_optimizer(trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4) -> Optimizer:
+    """The optimizer a strategy names over the trained parameters."""
+    if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):  # DeepSpeed keeps its own
+        return OverMasters(trainable.values(), strategy, learning_rate)
+    if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:  # which have their own
+        return OnHost(trainable.values(), strategy, learning_rate)
+    if strategy.optimizer_step == "backward":
+        return SteppedInBackward(trainable.values(), strategy, learning_rate)
+    return make_one(list(trainable.values()), strategy, learning_rate)
+
+
+def make_one(
+    parameters: list[nn.Parameter], strategy: Strategy, learning_rate: float
+) -> torch.optim.Optimizer | MuonAndAdamW:
+    """One optimizer over some parameters.
+
+    AdamW and Muon are torch's; 8-bit AdamW, paged or not, and Lion are bitsandbytes'; Adafactor is transformers' with a
+    fixed learning rate, as sd-scripts recommends it; CAME is its authors' (came-pytorch, arXiv 2307.02047); Prodigy is
+    prodigyopt's, which finds its own rate and wants 1.
+    """
+    if strategy.optimizer == "muon":
+        return MuonAndAdamW(parameters, learning_rate)
+    made: torch.optim.Optimizer
+    if strategy.optimizer == "adamw":
+        how = FOREACH[strategy.optimizer_step]
+        made = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **how)
+    elif strategy.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        fixed = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+        made = Adafactor(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **fixed)
+    elif strategy.optimizer == "prodigy":
+        from prodigyopt import Prodigy
+
+        made = Prodigy(parameters, lr=1.0)
+    elif strategy.optimizer == "came":
+        from came_pytorch import CAME
+
+        made = CAME(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+    else:
+        from bitsandbytes import optim
+
+        classes = {"adamw-8bit": optim.AdamW8bit, "adamw-8bit-paged": optim.PagedAdamW8bit, "lion": optim.Lion}
+        made = classes[strategy.optimizer](parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+    return made

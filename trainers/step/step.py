@@ -1,0 +1,342 @@
+"""The one training step: builds a model under a Strategy and executes optimisation steps.
+
+Recording (fake tensors), probing (a few real steps) and training all call these functions, so what vplan predicts
+cannot drift from what it trains. Nothing here knows that a recorder exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from planner.catalog.profiles import ModelProfile
+from planner.layout.partial_training import matches
+from planner.spec.job import QUANTISED, Job, Strategy
+from trainers import families
+from trainers.families.common import random_draws
+from trainers.families.common.base import Family
+from trainers.memory import quantise, swap
+from trainers.memory.offload import InputsOnHost
+from trainers.step import attention_kernels
+from trainers.step.loss_scaling import LossScaler
+from trainers.step.optimizers import OnHost, Optimizer, SteppedInBackward
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_GRAD_NORM = 1.0
+"""Gradient clipping of the published trainers (diffusers examples, finetrainers, DiffSynth)."""
+
+
+Batch = dict[str, torch.Tensor]
+"""What `Family.batch` makes; in training also each sample's seed (`draws.SEEDS`), last."""
+
+
+class Engine:
+    """How backward and step run: here as in a process that trains alone. `trainers.parallel.parallel` has the
+    others."""
+
+    def __init__(self, scaler: LossScaler | None = None) -> None:
+        self.scaler = scaler
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; ``last`` of those that make one optimizer step."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of a loss to what is there."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, trainee: Trainee) -> None:
+        """Clips the gradients, steps and frees them; nothing when backward has done that already."""
+        optimizer = trainee.optimizer
+        assert optimizer is not None
+        if isinstance(optimizer, SteppedInBackward):
+            return
+        on_host = optimizer if isinstance(optimizer, OnHost) else None
+        stepped = list(trainee.trainable.values()) if on_host is None else on_host.take_gradients()
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # only its groups are read
+        torch.nn.utils.clip_grad_norm_(stepped, MAX_GRAD_NORM, foreach=on_host is None)
+        if self.scaler is not None:
+            self.scaler.step_unless_infinite(optimizer)
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass
+class Trainee:
+    """A model, its trainable parameters by name, and their optimizer (none when only sampling)."""
+
+    model: nn.Module
+    trainable: dict[str, nn.Parameter]
+    optimizer: Optimizer | None = None
+    engine: Engine = field(default_factory=Engine)
+
+
+def build_model(
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    config: dict[str, Any] | None = None,
+    inputs: InputsOnHost | None = None,
+) -> nn.Module:
+    """The diffusers model with its adapter, dtypes and checkpointing, parameters still on ``meta``.
+
+    Non-persistent buffers (RoPE tables) are computed for real, as ``from_pretrained`` does it. ``config`` replaces the
+    published architecture, e.g. by one of fewer blocks; ``inputs`` is where several models, of which one runs at a
+    time, keep what checkpoints send to host RAM.
+    """
+    import diffusers
+    from diffusers.models.modeling_utils import no_init_weights
+
+    model_class = getattr(diffusers, profile.diffusers_class)
+    with no_init_weights(), init_empty_weights():
+        model: nn.Module = model_class.from_config(config or profile.config)
+    weights = strategy.weights(job.method)
+    cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])
+    model.requires_grad_(False)
+    if weights in QUANTISED:
+        quantise.prepare(model, weights, compute_dtype(strategy))
+    if job.method == "lora":
+        add_adapter(model, job, strategy)
+    elif job.method == "full":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not job.trainable or matches(name, job.trainable))
+    set_checkpointing(model, strategy, inputs)
+    families.family(profile).prepare(model)
+    return model.train()
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives every parameter and saved table the dtype ``from_pretrained(torch_dtype=dtype)`` gives it.
+
+    Tables that are not saved are computed when the model is made, some in fp64; they are kept in fp32. diffusers
+    keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
+    """
+    keep = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        kept = keep.intersection(name.split("."))
+        parameter.data = parameter.data.to(torch.float32 if kept else dtype)
+    for module in model.modules():
+        for name, table in module._buffers.items():
+            if table is None or not table.is_floating_point():
+                continue
+            if name not in module._non_persistent_buffers_set:
+                module._buffers[name] = table.to(dtype)
+            elif table.dtype == torch.float64:
+                module._buffers[name] = table.float()
+
+
+def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
+    """Adds a peft LoRA on ``job.lora_targets`` in ``strategy.adapter_dtype``.
+
+    Alpha equals the rank, as diffusers' examples.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    assert job.lora_targets, "targets are resolved before a model is built"
+    adapter = LoraConfig(
+        r=job.lora_rank,
+        lora_alpha=job.lora_rank,
+        lora_dropout=job.lora_dropout,
+        target_modules=list(job.lora_targets),
+        init_lora_weights="gaussian",
+    )
+    with init_empty_weights(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # cannot merge, which nobody asks
+        inject_adapter_in_model(adapter, model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(DTYPES[strategy.adapter_dtype])
+            parameter.requires_grad_(True)
+
+
+def set_checkpointing(model: nn.Module, strategy: Strategy, inputs: InputsOnHost | None = None) -> None:
+    """Turns on non-reentrant checkpointing of the blocks the strategy names.
+
+    ``offload`` keeps block inputs in host RAM, in ``inputs`` where others keep theirs too.
+    """
+    mode = strategy.gradient_checkpointing
+    if mode == "none":
+        return
+    calls = 0
+    limit = strategy.checkpointed_blocks if mode == "partial" else None
+    on_host = (inputs or InputsOnHost()) if mode == "offload" else None
+    # VACE's blocks end in a linear layer: stopped in there, recomputation would leave its weights as they were cast.
+    early_stop = not (strategy.weights_dtype == "fp8" and type(model).__name__ == "WanVACETransformer3DModel")
+
+    def start_forward(*_: Any) -> None:
+        nonlocal calls
+        calls = 0
+        if on_host is not None:
+            on_host.begin()
+
+    def run(block: nn.Module, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if limit is not None and calls > limit:
+            return block(*args)
+        with on_host.around(*args) if on_host is not None else contextlib.nullcontext():
+            return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop)
+
+    model.register_forward_pre_hook(start_forward)
+    model.enable_gradient_checkpointing(run)  # type: ignore[operator]  # diffusers' own method
+
+
+def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
+    """What a model that will run has beyond one that is recorded: the attention asked for, and compiled blocks."""
+    attention_kernels.ask_for(model, strategy.attention, device)
+    compile_blocks(model, profile, strategy)
+
+
+COMPILER = "inductor"
+"""The backend of torch.compile."""
+
+
+def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> None:
+    """Compiles the forward of each repeated block where the strategy says so; never for a recording.
+
+    Regional compilation, as diffusers' ``compile_repeated_blocks`` (PyTorch recipe "regional_compilation"): blocks that
+    are alike share what is compiled. Forward alone, so that what is around a block (checkpointing, swap, FSDP2's
+    gathering) stays as it is. Where torch would give up compiling without a word, the run ends instead.
+    """
+    if strategy.compile == "none":
+        return
+    assert strategy.compile == "blocks", strategy.compile
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for block in compiled_blocks(model, profile):
+        block.forward = torch.compile(block.forward, backend=COMPILER)
+
+
+def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
+    """The blocks that are alike: of a UNet, whose stages differ, the transformer blocks in them."""
+    if profile.family == "unet":
+        repeated: Collection[str] = model._repeated_blocks  # type: ignore[assignment]  # diffusers' own attribute
+        return [module for module in model.modules() if type(module).__name__ in repeated]
+    return [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]
+
+
+Fill = Callable[[str, torch.Tensor], None]
+"""Gives a weight, by its full name and just allocated, its values."""
+
+
+def place(
+    model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
+) -> None:
+    """Materialises a model on ``device``, but for the blocks that are swapped: those wait in host RAM."""
+    swapped = swap.swapped_blocks(model, profile, strategy)
+    materialise(model, device, fill, swap.on_host(swapped))
+    if swapped:
+        swap.BlockSwap([block for _, block in swapped], device)
+
+
+def materialise(
+    model: nn.Module, device: torch.device | str, fill: Fill | None = None, on_host: Collection[str] = ()
+) -> None:
+    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
+
+    Those named in ``on_host`` are made in host RAM instead. A quantised base is quantised on the device, one
+    half-precision weight after another, and what is to wait goes from there. Parameters that are tied stay so.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in made:
+                module._parameters[name] = made[parameter]
+            elif parameter is not None and parameter.is_meta:
+                full_name = f"{prefix}.{name}" if prefix else name
+                waits, packed = full_name in on_host, quantise.is_packed(parameter)
+                where = "cpu" if waits and not packed else device
+                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
+                if fill is not None:
+                    fill(full_name, weight)
+                quantise.store(module, name, weight)
+                if waits and packed:
+                    quantise.to_host(module._parameters[name])
+                made[parameter] = module._parameters[name]
+                del weight
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device, copy=True)
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by full name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@contextlib.contextmanager
+def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
+    """``torch.autocast`` as the strategy asks; around the model's forward only, as accelerate wraps it."""
+    if strategy.autocast == "none":
+        yield
+    else:
+        with torch.autocast(device.type, dtype=DTYPES[strategy.autocast]):
+            yield
+
+
+def compute_dtype(strategy: Strategy) -> torch.dtype:
+    """The dtype inputs have: autocast's, else the weights', else what quantised weights are turned into; under FSDP2
+    that in which weights are gathered, whatever the shares are stored in."""
+    if strategy.autocast != "none":
+        return DTYPES[strategy.autocast]
+    if strategy.sharding == "fsdp":
+        return DTYPES[strategy.compute_dtype]
+    return DTYPES.get(strategy.weights_dtype or "bf16", DTYPES[strategy.compute_dtype])
+
+
+def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> torch.Tensor:
+    """The loss (scalar) of one batch, with its graph."""
+    device = next(iter(batch.values())).device
+    with random_draws.from_seeds(batch.get(random_draws.SEEDS), device):
+        inputs, target = family.inputs_and_target(batch)
+    with autocast(strategy, device):
+        outputs = trainee.model(**inputs, return_dict=False)
+    return family.loss(family.prediction(outputs), target, inputs)
+
+
+@torch.no_grad()
+def sample_forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> Any:
+    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling.
+
+    A tensor, or as many as the family's `prediction` says.
+    """
+    inputs, _ = family.inputs_and_target(batch)
+    with autocast(strategy, next(iter(batch.values())).device):
+        return family.prediction(trainee.model(**inputs, return_dict=False))
+
+
+def optimizer_step(trainee: Trainee) -> None:
+    """Clips the gradients, steps and frees them; nothing when backward has done that already."""
+    trainee.engine.step(trainee)
+
+
+def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
+    """One optimisation step on the micro-batches of this process; returns the mean of their losses, detached.
+
+    As many as ``gradient_accumulation`` says; one is on the device at a time where ``batches`` makes them so.
+    """
+    loss = gradients(trainee, family, batches, strategy)
+    optimizer_step(trainee)
+    return loss
+
+
+def gradients(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
+    """Forward and backward of the micro-batches of one optimisation step; the mean of their losses, detached."""
+    count, number, losses = strategy.gradient_accumulation, 0, []
+    for number, batch in enumerate(batches, start=1):
+        with trainee.engine.micro_batch(last=number == count):
+            loss = forward(trainee, family, batch, strategy)
+            trainee.engine.backward(loss if count == 1 else loss / count)
+        losses.append(loss.detach())
+        del loss
+    assert number == count, f"{number} micro-batches for a step of {count}"
+    return losses[0] if count == 1 else torch.stack(losses).mean()

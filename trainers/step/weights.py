@@ -1,0 +1,227 @@
+"""Published weights into a model that was built on ``meta``: safetensors of a diffusers folder, and nothing else.
+
+Tensors are read one by one as the model is allocated, so that nothing is in memory twice. A tensor that is missing,
+left over or of another shape is refused by name: a model that is half random trains, and nobody sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError, quoted
+from planner.spec.job import Job
+from trainers.families.common.random_draws import sample_seed
+from trainers.memory import swap
+from trainers.step import step
+
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+SINGLE = "diffusion_pytorch_model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+NAMED = 5
+"""Tensors that a refusal names; the rest it counts."""
+
+
+def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
+    """The folder of the transformer or UNet in a pipeline's folder, or the folder itself.
+
+    Of two experts, ``transformer`` is for high noise and ``transformer_2`` for low (diffusers WanPipeline).
+    """
+    root = Path(root).expanduser()
+    if not root.is_dir():
+        raise VplanError(f"there is no folder {quoted(str(root))}", "name the model's folder: --weights FOLDER")
+    part = "unet" if profile.family == "unet" else "transformer"
+    if profile.experts == 2 and job.experts == "low":
+        part = "transformer_2"
+    for found in (root / part, root):
+        if (found / "config.json").is_file():
+            return found
+    fault = f"{quoted(str(root))} holds neither config.json nor {part}/config.json"
+    raise VplanError(fault, "name a folder that diffusers' save_pretrained wrote")
+
+
+class Weights:
+    """The tensors of some safetensors files, by name; opened once, read as they are asked for."""
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self.folder = folder
+        self.prefix = ""
+        files = [_open(folder, name) for name in names]
+        self._where = {key: file for file in files for key in file.keys()}  # noqa: SIM118  # no mapping
+
+    def under(self, prefix: str) -> Weights:
+        """Those whose names begin so, without that."""
+        found = copy.copy(self)
+        found.prefix = prefix
+        found._where = {key.removeprefix(prefix): file for key, file in self._where.items() if key.startswith(prefix)}
+        return found
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._where)
+
+    @torch.no_grad()
+    def fill(self, name: str, weight: Tensor) -> None:
+        """Copies the tensor of a name into a weight of the same shape, whatever its dtype."""
+        found = self._where[name].get_tensor(self.prefix + name)
+        if found.shape != weight.shape:
+            shapes = f"{tuple(found.shape)}, and the model takes {tuple(weight.shape)}"
+            raise VplanError(f"{name} in {self.folder} has the shape {shapes}", "name the weights of the plan's model")
+        weight.copy_(found)
+
+
+def published(folder: Path, profile: ModelProfile) -> Weights:
+    """The weights of a diffusers folder, which must be of the architecture that the plan was estimated for."""
+    _check_architecture(folder, profile)
+    return Weights(folder, _file_names(folder))
+
+
+def load(
+    model: nn.Module,
+    weights: Weights,
+    device: torch.device,
+    seed: int,
+    trained: Weights | None = None,
+    swapped: Sequence[tuple[str, nn.Module]] = (),
+    waiting: Iterable[str] = (),
+) -> None:
+    """Allocates a built model on the device with its weights from files.
+
+    The weights of ``swapped`` blocks stay in host RAM, and those named in ``waiting``. ``trained`` are a checkpoint's
+    weights, by the names of what trains. A new adapter begins as peft's does (``init_lora_weights="gaussian"``: B is
+    zero, so that the model begins as it was), the same on every rank.
+    """
+    kept = trained.names if trained else frozenset()
+    wanted = {_published(name) for name, _ in model.named_parameters() if "lora_" not in name}
+    wanted |= saved_buffers(model).keys()
+    _check_names(model, weights, wanted)
+
+    def fill(name: str, weight: Tensor) -> None:
+        if trained and name in kept:
+            trained.fill(name, weight)
+        elif "lora_" in name:
+            begin_adapter(name, weight, seed)
+        else:
+            weights.fill(_published(name), weight)
+
+    step.materialise(model, device, fill, swap.on_host(swapped) | frozenset(waiting))
+    for name, buffer in saved_buffers(model).items():
+        weights.fill(name, buffer)
+    names = {name for name, _ in model.named_parameters()}
+    if strange := kept - names:
+        raise VplanError(f"the checkpoint has {_some(strange)}, which the model lacks", "begin anew with --resume no")
+    if swapped:
+        swap.BlockSwap([block for _, block in swapped], device)
+
+
+@torch.no_grad()
+def begin_adapter(name: str, weight: Tensor, seed: int) -> None:
+    """Values of a fresh LoRA weight: A normal with a deviation of 1 / rank, B zero (peft tuners/lora/layer.py)."""
+    if "lora_B" in name:
+        weight.zero_()
+        return
+    assert "lora_A" in name, name
+    rank = weight.shape[0]
+    generator = torch.Generator().manual_seed(sample_seed(seed, name))
+    values = torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, 1.0 / rank, generator=generator)
+    weight.copy_(values)
+
+
+def _published(name: str) -> str:
+    """A parameter's name without the adapter around it."""
+    return name.replace(".base_layer.", ".")
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Tables that are part of the published weights, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[_published(f"{prefix}.{name}" if prefix else name)] = buffer
+    return found
+
+
+def _check_names(model: nn.Module, weights: Weights, wanted: set[str]) -> None:
+    there = weights.names
+    tied = {_published(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    strange = {name for name in there - wanted - tied if not any(re.search(pattern, name) for pattern in ignored)}
+    fix = "name the weights of the plan's model, or download them again"
+    if missing := wanted - there:
+        raise VplanError(f"{weights.folder} lacks {_some(missing)}", fix)
+    if strange:
+        raise VplanError(f"{weights.folder} also has {_some(strange)}, which the model lacks", fix)
+
+
+def _some(names: Iterable[str]) -> str:
+    found = sorted(names)
+    rest = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return ", ".join(found[:NAMED]) + rest
+
+
+def _file_names(folder: Path) -> list[str]:
+    """The safetensors files that make up the model: as the index says, or the only one."""
+    if (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise VplanError(f"{folder / INDEX} is damaged", "download the model again") from None
+        if outside := [name for name in names if Path(name).name != name]:
+            raise VplanError(f"{folder / INDEX} names {quoted(outside[0])}", "its shards belong beside it")
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise VplanError(f"{folder} lacks the shard {missing[0]}", "download the model again")
+        return names
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    others = sorted(folder.glob("diffusion_pytorch_model.*.safetensors"))
+    if len(others) == 1:  # a variant: diffusion_pytorch_model.fp16.safetensors
+        return [others[0].name]
+    if any(next(folder.glob(pattern), None) for pattern in PICKLES):
+        fault = f"{folder} has its weights as pickles only, which can run any code"
+        raise VplanError(fault, "convert them: save_pretrained(..., safe_serialization=True)")
+    raise VplanError(f"{folder} has no {SINGLE}", "download the model again")
+
+
+def _open(folder: Path, name: str) -> Any:
+    try:
+        return safe_open(folder / name, framework="pt")
+    except (OSError, SafetensorError):
+        raise VplanError(f"{folder / name} is damaged", "download the model again") from None
+
+
+def _check_architecture(folder: Path, profile: ModelProfile) -> None:
+    """The folder must be of the class and config that the plan was estimated for."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found_class = config.get("_class_name")
+    except (OSError, ValueError, AttributeError):
+        raise VplanError(f"{folder / 'config.json'} is damaged", "download the model again") from None
+    if found_class != profile.diffusers_class:
+        fault = f"{folder} holds a {quoted(found_class)}, and {profile.name} is a {profile.diffusers_class}"
+        raise VplanError(fault, "name the folder of the plan's model")
+    for key, planned in profile.config.items():
+        found = config.get(key, planned)
+        if not _same(found, planned):
+            fault = f"{folder} has {key} = {quoted(found)}, and {profile.name} has {quoted(planned)}"
+            raise VplanError(fault, f"record it and plan for it: vplan record {quoted(str(folder))}")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two config values mean the same: 1e-06 is 0.000001, and a list is a tuple."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-9)
+    return bool(one == other)

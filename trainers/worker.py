@@ -1,0 +1,47 @@
+"""What all worker processes share: the file that the parent reads, their end with it, and torch's allocator."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+from planner.worker_process import write_json
+
+ORPHANED = 130
+"""Exit code when the parent died; nobody reads it."""
+
+
+class Report:
+    """What is known so far, as the parent will read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.told: dict[str, Any] = {"phases": {}, "missing": []}
+
+    def tell(self, **facts: Any) -> None:
+        """Adds facts and writes the file anew. An ``outcome`` is the last word; whatever follows only adds to it."""
+        self.told.update(facts)
+        write_json(self.path, self.told)
+
+
+def set_allocator(expandable_segments: bool) -> None:
+    """Gives torch the plan's allocator and no other setting. torch 2.9 renamed the variable and still reads the old."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        os.environ[name] = f"expandable_segments:{expandable_segments}"
+
+
+def end_with_parent() -> None:
+    """Ends this process when its parent dies, however it dies: standard input is a pipe that closes then. Whoever
+    starts it by hand gives it none."""
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, name="vplan-parent", daemon=True).start()
