@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.evidence.accuracy import Compared
+    from planner.evidence.accuracy import Comparison
     from planner.evidence.published import Row
     from planner.spec.plan import Plan
 
@@ -21,7 +21,7 @@ def write(
     *,
     rows: Sequence[Row] = (),
     probes: Sequence[Mapping[str, Any]] = (),
-    compared: Sequence[Compared] = (),
+    compared: Sequence[Comparison] = (),
     command: str = "",
     made: str | None = None,
 ) -> None:

@@ -15,7 +15,7 @@ from planner.dialects.base import cli_words
 from planner.estimate import timeline as step_timeline
 from planner.estimate.estimate import after_step_bytes, estimate, judged
 from planner.evidence import accuracy
-from planner.evidence.accuracy import Compared, Prediction
+from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
 from planner.hardware.memory_trace import Overlay
 from planner.layout.inputs import facts
@@ -42,7 +42,7 @@ VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
 
 
 @dataclass(frozen=True)
-class Way:
+class RunnerUp:
     """One candidate: its memory, speed and what it switches on."""
 
     words: str
@@ -79,10 +79,10 @@ class PlanData:
     switches: tuple[Switch, ...]
     naive_bytes: int
     """the device peak before the first switch, by look"""
-    ways: tuple[Way, ...]
+    ways: tuple[RunnerUp, ...]
     longest: tuple[Longest, ...]
     longest_words: Mapping[str, tuple[str, str]]
-    compared: tuple[Compared, ...]
+    compared: tuple[Comparison, ...]
     rows_known: int
     probes: tuple[Probe, ...]
 
@@ -167,7 +167,7 @@ class Builder:
             machines.append((card, machine))
         return longest(self.search, self._forms(), rungs, machines)
 
-    def compared(self) -> tuple[Compared, ...]:
+    def compared(self) -> tuple[Comparison, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
         found = self.estimate()
         own = accuracy.compare(
@@ -179,7 +179,9 @@ class Builder:
         others = [row for row in self.rows if row.id not in proof]
         return (*own, *accuracy.compare(nearest(others, self.plan.job), _predict, _after_step))
 
-    def data(self, share: Callable[[Builder, Done], Parts] | None = None, done: Done = lambda part: part) -> PlanData:
+    def data(
+        self, share: Callable[[Builder, PartDone], Parts] | None = None, done: PartDone = lambda part: part
+    ) -> PlanData:
         """All of it. ``share``: works the parts out on several cores (`reports.share`). ``done``: see there."""
         plan, found = self.plan, self.estimate()
         seen, phases, timeline, table, reach, compared = (share or in_turn)(self, done)
@@ -226,10 +228,10 @@ class Parts(NamedTuple):
     table: Capacity
     longest: tuple[Longest, ...]
     """in any order"""
-    compared: tuple[Compared, ...]
+    compared: tuple[Comparison, ...]
 
 
-class Done(Protocol):
+class PartDone(Protocol):
     """Given a part of `PARTS`, hands it back: so that somebody can count them."""
 
     def __call__(self, part: T, /) -> T: ...
@@ -239,7 +241,7 @@ PARTS = 5
 """Times that ``done`` is called for a plan."""
 
 
-def in_turn(builder: Builder, done: Done) -> Parts:
+def in_turn(builder: Builder, done: PartDone) -> Parts:
     """One after another."""
     looks = done(builder.looks())
     rungs = ways_of.ladder(builder.search, builder.plan.job, looks)
@@ -293,11 +295,11 @@ def _by(strategy: Strategy | None, job: Job) -> str:
 # ---- parts
 
 
-def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[Way, ...]:
+def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[RunnerUp, ...]:
     """All candidates, the fastest first."""
     front = ways_of.pareto(seen)
     found = [
-        Way(
+        RunnerUp(
             _words(look.strategy, plan.job),
             look.strategy.lossy_fields(plan.job),
             look.device_bytes,

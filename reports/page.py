@@ -16,7 +16,7 @@ import jinja2
 from planner.errors import VplanError, quoted
 from planner.estimate.timeline import PhaseParts
 from planner.evidence import held_out as halves
-from planner.evidence.accuracy import Compared
+from planner.evidence.accuracy import Comparison
 from planner.search.capacity_map import Cell
 from planner.spec.plan import Breakdown
 from planner.units import GIB, format_seconds, gib
@@ -35,7 +35,7 @@ class Page:
 
     title: str
     plans: tuple[PlanData, ...] = ()
-    compared: tuple[Compared, ...] = ()
+    compared: tuple[Comparison, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
     """of `compared`, as `planner.evidence.accuracy.summary` gives it"""
     halves: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def _is_own(cell: Cell, data: PlanData) -> bool:
     return cell.shape == (getattr(job, AXES[data.capacity.axis]), job.height, job.width)
 
 
-def _agreement(compared: Sequence[Compared]) -> list[tuple[float, float, str, bool]]:
+def _agreement(compared: Sequence[Comparison]) -> list[tuple[float, float, str, bool]]:
     """(measured, predicted, id, held out) of the rows that have both, the measured one the nearest of its interval."""
     return [
         (entry.measured.low_gib, entry.predicted_gib, entry.row.id, entry.row.held_out)
@@ -181,7 +181,7 @@ def _agreement(compared: Sequence[Compared]) -> list[tuple[float, float, str, bo
     ]
 
 
-def _seconds(compared: Sequence[Compared]) -> list[tuple[float, float, str, bool]]:
+def _seconds(compared: Sequence[Comparison]) -> list[tuple[float, float, str, bool]]:
     """The same of the seconds of a step, once a run."""
     return [
         (entry.row.step_seconds, entry.predicted_seconds, entry.row.id, entry.row.held_out)

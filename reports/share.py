@@ -14,12 +14,12 @@ from planner.errors import VplanError
 from planner.parallel import cores
 from planner.search import ladder
 from reports import page
-from reports.data import Builder, Done, Parts, in_turn
+from reports.data import Builder, PartDone, Parts, in_turn
 
 T = TypeVar("T")
 
 
-def shared(builder: Builder, done: Done) -> Parts:
+def shared(builder: Builder, done: PartDone) -> Parts:
     """As `reports.data.in_turn`, the same to the byte: the step is told beside the looks, and the map and other cards'
     longest clips beside those of the plan's own host RAM."""
     # A fork knows all that was looked at before. It is safe where no other thread could hold a lock.

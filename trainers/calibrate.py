@@ -9,14 +9,14 @@ from typing import Any
 
 from planner.errors import VplanError
 from planner.worker_process import REQUEST, read_json, result_file
-from trainers.worker import Report, end_with_parent, set_allocator
+from trainers.worker import ResultFile, end_with_parent, set_allocator
 
 SECONDS_EACH = 1.0
 """Of repeating one kernel, at least, until its times settle (torch.utils.benchmark)."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     """How large the kernels are: large enough to fill any card, and on the CPU small enough to take no time."""
 
     square: int
@@ -27,8 +27,8 @@ class Sizes:
     seconds: float
 
 
-FULL = Sizes(8192, 16_384, 24, 1 << 30, SECONDS_EACH)
-TINY = Sizes(128, 64, 2, 1 << 20, 0.02)
+FULL = KernelSizes(8192, 16_384, 24, 1 << 30, SECONDS_EACH)
+TINY = KernelSizes(128, 64, 2, 1 << 20, 0.02)
 HEAD = 128
 """Size of a head, that of most video models."""
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     """Measures what the request in the folder named by the only argument asks for, and tells."""
     folder = Path(arguments[0])
     end_with_parent()
-    report = Report(folder / result_file(0))
+    report = ResultFile(folder / result_file(0))
     request = read_json(folder / REQUEST)
     set_allocator(True)
     try:
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 class Calibrating:
     """One device, measured kernel by kernel."""
 
-    def __init__(self, device: str, report: Report) -> None:
+    def __init__(self, device: str, report: ResultFile) -> None:
         import torch
 
         from planner.hardware.nvml import DeviceMemory

@@ -13,7 +13,7 @@ from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.launch.launch import Preparation
 from planner.worker_process import REQUEST, read_json, result_file
-from trainers.worker import Report, end_with_parent, set_allocator
+from trainers.worker import ResultFile, end_with_parent, set_allocator
 
 
 def main(arguments: list[str]) -> int:
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
     end_with_parent()
     wanted = Preparation.read(read_json(folder / REQUEST), REQUEST)
-    report = Report(folder / result_file(0))
+    report = ResultFile(folder / result_file(0))
     report.tell(rank=0, phase="encode")
     set_allocator(wanted.plan.strategy.expandable_segments)
     try:
@@ -40,7 +40,7 @@ def prepare(wanted: Preparation, tell: Callable[..., None]) -> None:
     """
     import torch
 
-    from planner.dataset.buckets import Reading
+    from planner.dataset.buckets import FrameSampling
     from planner.dataset.scan import read
     from trainers.data.cache import Setting, cached
     from trainers.data.loader import write_entries
@@ -59,7 +59,7 @@ def prepare(wanted: Preparation, tell: Callable[..., None]) -> None:
         tell=tell,
     )
     is_cache = entries.is_file() and entries.parent == Path(wanted.data)  # made by others: there are no clips
-    dataset = None if is_cache else read(Path(wanted.data), profile, plan.job, Reading(skip_bad=wanted.skip_bad))
+    dataset = None if is_cache else read(Path(wanted.data), profile, plan.job, FrameSampling(skip_bad=wanted.skip_bad))
     if dataset is not None and not entries.is_file():
         tell(notes=list(dataset.notes), skipped=[str(fault) for fault in dataset.skipped])
         write_entries(entries, cached(dataset, setting, skip_bad=wanted.skip_bad))

@@ -11,7 +11,7 @@ from pathlib import Path
 from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.worker_process import REQUEST, SCRATCH, read_json, result_file
-from trainers.worker import Report, end_with_parent, set_allocator
+from trainers.worker import ResultFile, end_with_parent, set_allocator
 
 REFUSED, OUT_OF_MEMORY = 1, 75
 """Exit codes by which a launcher ends the other ranks. What happened is in the result file."""
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
     end_with_parent()
     request = read_json(folder / REQUEST)
-    report = Report(folder / result_file(int(os.environ.get("RANK", "0"))))
+    report = ResultFile(folder / result_file(int(os.environ.get("RANK", "0"))))
     report.tell(pid=os.getpid())
     plan = Plan.read(request.pop("plan"), "probe")
     set_allocator(plan.strategy.expandable_segments)

@@ -19,11 +19,11 @@ from typing import Any
 from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.launch import checkpoints
-from planner.launch.launch import METRICS, NAN, OUT_OF_MEMORY, Request
+from planner.launch.launch import METRICS, NAN, OUT_OF_MEMORY, RunRequest
 from planner.launch.supported import scales_loss
 from planner.spec.plan import plan_to_toml
 from planner.worker_process import REQUEST, read_json, result_file
-from trainers.worker import Report, end_with_parent, set_allocator
+from trainers.worker import ResultFile, end_with_parent, set_allocator
 
 FINAL = "final"
 DRIVE = "offload"
@@ -34,22 +34,22 @@ def main(arguments: list[str]) -> int:
     """Runs one rank of the request in the folder named by the only argument."""
     folder = Path(arguments[0])
     end_with_parent()
-    request = Request.read(read_json(folder / REQUEST), REQUEST)
+    request = RunRequest.read(read_json(folder / REQUEST), REQUEST)
     rank = int(os.environ.get("RANK", "0"))
-    report = Report(folder / result_file(rank))
+    report = ResultFile(folder / result_file(rank))
     report.tell(rank=rank, pid=os.getpid())
     set_allocator(request.plan.strategy.expandable_segments)
     return run(request, report)
 
 
-def run(request: Request, report: Report) -> int:
+def run(request: RunRequest, report: ResultFile) -> int:
     """Trains, and tells how it ended; an error that nobody foresaw is the caller's."""
     from trainers.data.store import NO_ROOM
     from trainers.memory.out_of_memory import out_of_memory
     from trainers.parallel.checkpoint import NotFiniteError
 
     try:
-        Training(request, report).train()
+        TrainingRun(request, report).train()
     except VplanError as error:
         report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -72,10 +72,10 @@ def run(request: Request, report: Report) -> int:
     return 0
 
 
-class Training:
+class TrainingRun:
     """One rank from its start to the finished file."""
 
-    def __init__(self, request: Request, report: Report) -> None:
+    def __init__(self, request: RunRequest, report: ResultFile) -> None:
         from trainers.families import family
         from trainers.measuring.run_metrics import Metrics, Watch
         from trainers.parallel.start import find_device, start
@@ -142,7 +142,7 @@ class Training:
         entries = loader.read_entries(Path(request.entries))
         accumulation = self.strategy.gradient_accumulation
         parts = self.strategy.context_parallel  # ranks that share a sample are given the same
-        sampler = loader.Sampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
+        sampler = loader.BatchSampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
         stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy))
         return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps)
 
@@ -306,7 +306,7 @@ class Training:
         self.report.tell(saved=self.done)
 
 
-def rates(request: Request) -> Any:
+def rates(request: RunRequest) -> Any:
     """The learning rate by the number of steps done, on diffusers' schedules (`diffusers.optimization`)."""
     import torch
     from diffusers.optimization import get_scheduler

@@ -14,7 +14,7 @@ ORPHANED = 130
 """Exit code when the parent died; nobody reads it."""
 
 
-class Report:
+class ResultFile:
     """What is known so far, as the parent will read it."""
 
     def __init__(self, path: Path) -> None:

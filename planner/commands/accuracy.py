@@ -16,7 +16,7 @@ from planner.evidence.accuracy import (
     AFTER_STEP,
     PEAKS,
     AfterStep,
-    Compared,
+    Comparison,
     Predict,
     Prediction,
     answer,
@@ -134,7 +134,7 @@ def _probes(path: str | Path) -> list[ProbeRow]:
     return [row for row in found if is_of_a_gpu(row)]
 
 
-def _learned(compared: Sequence[Compared], own: Sequence[ProbeRow]) -> list[tuple[Compared, Compared]]:
+def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tuple[Comparison, Comparison]]:
     """Each number of our own probes beside the estimate that knows no measurement, and beside one that has learned from
     all probes of other plans."""
     from planner.estimate.estimate import estimate
@@ -143,7 +143,7 @@ def _learned(compared: Sequence[Compared], own: Sequence[ProbeRow]) -> list[tupl
 
     ids = {row.id for row in own}
     before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
-    after: list[Compared] = []
+    after: list[Comparison] = []
     for row in {id(entry.row): entry.row for entry in before}.values():
         others = [other for other in own if other.id != row.id]
 
@@ -229,7 +229,7 @@ def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     return predict, after_step
 
 
-def _render(console: Console, compared: Sequence[Compared], summary: dict[str, Any]) -> None:
+def _render(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:
     """The rows by implementation, worst first; then what they amount to."""
     for name in summary["by_implementation"]:
         entries = [entry for entry in worst_first(compared) if entry.row.implementation == name]
@@ -253,7 +253,7 @@ def _render(console: Console, compared: Sequence[Compared], summary: dict[str, A
         console.print(f"low..high of {covered['n']} peaks: {share} hold the measured one, median width {width}")
 
 
-def _row(entry: Compared) -> list[str]:
+def _row(entry: Comparison) -> list[str]:
     from rich.markup import escape
 
     error = _MISSES[entry.missed] if entry.error_pct is None else f"{entry.error_pct:+.1f} %"
@@ -264,14 +264,14 @@ def _counter(counter: str) -> str:
     return "after step" if counter == AFTER_STEP else counter
 
 
-def _measured(entry: Compared) -> str:
+def _measured(entry: Comparison) -> str:
     if entry.measured is None:
         return "ran out" if entry.row.outcome in RAN_OUT else "ran"
     low, high = entry.measured.low_gib, entry.measured.high_gib
     return f"{low:.2f}" if low == high else f"{low:.2f}..{high:.2f}"
 
 
-def _predicted(entry: Compared) -> str:
+def _predicted(entry: Comparison) -> str:
     if entry.predicted is None:
         return ""
     low, _, high = entry.predicted
@@ -280,7 +280,7 @@ def _predicted(entry: Compared) -> str:
     return f"{number} {entry.verdict}" if entry.measured is None or entry.missed else number
 
 
-def _render_unsupported(console: Console, compared: Sequence[Compared]) -> None:
+def _render_unsupported(console: Console, compared: Sequence[Comparison]) -> None:
     """Each reason once, with the rows it holds for."""
     reasons: dict[str, list[str]] = {}
     for entry in compared:
@@ -299,7 +299,7 @@ def _fewer(some: dict[str, Any], all_of_them: dict[str, Any], counter: str) -> b
     return counter in some and bool(some[counter]["n"] < all_of_them[counter]["n"])
 
 
-def _summary_rows(compared: Sequence[Compared], summary: dict[str, Any]) -> list[list[str]]:
+def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> list[list[str]]:
     """Per implementation: each counter, then each family of models."""
     from rich.markup import escape
 

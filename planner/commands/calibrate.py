@@ -14,7 +14,7 @@ from click.core import ParameterSource
 import profiles
 from planner.catalog import lookup
 from planner.commands import USAGE
-from planner.commands._shared.verb import DONE, Range, Verb, examples, json_option, show, table
+from planner.commands._shared.verb import DONE, FiniteRange, Verb, examples, json_option, show, table
 from planner.commands.probe import FAILED, keep
 from planner.errors import VplanError, quoted
 from planner.evidence import calibration
@@ -48,7 +48,7 @@ def _grid_options(function: Any) -> Any:
     for option in reversed((
         click.option("--grid", metavar="FILE", help="Measure the plans of a grid, and nothing else.", **said),
         click.option("-o", "--output", metavar="ROWS.jsonl", help="Where each row is added as it is taken.", **said),
-        click.option("--max-minutes", type=Range(0.1, 10_000), metavar="MINUTES",
+        click.option("--max-minutes", type=FiniteRange(0.1, 10_000), metavar="MINUTES",
                      help="Begin no plan that would end after this.", **said),
         click.option("--dry-run", is_flag=True, help="Show the order and the seconds, and measure nothing.", **said),
         click.option("--retry", is_flag=True, help="Take rows again that crashed or ran out of time.", **said),
@@ -160,9 +160,9 @@ def _refuse_mixed(grid: bool) -> None:
 
 
 def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]) -> int:
-    from planner.commands._shared.grid_options import Asked, Where, measure
+    from planner.commands._shared.grid_options import GridOptions, Where, measure
 
-    asked = Asked(
+    asked = GridOptions(
         grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
         dry_run=said["dry_run"], retry=said["retry"], histories=said["histories"], time_limit=time_limit,
     )  # fmt: skip

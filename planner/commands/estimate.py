@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from planner.commands._shared.render import headline, print_estimate, print_next
-from planner.commands._shared.request import Asked, request_options
+from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,
     examples,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @output_option("the plan")
 @report_option
 @json_option
-def command(asked: Asked, strict: bool, output: str | None, report: str | None, as_json: bool) -> int:
+def command(asked: TypedQuestion, strict: bool, output: str | None, report: str | None, as_json: bool) -> int:
     """Say what one way of training needs: peak by phase, what it is made of, host RAM, seconds a step.
 
     Nothing is searched: what you do not set is vplan's default (`vplan suggest` chooses instead).

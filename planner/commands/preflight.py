@@ -14,7 +14,7 @@ from planner.commands._shared.render import memory_bar, print_plan
 from planner.commands._shared.verb import DONE, Verb, examples, json_option, show, table
 from planner.errors import VplanError, quoted
 from planner.preflight.gpu_wait import parse_wait
-from planner.preflight.preflight import Asked, Report, preflight, ready
+from planner.preflight.preflight import PreflightOptions, PreflightReport, preflight, ready
 from planner.spec.plan import read_plan
 from planner.units import gib
 
@@ -59,7 +59,7 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
     data, output = (Path(said[name]).expanduser() if said[name] else None for name in ("data", "output"))
     if data is not None and not data.is_dir():
         raise VplanError(f"there is no folder {quoted(str(data))}", "name the folder of your clips: --data DIR")
-    asked = Asked(
+    asked = PreflightOptions(
         device=said["device"],
         data=data,
         output=output,
@@ -79,7 +79,7 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
     return DONE
 
 
-def _render(console: Console, report: Report, plan: Plan, path: str) -> None:
+def _render(console: Console, report: PreflightReport, plan: Plan, path: str) -> None:
     print_plan(console, plan, None)
     _print_verdict(console, report)
     if report.need and report.need.phases:
@@ -102,7 +102,7 @@ def _render(console: Console, report: Report, plan: Plan, path: str) -> None:
         console.print(f"next: {shlex.join(['vplan', verb, path])}{more}", style="bold", markup=False, soft_wrap=True)
 
 
-def _print_verdict(console: Console, report: Report) -> None:
+def _print_verdict(console: Console, report: PreflightReport) -> None:
     """Whether it can start, and what it needs of the GPU beside what is free there."""
     from rich.text import Text
 

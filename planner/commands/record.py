@@ -64,7 +64,7 @@ class Task(NamedTuple):
     check: bool
 
 
-class Done(NamedTuple):
+class RecordedTape(NamedTuple):
     """A recorded tape: its file's size, and where it differs from the file that is there ("" when it does not)."""
 
     task: Task
@@ -148,7 +148,7 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
         raise VplanError("-o is not for your own models", f"set {user_data.VARIABLE} to keep them elsewhere", USAGE)
 
 
-def _all_done(tasks: list[Task], jobs: int) -> list[Done]:
+def _all_done(tasks: list[Task], jobs: int) -> list[RecordedTape]:
     """Everything recorded, in the order asked for; a VplanError at the first tape that differs or cannot be made."""
     done = []
     for entry in _with_progress(_run(tasks, jobs), len(tasks)):
@@ -266,7 +266,7 @@ def _names(profile: ModelProfile, wanted: _Wanted) -> list[str]:
     return usual + [name for name in further if name in wanted.texts or (wanted.check and not profile.is_own)]
 
 
-def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:
+def _run(tasks: Sequence[Task], jobs: int) -> Iterator[RecordedTape]:
     """The recordings as they end. Several processes are spawned, because torch's threads do not survive a fork."""
     if jobs == 1 or not tasks:
         yield from map(_record, tasks)
@@ -280,7 +280,7 @@ def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Done]:
             pool.shutdown(cancel_futures=True)
 
 
-def _with_progress(entries: Iterator[Done], total: int) -> Iterator[Done]:
+def _with_progress(entries: Iterator[RecordedTape], total: int) -> Iterator[RecordedTape]:
     """Passes the entries on, with a bar on stderr that names the tape recorded last."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -293,7 +293,7 @@ def _with_progress(entries: Iterator[Done], total: int) -> Iterator[Done]:
             yield entry
 
 
-def _record(task: Task) -> Done:
+def _record(task: Task) -> RecordedTape:
     """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
     from planner.tape.variants import StepVariant
     from trainers.recording import tapes
@@ -310,14 +310,14 @@ def _record(task: Task) -> Done:
         tape = _of_own(tapes.record, profile, variant) if profile.is_own else tapes.record(profile, variant)
     if not task.check:
         unclassified = tuple(name for name in tape.get("operators", ()) if name not in CLASSIFIED)
-        return Done(task, tapes.write(tape, task.path).stat().st_size, "", unclassified)
+        return RecordedTape(task, tapes.write(tape, task.path).stat().st_size, "", unclassified)
     if not task.path.is_file():
-        return Done(task, 0, f"there is no {task.path}")
+        return RecordedTape(task, 0, f"there is no {task.path}")
     there = _read(task.path)
     for key in NOT_COMPARED:
         there.pop(key, None)
         tape.pop(key, None)
-    return Done(task, task.path.stat().st_size, first_difference(there, tape))
+    return RecordedTape(task, task.path.stat().st_size, first_difference(there, tape))
 
 
 Recording = Callable[[ModelProfile, Any], dict[str, Any]]

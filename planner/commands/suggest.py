@@ -13,7 +13,7 @@ from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
 from planner.commands import USAGE
 from planner.commands._shared import render
-from planner.commands._shared.request import Asked, Request, request_options
+from planner.commands._shared.request import Request, TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     Verb,
@@ -69,7 +69,7 @@ OTHER_CARD = 0.02
 @report_option
 @json_option
 def command(
-    asked: Asked,
+    asked: TypedQuestion,
     prefer: str,
     allow: str | None,
     strict: bool,
@@ -138,7 +138,7 @@ class _Found:
 class _Wanted:
     """What was asked, for as many models and cards as it takes."""
 
-    def __init__(self, asked: Asked, prefer: str, allow_lossy: bool) -> None:
+    def __init__(self, asked: TypedQuestion, prefer: str, allow_lossy: bool) -> None:
         self.asked = asked
         self.prefer = prefer
         self.allow_lossy = allow_lossy
@@ -185,7 +185,7 @@ class _Wanted:
                 found.append(there.estimate)
         return tuple(found)
 
-    def models(self) -> list[render.Row]:
+    def models(self) -> list[render.TableRow]:
         """A line for every model that can train at that length."""
         frames = self.asked.job.get("frames")
         names = [name for name in lookup.model_names() if lookup.model(name).kind == "video" or frames in (None, 1)]
@@ -193,13 +193,13 @@ class _Wanted:
         for name, found in zip(names, spread(_asker, self._typed, names, "models"), strict=True):
             if isinstance(found, VplanError):
                 refusals.append(found)
-                found = render.Row(name, None, found.message, 0)
+                found = render.TableRow(name, None, found.message, 0)
             rows.append(found)
         if refusals and len(refusals) == len(rows):
             raise refusals[0]
         return rows
 
-    def classes(self) -> list[render.Row]:
+    def classes(self) -> list[render.TableRow]:
         """A line for every class of card."""
         rows = []
         for found in spread(_asker, self._typed, [group.name for group in lookup.gpu_classes()], "cards"):
@@ -209,10 +209,10 @@ class _Wanted:
         return rows
 
     @property
-    def _typed(self) -> tuple[Asked, str, bool]:
+    def _typed(self) -> tuple[TypedQuestion, str, bool]:
         return self.asked, self.prefer, self.allow_lossy
 
-    def row(self, name: str) -> render.Row | VplanError:
+    def row(self, name: str) -> render.TableRow | VplanError:
         """The line for one model, or for one class of card of the model that was typed; or why there is none."""
         try:
             if self.asked.model is None:
@@ -232,15 +232,15 @@ class _Wanted:
             )
         return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every class of card"
 
-    def _row(self, name: str, request: Request) -> render.Row:
+    def _row(self, name: str, request: Request) -> render.TableRow:
         search = self._search(request)
         suggestion = self._best(search, explain=False)
         if suggestion is None:
             least = search.tightest(search.question.job)
             reason = _shortage(least) if least else search.missing.message if search.missing else ""
-            return render.Row(name, None, reason, search.considered)
+            return render.TableRow(name, None, reason, search.considered)
         plan = suggestion.plan.replace(assumptions=_assumptions(request, suggestion.plan))
-        return render.Row(name, plan, "", search.considered)
+        return render.TableRow(name, plan, "", search.considered)
 
     def _search(self, request: Request) -> Search:
         self.cards[request.machine.gpu] = request.gpu
@@ -268,7 +268,7 @@ class _Wanted:
         return largest(search, wish, explain)
 
 
-def _asker(asked: Asked, prefer: str, allow_lossy: bool) -> Callable[[str], render.Row | VplanError]:
+def _asker(asked: TypedQuestion, prefer: str, allow_lossy: bool) -> Callable[[str], render.TableRow | VplanError]:
     return _Wanted(asked, prefer, allow_lossy).row
 
 

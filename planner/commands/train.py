@@ -17,9 +17,9 @@ from planner.commands import USAGE
 from planner.commands._shared.batch import write_script
 from planner.commands._shared.pick_plan import PLAN, choose, weights_of
 from planner.commands._shared.render import memory_bar, print_plan
-from planner.commands._shared.request import Asked, request_options
+from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.run_progress import Follower, prepare
-from planner.commands._shared.verb import DONE, Range, Verb, examples, json_option, show, stoppable, talk
+from planner.commands._shared.verb import DONE, FiniteRange, Verb, examples, json_option, show, stoppable, talk
 from planner.errors import VplanError, quoted
 from planner.launch import checkpoints, launch, validation
 from planner.launch.fallback import difference, next_plan
@@ -57,7 +57,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 @click.option("--weights", metavar="DIR", help="The model as diffusers saves it; an own model's folder by itself.")
 @click.option("--steps", type=click.IntRange(1, 10**5), default=1000, show_default=True, metavar="N", help="In all.")
 @click.option(
-    "--learning-rate", type=Range(0, min_open=True), metavar="X", help="[default: 1e-4 for lora, 1e-5 for full]"
+    "--learning-rate", type=FiniteRange(0, min_open=True), metavar="X", help="[default: 1e-4 for lora, 1e-5 for full]"
 )
 @click.option(
     "--lr-scheduler",
@@ -84,7 +84,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 @click.option("--validation-prompt", multiple=True, metavar="TEXT", help="Of a sample; may be repeated.")
 @click.option("--validation-prompts", metavar="FILE", help="The same, one a line.  [default: a caption of the data]")
 @click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
-@click.option("--validation-guidance", type=Range(0, 100), metavar="X", help="Guidance scale of a sample.")
+@click.option("--validation-guidance", type=FiniteRange(0, 100), metavar="X", help="Guidance scale of a sample.")
 @click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
 @click.option(
     "--log-with",
@@ -103,7 +103,7 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
 )
 @json_option
-def command(asked: Asked, data: str, output: str, as_json: bool, **said: Any) -> int:
+def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said: Any) -> int:
     """Train a plan, or a model that is planned for first.
 
     The plan is checked against what is free now, the data is encoded once and kept, and training goes on from its last
@@ -154,7 +154,7 @@ class _Train:
         self.plan, note = validation.fitted(self.plan)
         if note:
             self._note(f"warning: {note}")
-        asked = preflight.Asked(device=self.device, output=self.output, keep=self.said["keep"])
+        asked = preflight.PreflightOptions(device=self.device, output=self.output, keep=self.said["keep"])
         report = preflight.preflight(self.plan, asked)
         if begins:
             print_plan(talk(), self.plan, report.estimate)
@@ -228,9 +228,9 @@ class _Train:
             raise VplanError(f"{checkpoint} has done {done} steps, and --steps {steps} is less", fix)
         return checkpoint
 
-    def _request(self, entries: Path, resume: Path | None) -> launch.Request:
+    def _request(self, entries: Path, resume: Path | None) -> launch.RunRequest:
         said, output = self.said, self.output
-        return launch.Request(
+        return launch.RunRequest(
             plan=self.plan,
             entries=str(entries),
             weights=self.weights,
@@ -300,7 +300,7 @@ class _Train:
         show(answer, as_json, lambda console: _render(console, answer, budget))
         return DONE
 
-    def _told(self, peers: Peers | None, attempt: int, entries: Path) -> launch.Request:
+    def _told(self, peers: Peers | None, attempt: int, entries: Path) -> launch.RunRequest:
         """What the first computer says to do, with this one's own paths to what they share."""
         if peers is None:  # --print-command
             return self._request(entries, None)
@@ -314,7 +314,7 @@ class _Train:
             output=str(self.output), weights=self.weights, entries=str(entries), resume=resume, device=self.device
         )
 
-    def _print_command(self, request: launch.Request, as_json: bool) -> int:
+    def _print_command(self, request: launch.RunRequest, as_json: bool) -> int:
         folder = launch.write_request(launch.run_folder(self.output, self.nodes), request)
         words, unset = launch.command(self.plan, folder, self.nodes), launch.foreign()
         settings = launch.settings(self.device)

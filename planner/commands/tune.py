@@ -16,11 +16,11 @@ from planner.catalog import lookup, user_data
 from planner.catalog.plan_id import row_id
 from planner.commands._shared import render
 from planner.commands._shared.progress import Progress
-from planner.commands._shared.request import Asked, Request, request_options
+from planner.commands._shared.request import Request, TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     DONE,
-    Range,
+    FiniteRange,
     Verb,
     examples,
     json_option,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from planner.evidence.ledger import Ledger
     from planner.probe.runner import Runner
-    from planner.tune.error_model import Seen
+    from planner.tune.error_model import FinishedProbe
     from planner.tune.worker import Tuning
 
 FAILED = 4
@@ -87,7 +87,7 @@ NO_GPU = (
     help="Probes of the study.",
 )
 @click.option(
-    "--max-minutes", type=Range(0.1, 10_000), default=120.0, show_default=True, metavar="MINUTES",
+    "--max-minutes", type=FiniteRange(0.1, 10_000), default=120.0, show_default=True, metavar="MINUTES",
     help="Start no probe after this.",
 )  # fmt: skip
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, metavar="N", help="Steady steps.")
@@ -111,7 +111,13 @@ NO_GPU = (
 @report_option
 @json_option
 def command(
-    asked: Asked, prefer: str, allow: str | None, output: str | None, report: str | None, as_json: bool, **said: Any
+    asked: TypedQuestion,
+    prefer: str,
+    allow: str | None,
+    output: str | None,
+    report: str | None,
+    as_json: bool,
+    **said: Any,
 ) -> int:
     """Find the best plan by measuring: probe the suggested plan, correct the estimate, try what could be 5 % better.
 
@@ -143,7 +149,7 @@ def command(
     return _Answer(request, tuning, why).give(output, report, as_json)
 
 
-def _goal(asked: Asked, request: Request, prefer: str) -> Goal:
+def _goal(asked: TypedQuestion, request: Request, prefer: str) -> Goal:
     longest = asked.job.get("frames") == "max"
     prefer = "frames" if longest else prefer
     if prefer == "speed":
@@ -301,7 +307,7 @@ class _Answer:
         fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
         return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
 
-    def _proof(self, best: Seen) -> str:
+    def _proof(self, best: FinishedProbe) -> str:
         """One line: what the probe took, beside the estimate and the budget."""
         seen, found = best.measured, best.estimate
         step = f"{format_seconds(seen.step_seconds)} a step" if seen.step_seconds else "runs"

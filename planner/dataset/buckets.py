@@ -35,7 +35,7 @@ FPS = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class FrameSampling:
     """How clips are taken from their files."""
 
     sampling: Literal["fps", "even"] = "fps"
@@ -90,7 +90,7 @@ def model_fps(profile: ModelProfile) -> Fraction | None:
 
 
 def assign(
-    clips: Iterable[Clip], profile: ModelProfile, job: Job, reading: Reading
+    clips: Iterable[Clip], profile: ModelProfile, job: Job, reading: FrameSampling
 ) -> tuple[tuple[Sample, ...], list[tuple[str, str]], tuple[str, ...]]:
     """(samples in the order of clips, (name, reason) of clips that no shape takes, what was not used, in words)."""
     if reading.fps is not None and not 0 < reading.fps <= 1000:
@@ -192,7 +192,7 @@ def _shown(shape: Bucket) -> str:
     return f"{shape.frames}x{shape.height}x{shape.width}"
 
 
-def _notes(samples: list[Sample], rate: Fraction | None, reading: Reading) -> tuple[str, ...]:
+def _notes(samples: list[Sample], rate: Fraction | None, reading: FrameSampling) -> tuple[str, ...]:
     """What is worth knowing of how clips were fitted: samples by shape, and what of them is not used."""
     if not samples:
         return ()

@@ -22,12 +22,12 @@ from typing import NamedTuple
 from planner.catalog.diffusers_folder import allowed_roots
 from planner.catalog.profiles import ModelProfile
 from planner.dataset import clips
-from planner.dataset.buckets import Clip, Reading, Sample, assign
+from planner.dataset.buckets import Clip, FrameSampling, Sample, assign
 from planner.dataset.clips import UnusableError
 from planner.errors import VplanError, quoted
 from planner.spec.job import Job
 
-__all__ = ["Clip", "Dataset", "Fault", "Reading", "Sample", "Scan", "read", "scan"]
+__all__ = ["Clip", "Dataset", "Fault", "FrameSampling", "Sample", "Scan", "read", "scan"]
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 REFERENCE, CONTROL = "reference_file_name", "control_file_name"
@@ -66,13 +66,13 @@ class Dataset:
     notes: tuple[str, ...]
 
 
-def read(folder: Path, profile: ModelProfile, job: Job, reading: Reading | None = None) -> Dataset:
+def read(folder: Path, profile: ModelProfile, job: Job, reading: FrameSampling | None = None) -> Dataset:
     """The folder's samples for a plan's job. A VplanError names every fault (the first few) unless `skip_bad`.
 
     Each sample has one of the plan's own shapes, so none can need more memory than was planned: longer clips are cut
     and larger pictures shrunk. With `sizes = "native"` nothing is shrunk, and what is larger than the plan is a fault.
     """
-    reading = reading or Reading()
+    reading = reading or FrameSampling()
     heard = bool(profile.inputs.get("sound"))
     found = _with_companions(scan(folder, captioned=not heard), profile, job)
     if heard:

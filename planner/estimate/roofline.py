@@ -241,13 +241,15 @@ def step_seconds(
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
     each, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
     turns = [
-        Turn.of(part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, each)
+        KernelBatch.of(
+            part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, each
+        )
         for part in (work.forward, backward)
     ] * strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
         stepping = _kernel_seconds(work.optimizer, gpu, strategy, job, size) / share
-        turns.append(Turn.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
+        turns.append(KernelBatch.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
     hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
@@ -257,7 +259,7 @@ def step_seconds(
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
 
 
-class Turn(NamedTuple):
+class KernelBatch(NamedTuple):
     """Seconds of work that is launched in one go."""
 
     kernels: float
@@ -266,7 +268,7 @@ class Turn(NamedTuple):
     launches: float
 
     @classmethod
-    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, each: float) -> Turn:
+    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, each: float) -> KernelBatch:
         """The turn of some work whose kernels take so long together, and whose launches ``each``."""
         recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
         launches = recorded * _left_by_fusion(work, strategy)
@@ -275,7 +277,7 @@ class Turn(NamedTuple):
         return cls(kernels, GAP_SECONDS * launches, each * launches)
 
 
-def _busy(turns: Sequence[Turn], reached: float, slower: float) -> float:
+def _busy(turns: Sequence[KernelBatch], reached: float, slower: float) -> float:
     """Seconds of turns whose kernels reach that part of their roofline, and whose launches take so many times as long:
     a turn's kernels begin once its launches do and all kernels before them are done, and end no sooner than its last
     launch."""

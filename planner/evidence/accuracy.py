@@ -86,7 +86,7 @@ AfterStep = Callable[[Job, Strategy, Machine, str], int]
 """Bytes that stay allocated when a step is over."""
 
 
-class Range(NamedTuple):
+class PredictedRange(NamedTuple):
     """A predicted number, GiB: three times the same, but for counter `unknown`."""
 
     low: float
@@ -95,7 +95,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class Comparison:
     """One predicted number beside its measurement; with no `measured`, a verdict beside the outcome."""
 
     row: Row
@@ -103,7 +103,7 @@ class Compared:
     measured: Interval | None
     judges: bool
     """the one of its run's numbers that counts in the summary of verdicts"""
-    predicted: Range | None = None
+    predicted: PredictedRange | None = None
     allowed: tuple[float, float] = (1.0, 1.0)
     """shares of the prediction between which the measurement was promised to be"""
     verdict: Verdict | None = None
@@ -187,12 +187,12 @@ def only(rows: Sequence[Row], text: str) -> list[Row]:
     return found
 
 
-def compare(rows: Iterable[Row], predict: Predict, after_step: AfterStep) -> list[Compared]:
+def compare(rows: Iterable[Row], predict: Predict, after_step: AfterStep) -> list[Comparison]:
     """Every number of every row beside its prediction. What cannot be predicted says why, and is no error."""
     return [compared for row in rows for compared in _compare(row, predict, after_step)]
 
 
-def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared]:
+def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparison]:
     """The row's numbers, all from one prediction; one entry for the verdict alone where it has no numbers."""
     numbers: list[tuple[Counter, Interval | None]] = [(found.counter, found) for found in row.intervals]
     numbers = numbers or [(row.counter, None)]
@@ -207,11 +207,11 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Compared
     except VplanError as error:
         reason = error.message
         return [
-            Compared(row=row, counter=counter, measured=found, judges=False, unsupported=reason)
+            Comparison(row=row, counter=counter, measured=found, judges=False, unsupported=reason)
             for counter, found in numbers
         ]
     return [
-        Compared(
+        Comparison(
             row=row,
             counter=counter,
             measured=found,
@@ -264,25 +264,25 @@ def _settle(row: Row) -> tuple[Job, Strategy, Machine, str]:
     return job, strategy, machine, model.family
 
 
-def _range(counter: Counter, prediction: Prediction, after_step_bytes: int) -> Range:
+def _range(counter: Counter, prediction: Prediction, after_step_bytes: int) -> PredictedRange:
     allocated, reserved, device = (
         gib(size) for size in (prediction.allocated_bytes, prediction.reserved_bytes, prediction.device_bytes)
     )
     if counter == "unknown":
-        return Range(allocated, reserved, device)
+        return PredictedRange(allocated, reserved, device)
     known = {"allocated": allocated, "reserved": reserved, "device": device, AFTER_STEP: gib(after_step_bytes)}
-    return Range(known[counter], known[counter], known[counter])
+    return PredictedRange(known[counter], known[counter], known[counter])
 
 
 # ---- summing up
 
 
-def answer(compared: Sequence[Compared]) -> dict[str, Any]:
+def answer(compared: Sequence[Comparison]) -> dict[str, Any]:
     """The whole JSON of `vplan accuracy`."""
     return {"rows": [entry.to_json() for entry in compared], "summary": summary(compared)}
 
 
-def summary(compared: Sequence[Compared]) -> dict[str, Any]:
+def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
     """Errors by counter, by implementation (all peaks, and each of its counters) and the verdicts against outcomes."""
     implementations = dict.fromkeys(entry.row.implementation for entry in compared)
     judged = [entry for entry in compared if entry.judges]
@@ -304,7 +304,7 @@ def summary(compared: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def _measured_peaks(compared: Sequence[Compared]) -> dict[str, Any]:
+def _measured_peaks(compared: Sequence[Comparison]) -> dict[str, Any]:
     """What is no measurement of a peak, with the reason, and the same figures by implementation without it."""
     left_out = {entry.row.id: entry.row.not_a_peak for entry in compared if entry.row.not_a_peak}
     without = sorted({entry.row.implementation for entry in compared if entry.row.not_a_peak})
@@ -313,7 +313,7 @@ def _measured_peaks(compared: Sequence[Compared]) -> dict[str, Any]:
     return {"left_out": left_out, "by_implementation": spreads}
 
 
-def coverage(compared: Iterable[Compared]) -> dict[str, Any]:
+def coverage(compared: Iterable[Comparison]) -> dict[str, Any]:
     """Of measured peaks: how many, the share inside low..high and its median width in per cent of the prediction."""
     peaks = [entry for entry in compared if entry.counter in PEAKS and entry.inside is not None]
     widths = [100 * (entry.allowed[1] - entry.allowed[0]) for entry in peaks]
@@ -324,7 +324,7 @@ def coverage(compared: Iterable[Compared]) -> dict[str, Any]:
     }
 
 
-def _by_counter(compared: Sequence[Compared]) -> dict[str, Any]:
+def _by_counter(compared: Sequence[Comparison]) -> dict[str, Any]:
     """The spread over all peaks, and beside it that of each counter there is."""
     counters = [counter for counter in (*PEAKS, AFTER_STEP) if any(entry.counter == counter for entry in compared)]
     return {
@@ -333,7 +333,7 @@ def _by_counter(compared: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def spread(compared: Iterable[Compared]) -> dict[str, Any]:
+def spread(compared: Iterable[Comparison]) -> dict[str, Any]:
     """How many errors and how large, sign left out, in per cent; null without any."""
     errors = [abs(entry.error_pct) for entry in compared if entry.error_pct is not None]
     return {
@@ -344,7 +344,7 @@ def spread(compared: Iterable[Compared]) -> dict[str, Any]:
     }
 
 
-def by_family(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
+def by_family(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     """The spread over the peaks of each family of models, by its name."""
     families = sorted({entry.family for entry in compared if entry.family})
     return {
@@ -353,10 +353,10 @@ def by_family(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
     }
 
 
-def worst_first(compared: Sequence[Compared]) -> list[Compared]:
+def worst_first(compared: Sequence[Comparison]) -> list[Comparison]:
     """Missed verdicts, then numbers by the size of their error, then verdicts that were met."""
 
-    def badness(entry: Compared) -> tuple[bool, float]:
+    def badness(entry: Comparison) -> tuple[bool, float]:
         return entry.missed is None, -abs(entry.error_pct) if entry.error_pct is not None else 1.0
 
     return sorted((entry for entry in compared if entry.unsupported is None), key=badness)

@@ -72,7 +72,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compared:
+class PhaseComparison:
     """One phase on both sides."""
 
     phase: str
@@ -194,7 +194,7 @@ def _where(moment: Moment, run: Run, buffer: int) -> str:
 # ---- both sides
 
 
-def compare(history: History, least: int = LEAST_BYTES) -> Iterator[Compared]:
+def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseComparison]:
     """Every phase that both sides have, in the order they run."""
     tape = on_tape(laid_out(history.plan), least)
     for phase in dict.fromkeys(name for name, _ in history.phases):
@@ -202,7 +202,7 @@ def compare(history: History, least: int = LEAST_BYTES) -> Iterator[Compared]:
             yield compare_phase(phase, tape[phase], history.of(phase, least))
 
 
-def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> Compared:
+def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> PhaseComparison:
     """The two sides of one phase, aligned by order, kind and size."""
     found: list[Difference] = []
     one = other = 0
@@ -219,7 +219,7 @@ def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> Co
         if parted or len(found) == MOST:
             break
         one, other = one + more, other + others
-    return Compared(phase, len(run), len(tape), _peak(run), _peak(tape), tuple(found), parted)
+    return PhaseComparison(phase, len(run), len(tape), _peak(run), _peak(tape), tuple(found), parted)
 
 
 def _alike(one: Event, other: Event) -> bool:

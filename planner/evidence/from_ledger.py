@@ -22,7 +22,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, held_out, is_of_a_gpu, peaks_of, phases_of
-from planner.layout.correction import APART, NOTHING, Learned, Proof, Seen, fit
+from planner.layout.correction import APART, NOTHING, Learned, MeasuredRun, Proof, fit
 from planner.layout.inputs import facts
 from planner.layout.run import Facts
 from planner.spec.plan import RAN_OUT, Environment, Measured, PhaseName, PhasePeak
@@ -121,7 +121,7 @@ def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
     return None
 
 
-def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, Seen]]:
+def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, MeasuredRun]]:
     """What a row tells of the `step`, and of what was gone through before (`encode`)."""
     if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
         return
@@ -133,7 +133,7 @@ def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, See
         if prediction[part] is not None:
             yield (
                 part,
-                Seen(
+                MeasuredRun(
                     measured=measured,
                     predicted=PhasePeak(**prediction[part]),
                     predicted_seconds=prediction["seconds"],

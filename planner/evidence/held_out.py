@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from planner.evidence.accuracy import Compared, spread
+from planner.evidence.accuracy import Comparison, spread
 from planner.spec.plan import Verdict
 
 COUNTERS = ("allocated", "reserved", "device")
@@ -39,7 +39,7 @@ FEWEST = 3
 """Ways of one job, of different speed, whose order says something."""
 
 
-def halves(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
+def halves(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     """Taken how ("measured" on a GPU, "simulated") -> half ("held_out", "other", "all") -> what its errors amount to.
 
     Only what there are rows of.
@@ -65,7 +65,7 @@ def verdicts(name: str, half: dict[str, Any]) -> str:
     return words
 
 
-def _half(compared: Sequence[Compared]) -> dict[str, Any]:
+def _half(compared: Sequence[Comparison]) -> dict[str, Any]:
     judged = [entry for entry in compared if entry.judges]
     ran = [entry for entry in judged if entry.row.step_seconds]
     grown = [entry for entry in compared if entry.counter == "reserved" and entry.row.strategy.expandable_segments]
@@ -88,7 +88,7 @@ def _half(compared: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def _seconds(ran: Iterable[Compared]) -> dict[str, Any]:
+def _seconds(ran: Iterable[Comparison]) -> dict[str, Any]:
     """Errors of the seconds of a step, in per cent of what was measured."""
     errors = [error for entry in ran if (error := seconds_error_pct(entry)) is not None]
     sizes = [abs(error) for error in errors]
@@ -101,13 +101,13 @@ def _seconds(ran: Iterable[Compared]) -> dict[str, Any]:
     }
 
 
-def seconds_error_pct(entry: Compared) -> float | None:
+def seconds_error_pct(entry: Comparison) -> float | None:
     """How far a step's predicted seconds are off, in per cent of the measured ones: below 0 it takes longer."""
     measured, predicted = entry.row.step_seconds, entry.predicted_seconds
     return 100 * (predicted - measured) / measured if measured and predicted else None
 
 
-def _order(ran: Iterable[Compared]) -> dict[str, Any]:
+def _order(ran: Iterable[Comparison]) -> dict[str, Any]:
     """Whether the ways of one job on one card are in the right order of speed: Spearman's coefficient of each job."""
     jobs: dict[str, list[tuple[float, float]]] = {}
     for entry in ran:

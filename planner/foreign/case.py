@@ -11,7 +11,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
-from planner.dialects.base.bindings import Dialect, Fields, Given, NotSaidError, Reading, Settings, read
+from planner.dialects.base.bindings import Dialect, Fields, Given, NotSaidError, Settings, Translation, read
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import facts
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
@@ -24,7 +24,7 @@ class Case:
 
     dialect: Dialect
     given: Given
-    reading: Reading
+    reading: Translation
     job: Job
     strategy: Strategy
     machine: Machine

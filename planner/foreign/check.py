@@ -39,7 +39,7 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.rules import check, resolve
 
-__all__ = ["Case", "Checked", "Fix", "Outcome", "Pricing", "check_case", "settle"]
+__all__ = ["Case", "Checked", "CheckedEstimate", "Fix", "Pricing", "check_case", "settle"]
 
 MOST_PARTS = 3
 """Changes of more parts are another way of training, not a small change."""
@@ -50,7 +50,7 @@ WORTH = 100 << 20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckedEstimate:
     """What happens: the estimate, and the phase and moment that decide."""
 
     estimate: Estimate
@@ -67,7 +67,7 @@ class Fix:
     cost: str
     lossy: bool
     case: Case
-    outcome: Outcome
+    outcome: CheckedEstimate
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Checked:
     """The whole answer."""
 
     case: Case
-    outcome: Outcome
+    outcome: CheckedEstimate
     fixes: tuple[Fix, ...] = ()
     ineffective: tuple[Remark, ...] = ()
     helps: tuple[Fix, ...] = ()
@@ -147,25 +147,25 @@ class Pricing:
         low, high = margin.interval(look.device_bytes)
         return held and (high if verdict == "fits" else low) <= budget
 
-    def outcome(self, case: Case) -> Outcome:
+    def outcome(self, case: Case) -> CheckedEstimate:
         """What happens, and where it ends if it does not fit."""
         known = self.facts(case.job, case.strategy, case.machine)
         run, played, found, kept = judged(case.job, case.strategy, case.machine, known, case.trainer)
         if kept:
-            return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
+            return CheckedEstimate(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         if found.verdict == "no" and found.limit == "host" and found.host:
-            return Outcome(found, found.host.phase, "host RAM")
+            return CheckedEstimate(found, found.host.phase, "host RAM")
         room = found.budget_bytes - outside_bytes(run)
         over = (entry for entry in played if entry.replayed.reserved_peak_bytes > room)
         ended = next(over, None) if found.verdict != "fits" else None
         if ended is None:
-            return Outcome(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
+            return CheckedEstimate(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         moment = describe(ended, found.strategy)
         phase = _phase(ended.phase, moment)
         first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
         if first is not ended:  # it had room before there were gradients and states beside it
-            return Outcome(found, "train", "encoding the next batch beside gradients and optimizer states")
-        return Outcome(found, phase, moment)
+            return CheckedEstimate(found, "train", "encoding the next batch beside gradients and optimizer states")
+        return CheckedEstimate(found, phase, moment)
 
 
 def _phase(phase: str, moment: str) -> str:
@@ -205,7 +205,7 @@ def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotR
     return error
 
 
-def _today(case: Case, outcome: Outcome) -> str:
+def _today(case: Case, outcome: CheckedEstimate) -> str:
     """The same job by today's script, of a trainer whose former script was given."""
     if not case.dialect.successor:
         return ""
@@ -222,7 +222,7 @@ def _today(case: Case, outcome: Outcome) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith(("#!", "set -e")))
 
 
-def _fixes(case: Case, base: Outcome, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
+def _fixes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
     """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
 
     Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
@@ -262,7 +262,7 @@ def _flags(fix: Fix) -> list[str]:
     return [flag for part in fix.change for flag in re.split(r"\s(?=--)", part)]
 
 
-def _saved(base: Outcome, fix: Fix) -> int:
+def _saved(base: CheckedEstimate, fix: Fix) -> int:
     """Bytes less allocated where it ends."""
     phases = (each.estimate.phases for each in (base, fix.outcome))
     before, after = (found.get(base.phase) for found in phases)  # type: ignore[call-overload]  # any text may be asked
@@ -280,7 +280,7 @@ def _is_change(case: Case, move: Move) -> bool:
     return move.when(fields) and changed
 
 
-def _tried(case: Case, base: Outcome, moves: list[Move], pricing: Pricing) -> Fix | None:
+def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricing) -> Fix | None:
     """The fix that these moves together are, or None."""
     changes: dict[str, Any] = {}
     for move in moves:

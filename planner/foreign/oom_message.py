@@ -97,7 +97,7 @@ class OomMessage:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MatchingTensor:
     """A tensor of a job that asks the driver for as much as the message says."""
 
     phase: str
@@ -118,7 +118,7 @@ class Explanation:
     cause: Cause
     why: str
     advice: tuple[str, ...]
-    asked: tuple[Asked, ...] | None
+    asked: tuple[MatchingTensor, ...] | None
     """the likeliest first; None where no job was given"""
 
     def to_json(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB"
 
 
-def asked_for(message: OomMessage, played: Sequence[Played], most: int = 3) -> tuple[Asked, ...]:
+def asked_for(message: OomMessage, played: Sequence[Played], most: int = 3) -> tuple[MatchingTensor, ...]:
     """The tensors of a job that may have asked, the likeliest first: printed alike, at about as much allocated."""
     found: dict[tuple[str, str, str, int], list[int]] = {}
     for entry, at, buffer, allocated in _requests(message.requested_text, played):
@@ -250,7 +250,7 @@ def asked_for(message: OomMessage, played: Sequence[Played], most: int = 3) -> t
     ranked = []
     for (phase, moment, tensor, nbytes), before in found.items():
         nearest = min(before, key=lambda one: abs(one - known)) if known is not None else max(before)
-        ranked.append(Asked(phase, moment, tensor, nbytes, nearest, len(before)))
+        ranked.append(MatchingTensor(phase, moment, tensor, nbytes, nearest, len(before)))
     ranked.sort(key=lambda one: abs(one.allocated_bytes - known) if known is not None else -one.allocated_bytes)
     return tuple(ranked[:most])
 

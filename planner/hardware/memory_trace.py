@@ -55,18 +55,18 @@ class PhaseTrace(Record):
     """by torch's allocator: as it began, at its highest, as it ended"""
 
 
-class Trace(Record):
+class MemoryTrace(Record):
     """How a probe went, phase by phase; in the `details` of its row as `trace`."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     phases: dict[str, PhaseTrace] = Field(max_length=16)
 
 
-def trace_of(row: Mapping[str, Any]) -> Trace | None:
+def trace_of(row: Mapping[str, Any]) -> MemoryTrace | None:
     """The trace of a row as JSON; None where it has none, a VplanError where it is no trace."""
     details = row.get("details")
     told = details.get("trace") if isinstance(details, Mapping) else None
-    return Trace.read(told, f"the trace of {row.get('id')}") if isinstance(told, Mapping) else None
+    return MemoryTrace.read(told, f"the trace of {row.get('id')}") if isinstance(told, Mapping) else None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Overlay:
     """(from, to, the most bytes that were allocated in between)"""
 
 
-def laid_over(timeline: "Timeline", trace: Trace, name: str) -> Overlay:
+def laid_over(timeline: "Timeline", trace: MemoryTrace, name: str) -> Overlay:
     """The phases of a trace that a timeline is of: forward and backward, and the optimizer's step behind them."""
     last = timeline.events
     turn = next((mark.at for mark in timeline.marks if mark.name == "optimizer"), last)

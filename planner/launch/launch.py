@@ -54,7 +54,7 @@ class Validation(Record):
     seed: CountOrZero = 0
 
 
-class Request(Record):
+class RunRequest(Record):
     """What every rank is told."""
 
     plan: Plan
@@ -155,7 +155,7 @@ def foreign() -> list[str]:
     return sorted(name for name in os.environ if name.startswith(FOREIGN))
 
 
-def run(request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
+def run(request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
     """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
     folder = write_request(run_folder(Path(request.output), nodes), request)
     return _run(command(request.plan, folder, nodes), folder, request.device, tick)

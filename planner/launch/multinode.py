@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from planner.errors import VplanError
-from planner.launch.launch import Nodes, Outcome, Request, outcome, run, run_folder
+from planner.launch.launch import Nodes, Outcome, RunRequest, outcome, run, run_folder
 from planner.worker_process import Ended, read_json, write_json
 
 FOLDER, CURRENT, END = "nodes", "current.json", "end.json"
@@ -125,11 +125,11 @@ class Peers:
 
     # ---- what is tried
 
-    def publish(self, attempt: int, request: Request) -> None:
+    def publish(self, attempt: int, request: RunRequest) -> None:
         """The first computer says what all try now."""
         write_json(self.folder / f"attempt-{attempt}.json", request.to_json())
 
-    def request(self, attempt: int) -> Request | None:
+    def request(self, attempt: int) -> RunRequest | None:
         """What all try now, as the first computer says it; None when it says that this is all."""
         path = self.folder / f"attempt-{attempt}.json"
         while not path.exists():
@@ -138,7 +138,7 @@ class Peers:
             if self._pulses[0].look() > SILENT_SECONDS:
                 raise VplanError("the first computer has stopped answering", "give the command again on all of them", 4)
             time.sleep(LOOK_SECONDS / 2)
-        return Request.read(read_json(path), path.name)
+        return RunRequest.read(read_json(path), path.name)
 
     def end_message(self) -> str:
         """Why the first computer has ended, in its words."""
@@ -146,7 +146,7 @@ class Peers:
 
     # ---- how it ended
 
-    def run(self, attempt: int, request: Request, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
+    def run(self, attempt: int, request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
         """One attempt: our ranks to their end, or until another computer's fail; returns how it ended for all."""
 
         def both() -> None:

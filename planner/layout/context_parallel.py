@@ -18,7 +18,7 @@ from planner.tape.format import Growing, Monomial, Tape
 from planner.tape.program import Stage
 
 
-class Plan(NamedTuple):
+class SplitPlan(NamedTuple):
     """What a family's ``_cp_plan`` splits."""
 
     text: bool
@@ -32,10 +32,10 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "wan": Plan(text=False, from_the_start=False, every_attention=False),
-    "flux": Plan(text=True, from_the_start=True, every_attention=True),
-    "flux2": Plan(text=True, from_the_start=True, every_attention=True),
-    "qwen-image": Plan(text=True, from_the_start=False, every_attention=True),
+    "wan": SplitPlan(text=False, from_the_start=False, every_attention=False),
+    "flux": SplitPlan(text=True, from_the_start=True, every_attention=True),
+    "flux2": SplitPlan(text=True, from_the_start=True, every_attention=True),
+    "qwen-image": SplitPlan(text=True, from_the_start=False, every_attention=True),
 }
 """By family. Those of LTX and LTX-2 do not run: their text mask has a row for every head, and each GPU has some."""
 
@@ -56,7 +56,7 @@ def context_parallel(run: Run) -> None:
     run.exchanged_bytes = _exchange(run, run.step, plan)
 
 
-def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> Plan:
+def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> SplitPlan:
     """What of a model is split; a NotEstimatedError where a clip of this ``grid`` cannot be, into so many parts."""
     plan = PLANS.get(model.family)
     if plan is None:
@@ -84,7 +84,7 @@ def divides(model: ModelProfile, grid: Mapping[str, int], parts: int) -> bool:
     return plan is not None and not any(count % parts for count in _counts(model, plan, grid).values())
 
 
-def _counts(model: ModelProfile, plan: Plan, grid: Mapping[str, int]) -> dict[str, int]:
+def _counts(model: ModelProfile, plan: SplitPlan, grid: Mapping[str, int]) -> dict[str, int]:
     """What must divide by the number of parts."""
     tokens = grid["F"] * grid["H"] * grid["W"] + grid.get("E", 0)
     text = {"tokens of the text": grid["T"]} if plan.text else {}
@@ -94,7 +94,7 @@ def _counts(model: ModelProfile, plan: Plan, grid: Mapping[str, int]) -> dict[st
 # ---- what belongs to tokens
 
 
-def _divide(run: Run, plan: Plan, parts: int) -> None:
+def _divide(run: Run, plan: SplitPlan, parts: int) -> None:
     stretches = run.step.stretches
     blocks = [position for position, (moment, _) in enumerate(stretches) if moment.block >= 0]
     wide = 2 * run.facts.model.config["num_attention_heads"] * run.facts.model.config["attention_head_dim"]
@@ -114,7 +114,7 @@ def _divide(run: Run, plan: Plan, parts: int) -> None:
             run.resize(buffer, -(-run.sizes[buffer] // parts))
 
 
-def _split_from(plan: Plan, position: int, blocks: list[int]) -> int:
+def _split_from(plan: SplitPlan, position: int, blocks: list[int]) -> int:
     """How wide a token must be, in widths of the model, for what is made outside the blocks to be split.
 
     Between forward and backward: what comes out is split as long as it is wide, and gathered once it is narrow. Before
@@ -125,7 +125,7 @@ def _split_from(plan: Plan, position: int, blocks: list[int]) -> int:
     return 0 if plan.from_the_start else 6
 
 
-def _tokens(run: Run, index: int, plan: Plan) -> int:
+def _tokens(run: Run, index: int, plan: SplitPlan) -> int:
     """How many tokens of the whole batch a buffer of this size (by its index) has something of; 0 for none."""
     size = run.program.sizes[index]
     if isinstance(size, int):
@@ -153,7 +153,7 @@ def _atoms(tape: Tape, size: Monomial | Growing) -> set[str]:
 # ---- the exchange
 
 
-def _exchange(run: Run, stage: Stage, plan: Plan) -> int:
+def _exchange(run: Run, stage: Stage, plan: SplitPlan) -> int:
     """Puts the exchange's buffers around every attention whose heads are split; returns what each GPU exchanges.
 
     Forward: a packed and an arrived copy of queries, keys and values, which are alive themselves, then both of what

@@ -38,7 +38,7 @@ APART = frozenset({"encode"})
 """Phases with other models, in an allocator of their own where they are cached: training says nothing of them."""
 
 
-class Seen(NamedTuple):
+class MeasuredRun(NamedTuple):
     """One measured run beside what the recordings alone say of it, over the phases that were measured."""
 
     measured: Measured
@@ -153,7 +153,7 @@ def _student(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def fit(seen: Sequence[Seen], where: str, what: str = "the model") -> Correction:
+def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Correction:
     """The correction that some runs of one model on one class of card, called `where`, ask for; `what` was run."""
     import statistics  # slow to import, and without measurements nobody asks
 
@@ -191,18 +191,18 @@ def fit(seen: Sequence[Seen], where: str, what: str = "the model") -> Correction
     )
 
 
-def _is_timed(each: Seen) -> bool:
+def _is_timed(each: MeasuredRun) -> bool:
     return each.own_card and bool(each.measured.step_seconds) and each.predicted_seconds > 0
 
 
-def _expected(each: Seen, correction: Correction) -> PhasePeak:
+def _expected(each: MeasuredRun, correction: Correction) -> PhasePeak:
     """What the corrected estimate says of a run that was measured."""
     predicted = each.predicted
     outside = predicted.device_bytes - predicted.reserved_bytes
     return correction.peak(predicted.allocated_bytes, predicted.reserved_bytes, outside)
 
 
-def _residual(each: Seen, correction: Correction) -> float:
+def _residual(each: MeasuredRun, correction: Correction) -> float:
     """By which share a run is still off when it is corrected."""
     if not each.own_card:
         return each.share / correction.reserved - 1

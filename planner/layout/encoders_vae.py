@@ -18,7 +18,7 @@ STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4":
 """Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
 
 
-class Component(NamedTuple):
+class ComponentRun(NamedTuple):
     """A text encoder or the VAE at one shape, ready to be laid out."""
 
     name: str
@@ -53,14 +53,14 @@ class Component(NamedTuple):
         return self.tape is not None and self.counts is None and bool(self.tape.runs)
 
 
-def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> Component:
+def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> ComponentRun:
     """A text encoder, for a batch of prompts of its full length."""
     name = encoder.folder
     part = Part(name, {"B": batch, "T": encoder.max_tokens})
-    return Component(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
+    return ComponentRun(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
 
 
-def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> Component:
+def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> ComponentRun:
     """The VAE for ``clip``: latent frames F, rows H, columns W, batch B."""
     name = vae.folder
     frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
@@ -81,7 +81,7 @@ def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, c
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
     counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
     split = _split_bytes(tape, part, strategy.vae_dtype) if vae.class_name in SPLITTING and tape else 0
-    return Component(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
+    return ComponentRun(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
 
 
 def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
@@ -94,7 +94,7 @@ def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
 # ---- laying out
 
 
-def load(program: Program, component: Component) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
+def load(program: Program, component: ComponentRun) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
     """Its weights; and apart, by block, those that group offload brings for their turn only."""
     stage = Stage("load", [])
     kept = STORED[component.dtype] / 2
@@ -135,7 +135,7 @@ def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tu
     return blocks
 
 
-def work(program: Program, component: Component, blocks: dict[tuple[str, int], list[int]]) -> Stage:
+def work(program: Program, component: ComponentRun, blocks: dict[tuple[str, int], list[int]]) -> Stage:
     """One encode or decode. What came out (latents, embeddings) is alive behind it."""
     if component.tape is None:
         return Stage(component.piece, [])
@@ -155,7 +155,7 @@ def work(program: Program, component: Component, blocks: dict[tuple[str, int], l
     return stage
 
 
-def _weights(program: Program, component: Component) -> dict[str, int]:
+def _weights(program: Program, component: ComponentRun) -> dict[str, int]:
     return program.named.get(component.weights, {})
 
 
@@ -174,7 +174,7 @@ def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[in
         stage.stretches[position] = (moment, [brought, *events, ~brought])
 
 
-def _repeat(program: Program, component: Component, stage: Stage) -> None:
+def _repeat(program: Program, component: ComponentRun, stage: Stage) -> None:
     """Runs it tile by tile, or sample by sample: the last one while what all others gave is kept; then the parts are
     joined, by rows and as a whole (diffusers ``tiled_encode``, ``tiled_decode``)."""
     out = program.named[f"batch of {component.part.name}"]["out"]
@@ -191,7 +191,7 @@ def alive(*stages: Stage) -> list[int]:
     return implementation.alive([event for stage in stages for event in stage.ops], [])
 
 
-def waiting_bytes(program: Program, component: Component) -> int:
+def waiting_bytes(program: Program, component: ComponentRun) -> int:
     """Host RAM of an encoder that group offload brings in turn."""
     if component.offload == "none" or component.tape is None:
         return 0

@@ -15,7 +15,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
 from planner.layout.encoders_vae import (
     STORED,
-    Component,
+    ComponentRun,
     alive,
     load,
     text_component,
@@ -35,7 +35,7 @@ from planner.units import GIB
 # ---- encoding before training
 
 
-def encoders(run: Run, residence: str, batch: int) -> list[Component]:
+def encoders(run: Run, residence: str, batch: int) -> list[ComponentRun]:
     """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
     strategy, model = run.strategy, run.facts.model
     found = []
@@ -106,7 +106,7 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
 
 
 @functools.lru_cache(maxsize=32)
-def _encoding(components: tuple[Component, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
+def _encoding(components: tuple[ComponentRun, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
     """(program, stage, sizes, allocated peak) of loading, encoding with and freeing some components."""
     program = Program()
     workspaces = [program.buffer(workspace, "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
@@ -200,7 +200,7 @@ def samples(run: Run) -> int:
     return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples else 1)
 
 
-def decoder(run: Run, shape: Mapping[str, int], batch: int) -> Component:
+def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentRun:
     """The VAE as it decodes so many samples of a shape."""
     model = run.facts.model
     clip = _clip(model, shape, batch)
@@ -213,7 +213,7 @@ def weights_on_gpu(run: Run) -> list[int]:
     return [buffer for buffer in run.named("weight").values() if buffer in loaded and ~buffer not in loaded]
 
 
-def decode_with(run: Run, component: Component) -> Stage:
+def decode_with(run: Run, component: ComponentRun) -> Stage:
     """The VAE comes if it is not there, decodes, and leaves again."""
     loading, blocks = load(run.program, component)
     if run.strategy.vae == "resident":

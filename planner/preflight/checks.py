@@ -142,11 +142,11 @@ def on_data(plan: Plan, folder: Path, skip_bad: bool) -> tuple[Facts, list[Check
         if importlib.util.find_spec(package) is None:
             fix = "install it: pip install 'vplan[train]'"
             return {}, [Check("data", "error", f"reading clips needs {package}", fix, WRONG)]
-    from planner.dataset.buckets import Reading
+    from planner.dataset.buckets import FrameSampling
     from planner.dataset.scan import read
 
     try:
-        dataset = read(folder, profile, plan.job, Reading(skip_bad=skip_bad))
+        dataset = read(folder, profile, plan.job, FrameSampling(skip_bad=skip_bad))
     except VplanError as error:
         return {}, [Check("data", "error", error.message, error.fix, error.exit_code)]
     shapes = [sample.bucket for sample in dataset.samples]

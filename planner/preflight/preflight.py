@@ -29,7 +29,7 @@ from planner.units import format_gib
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """All checks, and the numbers behind them."""
 
     checks: tuple[Check, ...]
@@ -68,7 +68,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreflightOptions:
     """What to hold a plan against."""
 
     device: Literal["cuda", "cpu"] = "cuda"
@@ -81,7 +81,7 @@ class Asked:
     probe: bool = False
 
 
-def preflight(plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text: None) -> Report:
+def preflight(plan: Plan, asked: PreflightOptions, say: Callable[[str], None] = lambda text: None) -> PreflightReport:
     """Looks at everything. A VplanError only where there is nothing to look at: no GPU, or nothing known of the plan.
 
     `say` gets a line when something is waited for or takes long.
@@ -109,7 +109,7 @@ def preflight(plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text
     if asked.probe and not any(one.level == "error" for one in checks):
         row, more = _probed(plan, asked.device, cards, say)
         checks += more
-    return Report(tuple(checks), found, need, tuple(cards), row, waited, seen)
+    return PreflightReport(tuple(checks), found, need, tuple(cards), row, waited, seen)
 
 
 def ready(plan: Plan) -> Plan:

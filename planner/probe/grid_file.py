@@ -26,7 +26,7 @@ BESIDE = frozenset({"cap", "encode"})
 """What a plan of the file says beside fields of a Strategy."""
 
 
-class Entry(Record):
+class GridEntry(Record):
     """One plan of a grid, whatever the card."""
 
     job: Job
@@ -53,7 +53,7 @@ def _words(name: str, value: object) -> str:
     return f"{name.replace('_', '-')} {'off' if value is False else 'on' if value is True else value}"
 
 
-def read_grid(path: str | Path) -> tuple[Entry, ...]:
+def read_grid(path: str | Path) -> tuple[GridEntry, ...]:
     """The plans of a grid's file, in its order; a VplanError that names the file and its fault."""
     path = Path(path)
     try:
@@ -78,7 +78,7 @@ def read_grid(path: str | Path) -> tuple[Entry, ...]:
     return found
 
 
-def _entries(whole: Mapping[str, Any], where: str) -> Iterator[Entry]:
+def _entries(whole: Mapping[str, Any], where: str) -> Iterator[GridEntry]:
     if whole.get("schema") != 1:
         raise VplanError(f"{where} is no grid of schema 1, which this vplan reads", "write schema = 1 at its top")
     if unknown := sorted(whole.keys() - {"schema", "jobs"}):
@@ -97,4 +97,4 @@ def _entries(whole: Mapping[str, Any], where: str) -> Iterator[Entry]:
             ways = {name: value for name, value in plan.items() if name not in BESIDE}
             strategy = Strategy.read(ways, f"{here}, plan {place}")
             how = {name: value for name, value in plan.items() if name in BESIDE}
-            yield Entry.read({"job": job, "strategy": strategy, "config": config, **how}, f"{here}, plan {place}")
+            yield GridEntry.read({"job": job, "strategy": strategy, "config": config, **how}, f"{here}, plan {place}")

@@ -16,7 +16,7 @@ from planner.launch.supported import settled
 from planner.layout import margin
 from planner.layout.correction import APART
 from planner.layout.inputs import facts
-from planner.probe.grid_file import Entry
+from planner.probe.grid_file import GridEntry
 from planner.spec.job import Machine
 from planner.spec.plan import RAN, Estimate, PhaseName, PhasePeak, Plan
 from planner.units import MIB, gib
@@ -45,7 +45,7 @@ OFF = (("allocated_bytes", 0.01), ("device_bytes", 0.03))
 class Candidate:
     """One plan of a grid on one card."""
 
-    entry: Entry
+    entry: GridEntry
     plan: Plan
     name: str
     """the id of its row"""
@@ -66,13 +66,13 @@ class Candidate:
 
 
 def pricing(
-    entries: Sequence[Entry], machine: Machine, host_ram: int | None, on_cpu: bool
+    entries: Sequence[GridEntry], machine: Machine, host_ram: int | None, on_cpu: bool
 ) -> Callable[[str], Candidate]:
     """Answers for the number of an entry, as `planner.parallel` asks; the rest as in `candidate`."""
     return lambda number: candidate(entries[int(number)], machine, host_ram, on_cpu)
 
 
-def candidate(entry: Entry, machine: Machine, host_ram: int | None = None, on_cpu: bool = False) -> Candidate:
+def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, on_cpu: bool = False) -> Candidate:
     """A grid's plan on a machine, with the reason where it cannot run there.
 
     `host_ram`: bytes of this computer; `on_cpu`: it steps on the CPU, which takes only models that are shrunk.
@@ -108,7 +108,7 @@ def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
     return f"it needs {gib(needed):.1f} GiB, and the card gives {gib(found.budget_bytes):.1f}"
 
 
-def _capped(entry: Entry, found: Estimate) -> Machine:
+def _capped(entry: GridEntry, found: Estimate) -> Machine:
     """The machine with all of the card in reserve but what the plan may have."""
     if found.peak.phase in APART:
         raise VplanError("its peak is in encoding, so a cap at it says nothing of training")
@@ -144,7 +144,7 @@ LONG_CLIP = 49
 """Frames."""
 
 
-def in_order(candidates: Iterable[Candidate], done: Iterable[Entry] = ()) -> list[Candidate]:
+def in_order(candidates: Iterable[Candidate], done: Iterable[GridEntry] = ()) -> list[Candidate]:
     """The candidates by what they tell a second, given what was measured already: the next is always the best one."""
     left, seen = list(candidates), Counter[About]()
     for entry in done:
@@ -158,14 +158,14 @@ def in_order(candidates: Iterable[Candidate], done: Iterable[Entry] = ()) -> lis
     return found
 
 
-def _worth(entry: Entry, seen: Counter[About]) -> float:
+def _worth(entry: GridEntry, seen: Counter[About]) -> float:
     shapes, techniques = _tells(entry)
     weights = {"family": FAMILY, "model": MODEL}
     tried = sorted((AGAIN ** seen[about] for about in techniques), reverse=True)
     return ROW + sum(weights.get(about[0], 1.0) * AGAIN ** seen[about] for about in shapes) + sum(tried[:TECHNIQUES])
 
 
-def _tells(entry: Entry) -> tuple[list[About], list[About]]:
+def _tells(entry: GridEntry) -> tuple[list[About], list[About]]:
     """What a row is a row of: what is trained, and the techniques it tries."""
     job, strategy = entry.job, entry.strategy
     tried = [(name, getattr(strategy, name)) for name in sorted(strategy.model_fields_set)]

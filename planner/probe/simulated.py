@@ -19,7 +19,7 @@ from planner.catalog.plan_id import row_id
 from planner.catalog.profiles import GpuProfile
 from planner.catalog.shapes import grid
 from planner.evidence.measurement import ProbeRow
-from planner.hardware.memory_trace import POINTS, PhaseTrace, Trace
+from planner.hardware.memory_trace import POINTS, MemoryTrace, PhaseTrace
 from planner.layout import inputs
 from planner.layout.phases import caching
 from planner.layout.pipeline import lay_out
@@ -202,7 +202,7 @@ class _Played:
             retries=sum(part.retries for part in played),
         )
 
-    def trace(self, seen: Measured) -> Trace:
+    def trace(self, seen: Measured) -> MemoryTrace:
         """How a plan that ran went, as NVML and the allocator would have told it."""
         assert seen.device_bytes is not None and seen.reserved_bytes is not None and seen.step_seconds is not None
         outside = seen.device_bytes - seen.reserved_bytes
@@ -214,7 +214,7 @@ class _Played:
                 device_mib=tuple((part.reserved_peak_bytes + outside) // MIB for part in played),
                 allocated_mib=(allocated[0], max(allocated), allocated[-1]),
             )
-        return Trace(phases=phases)
+        return MemoryTrace(phases=phases)
 
     def _sizes(self, run: Run) -> list[int]:
         terms = self.hidden.memory

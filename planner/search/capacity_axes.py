@@ -6,7 +6,7 @@ import math
 
 from planner.catalog.profiles import ModelProfile
 from planner.search import objectives
-from planner.search.objectives import Wish
+from planner.search.objectives import Objective
 from planner.spec.job import Job
 
 COLUMNS, ROWS = 12, 8
@@ -14,7 +14,7 @@ AREAS = (0.25, 0.4, 0.63, 1.0, 1.5, 2.25, 3.0, 4.0)
 """Rows of the map, as shares of the job's own pixels."""
 
 
-def axis(model: ModelProfile) -> Wish:
+def axis(model: ModelProfile) -> Objective:
     """What is long about a sample: its frames, or of an image model the batch."""
     return objectives.frames(model) if model.kind == "video" else objectives.batch(model)
 

@@ -24,7 +24,7 @@ from planner.layout.run import Run
 from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.search.batched_peaks import PeakForms, peak_forms
 from planner.search.capacity_axes import lengths, sizes
-from planner.search.objectives import Wish
+from planner.search.objectives import Objective
 from planner.search.screening import Look, Screen
 from planner.search.search import Search
 from planner.spec.job import Job, Strategy
@@ -90,7 +90,7 @@ Known = dict[tuple[int, int], int]
 class Forms:
     """Allocated bytes of strategies at many shapes; what cards have in common is worked out once."""
 
-    def __init__(self, screen: Screen, job: Job, wish: Wish) -> None:
+    def __init__(self, screen: Screen, job: Job, wish: Objective) -> None:
         self.screen = screen
         self.job = job.replace(buckets=())
         self.wish = wish

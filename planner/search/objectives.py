@@ -26,7 +26,7 @@ Value = int | tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Wish:
+class Objective:
     """One number of a job that can be turned: its values in rising order, and how to read and set it."""
 
     name: str
@@ -61,29 +61,29 @@ class Relaxed:
         return {"field": self.field, "from": self.before, "to": self.after, "lossy": list(self.plan.lossy)}
 
 
-def frames(model: ModelProfile) -> Wish:
+def frames(model: ModelProfile) -> Objective:
     """The length of a clip, by the model's rule."""
     step = model.shape.frame_step
     first = -(-(model.shape.min_frames - 1) // step) * step + 1
     # Latent frames of a clip; a single one would be an image.
     longest = model.shape.max_frames if model.shape.window else MAX_FRAMES
     last = longest if model.kind == "video" else 1
-    return Wish("frames", ("frames",), range(first, last + 1, step), lambda job: job.frames, _put("frames"))
+    return Objective("frames", ("frames",), range(first, last + 1, step), lambda job: job.frames, _put("frames"))
 
 
-def batch(model: ModelProfile) -> Wish:
+def batch(model: ModelProfile) -> Objective:
     """The samples per GPU."""
     values = model.shape.batches or range(1, MOST_SAMPLES + 1)
-    return Wish("batch", ("batch_size",), values, lambda job: job.batch_size, _put("batch_size"))
+    return Objective("batch", ("batch_size",), values, lambda job: job.batch_size, _put("batch_size"))
 
 
-def resolution(model: ModelProfile) -> Wish:
+def resolution(model: ModelProfile) -> Objective:
     """The sizes the model lists, one of each area."""
     areas = {height * width: (height, width) for height, width in reversed(model.shape.resolutions)}
     return _resolution([areas[area] for area in sorted(areas)])
 
 
-def smaller_sizes(model: ModelProfile, job: Job) -> Wish:
+def smaller_sizes(model: ModelProfile, job: Job) -> Objective:
     """The listed sizes, and three quarters and half of the job's own where the model takes others."""
     multiple = model.shape.size_multiple
     areas = {height * width: (height, width) for height, width in model.shape.resolutions}
@@ -93,15 +93,15 @@ def smaller_sizes(model: ModelProfile, job: Job) -> Wish:
     return _resolution([areas[area] for area in sorted(areas)])
 
 
-def rank(model: ModelProfile) -> Wish:
+def rank(model: ModelProfile) -> Objective:
     """The rank of the adapters, by powers of two."""
-    return Wish("lora_rank", ("lora_rank",), (4, 8, 16, 32, 64, 128), lambda job: job.lora_rank, _put("lora_rank"))
+    return Objective("lora_rank", ("lora_rank",), (4, 8, 16, 32, 64, 128), lambda job: job.lora_rank, _put("lora_rank"))
 
 
-PREFERRED: dict[str, Callable[[ModelProfile], Wish]] = {"frames": frames, "batch": batch, "resolution": resolution}
+PREFERRED: dict[str, Callable[[ModelProfile], Objective]] = {"frames": frames, "batch": batch, "resolution": resolution}
 
 
-def largest(search: Search, wish: Wish, explain: bool = True) -> Suggestion | None:
+def largest(search: Search, wish: Objective, explain: bool = True) -> Suggestion | None:
     """The largest value of a wish for which a plan fits, and the fastest plan there; None when none does."""
     job, question = search.question.job, search.question
     if job.buckets:
@@ -115,7 +115,7 @@ def largest(search: Search, wish: Wish, explain: bool = True) -> Suggestion | No
     return None
 
 
-def largest_by(search: Search, job: Job, wish: Wish, lossy: bool | None) -> Estimate | None:
+def largest_by(search: Search, job: Job, wish: Objective, lossy: bool | None) -> Estimate | None:
     """The fastest plan at the largest value of a wish, of lossless plans (False), lossy ones (True) or all (None)."""
     return _largest(search, job, wish, _takeable(search, job, wish, wish.values), lossy)
 
@@ -175,7 +175,7 @@ def _kind(search: Search, job: Job) -> bool | None:
     return None if search.needs_tiles(job) else False
 
 
-def _takeable(search: Search, job: Job, wish: Wish, values: Sequence[Value]) -> Sequence[Value]:
+def _takeable(search: Search, job: Job, wish: Objective, values: Sequence[Value]) -> Sequence[Value]:
     """Those that are recorded, and at which the GPUs that share a clip can divide it."""
     model, parts = search.question.model, search.question.strategy.context_parallel
     if parts > 1:
@@ -187,7 +187,7 @@ def _takeable(search: Search, job: Job, wish: Wish, values: Sequence[Value]) -> 
     return values
 
 
-def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
+def _largest(search: Search, job: Job, wish: Objective, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
     anchors = _anchors(search, [wish.put(job, value) for value in values[:1]] + [job], lossy)
     for there in _roomy(search, job, wish, values, anchors):
@@ -196,7 +196,9 @@ def _largest(search: Search, job: Job, wish: Wish, values: Sequence[Value], loss
     return None
 
 
-def _roomiest(search: Search, job: Job, wish: Wish, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
+def _roomiest(
+    search: Search, job: Job, wish: Objective, values: Sequence[Value], lossy: bool | None
+) -> Estimate | None:
     """As `_largest`, but any plan there will do: the tightest, which is the first that is asked."""
     anchors = _anchors(search, [job], lossy)
     for there in _roomy(search, job, wish, values, anchors):
@@ -207,7 +209,9 @@ def _roomiest(search: Search, job: Job, wish: Wish, values: Sequence[Value], los
     return None
 
 
-def _roomy(search: Search, job: Job, wish: Wish, values: Sequence[Value], anchors: Sequence[Strategy]) -> Iterator[Job]:
+def _roomy(
+    search: Search, job: Job, wish: Objective, values: Sequence[Value], anchors: Sequence[Strategy]
+) -> Iterator[Job]:
     """The job at the largest value at which one of the strategies seems to fit; then, with what was learned there, at
     the largest below it, and so on."""
 
@@ -243,12 +247,12 @@ def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[St
     return list(dict.fromkeys(look.strategy.replace(swap_blocks=swap) for look in looks))
 
 
-def _resolution(sizes: Sequence[tuple[int, int]]) -> Wish:
+def _resolution(sizes: Sequence[tuple[int, int]]) -> Objective:
     def put(job: Job, value: Value) -> Job:
         assert isinstance(value, tuple)
         return job.replace(height=value[0], width=value[1])
 
-    return Wish("resolution", ("height", "width"), sizes, lambda job: (job.height, job.width), put)
+    return Objective("resolution", ("height", "width"), sizes, lambda job: (job.height, job.width), put)
 
 
 def _put(field: str) -> Callable[[Job, Value], Job]:

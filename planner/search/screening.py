@@ -65,7 +65,7 @@ class Screen:
         self._facts: dict[tuple[Job, Strategy, Machine], Facts | NotEstimatedError] = {}
         self._steps: dict[tuple[object, ...], Run | NotRecordedError] = {}
         self._laid_out: dict[tuple[object, ...], Run] = {}
-        self._sizes: dict[tuple[object, ...], Sizes] = {}
+        self._sizes: dict[tuple[object, ...], TapeSizes] = {}
         self._work: dict[tuple[object, ...], Passes] = {}
         self._floors: dict[tuple[object, ...], lower_bounds.Walked] = {}
         self._looks: dict[tuple[object, ...], Look] = {}
@@ -248,11 +248,13 @@ class Screen:
             base, base=base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where
         )
 
-    def _sizes_at(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Sizes:
+    def _sizes_at(
+        self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]
+    ) -> TapeSizes:
         """What every buffer and stretch of the tapes takes at a shape."""
         shape = (*_tapes(facts, strategy, machine), *where.values())
         if shape not in self._sizes:
-            self._sizes[shape] = Sizes.of(self._unfolded(job, strategy, machine, facts), where)
+            self._sizes[shape] = TapeSizes.of(self._unfolded(job, strategy, machine, facts), where)
         return self._sizes[shape]
 
     def _unfolded(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
@@ -292,7 +294,7 @@ def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, 
 
 
 @dataclass
-class Sizes:
+class TapeSizes:
     """What the tapes take at a shape, before any transformation."""
 
     run: Run | None = None
@@ -300,7 +302,7 @@ class Sizes:
     """by buffer"""
 
     @classmethod
-    def of(cls, run: Run, where: Mapping[str, int]) -> Sizes:
+    def of(cls, run: Run, where: Mapping[str, int]) -> TapeSizes:
         """At the shape of the grid `where`."""
         return cls(run, run.program.bytes_of(where))
 
@@ -315,10 +317,10 @@ class Sizes:
         return {id(events): held(events, self.nbytes) for stage in stages for _, events in stage.stretches if events}
 
 
-UNKNOWN = Sizes()
+UNKNOWN = TapeSizes()
 
 
-def allocated_peak(run: Run, base: Sizes = UNKNOWN) -> tuple[int, bool]:
+def allocated_peak(run: Run, base: TapeSizes = UNKNOWN) -> tuple[int, bool]:
     """The most bytes that tensors hold at once in a whole run, and whether that is in the optimizer's step.
 
     ``base``: of the tapes it was laid out from, so as not to sum up again what is as it was. (Without expandable

@@ -64,7 +64,7 @@ def _product(atoms: Sequence[int], exponents: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Like blocks in a row: ``count`` of the full model, in module list ``module_list`` from block ``start``."""
 
     module_list: str
@@ -87,7 +87,7 @@ class Tape:
     atoms: tuple[str, ...]
     sums: Mapping[str, tuple[int, tuple[str, ...]]]
     sizes: tuple[Monomial | Growing, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     names: tuple[str, ...]
     ops: tuple[str, ...]
     pieces: Mapping[str, list[dict[str, Any]]]
@@ -188,7 +188,7 @@ def parse_tape(data: Mapping[str, Any]) -> Tape:
         atoms=tuple(body["atoms"]),
         sums={name: (constant, tuple(products)) for name, (constant, products) in data["sums"].items()},
         sizes=tuple(map(_size, body["sizes"])),
-        runs=tuple(Run(run["list"], run["start"], run["count"], run["recorded"]) for run in body["runs"]),
+        runs=tuple(BlockRun(run["list"], run["start"], run["count"], run["recorded"]) for run in body["runs"]),
         names=tuple(body["names"]),
         ops=tuple(body["ops"]),
         pieces=body["pieces"],

@@ -33,7 +33,7 @@ SURPRISE = 1e-6
 
 
 @dataclass(frozen=True)
-class Seen:
+class FinishedProbe:
     """One finished probe, beside what the estimate had said."""
 
     estimate: Estimate
@@ -62,7 +62,7 @@ class Seen:
 class Belief:
     """What is expected of plans not measured yet, after those that were."""
 
-    def __init__(self, seen: Sequence[Seen]) -> None:
+    def __init__(self, seen: Sequence[FinishedProbe]) -> None:
         self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]
         below, above = margin.RECORDED
         centre, width = 1 + (above - below) / 2, (above + below) / 2 / SURE
@@ -104,7 +104,7 @@ class Belief:
         """Seconds of a step if it were as far below the estimate as any plan was."""
         return estimated * min(map(_speed, self.ran), default=1.0)
 
-    def _likelihood(self, each: Seen) -> NDArray[np.float64]:
+    def _likelihood(self, each: FinishedProbe) -> NDArray[np.float64]:
         """The logarithm of how likely each ratio makes what was measured."""
         estimated, device = each.estimate.peak.device_bytes, each.measured.device_bytes
         if each.measured.outcome == "oom":
@@ -115,12 +115,12 @@ class Belief:
         return -np.square((ratio - RATIOS) / RESIDUAL) / 2
 
 
-def _speed(each: Seen) -> float:
+def _speed(each: FinishedProbe) -> float:
     assert each.measured.step_seconds is not None
     return each.measured.step_seconds / each.estimate.step_seconds
 
 
-def _host_ratio(each: Seen) -> float:
+def _host_ratio(each: FinishedProbe) -> float:
     """Host RAM needed over estimated, at least."""
     estimated, ram = each.estimate.host_ram_bytes, each.estimate.machine.host_ram
     if each.measured.outcome == "host-oom" and ram:

@@ -65,7 +65,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Told:
+class StudyTrial:
     """A plan of the study: its trial's number, and its row once it is measured."""
 
     number: int
@@ -103,14 +103,14 @@ class Study:
 
     # ---- what is known
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[StudyTrial]:
         """All plans that were measured or are being measured, each once, in the order they were taken."""
-        found: dict[str, Told] = {}
+        found: dict[str, StudyTrial] = {}
         for trial in self._trials("COMPLETE", "RUNNING"):
             digest = trial.user_attrs[DIGEST]
             row = trial.user_attrs.get(ROW)
             known = bool(trial.user_attrs.get(KNOWN))
-            told = Told(trial.number, _plan(trial), ProbeRow.read(json.loads(row)) if row else None, known)
+            told = StudyTrial(trial.number, _plan(trial), ProbeRow.read(json.loads(row)) if row else None, known)
             if digest not in found or (told.row and not found[digest].row):
                 found[digest] = told
         return sorted(found.values(), key=lambda entry: entry.number)

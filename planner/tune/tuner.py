@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from planner.errors import VplanError
 from planner.search.cost import loss
-from planner.search.objectives import Wish, largest, largest_by
+from planner.search.objectives import Objective, largest, largest_by
 from planner.search.question import Question
 from planner.search.screening import Look, Screen
 from planner.search.search import Search
 from planner.spec.job import SPLIT, Job, Strategy
 from planner.spec.plan import Estimate, Measured
 from planner.spec.rules import check
-from planner.tune.error_model import Belief, Seen
+from planner.tune.error_model import Belief, FinishedProbe
 
 WORTH_A_PROBE = 1.05
 """A plan is measured only when it is expected to beat the best by this much."""
@@ -119,11 +119,11 @@ class Learning(Search):
 class Goal:
     """What is wanted most: a wish (clips, batches, sizes) or, without one, speed alone."""
 
-    wish: Wish | None = None
+    wish: Objective | None = None
 
     def size(self, job: Job) -> int:
         """How much of the wish a job has."""
-        return Wish.size(self.wish.read(job)) if self.wish else 0
+        return Objective.size(self.wish.read(job)) if self.wish else 0
 
 
 class Tuner:
@@ -135,29 +135,29 @@ class Tuner:
         self.question = question
         self.goal = goal
         self.search = Learning(question, screen, allowed)
-        self.seen: dict[Key, Seen] = {}
+        self.seen: dict[Key, FinishedProbe] = {}
 
-    def tell(self, job: Job, strategy: Strategy, measured: Measured) -> Seen | None:
+    def tell(self, job: Job, strategy: Strategy, measured: Measured) -> FinishedProbe | None:
         """A probe has finished, here or elsewhere. None where nothing is recorded of such a plan."""
         found = self.search.priced(job, strategy)
         if found is None:
             return None
-        self.seen[job, strategy] = Seen(found, measured)
+        self.seen[job, strategy] = FinishedProbe(found, measured)
         self.search.belief = Belief(list(self.seen.values()))
         return self.seen[job, strategy]
 
     @property
-    def best(self) -> Seen | None:
+    def best(self) -> FinishedProbe | None:
         """The best plan that was proved."""
         return min((each for each in self.seen.values() if each.proved), key=self._rank, default=None)
 
-    def value(self, each: Seen) -> float:
+    def value(self, each: FinishedProbe) -> float:
         """What orders plans, less is better: what is lost, then the wish, then seconds (those estimated, if it did not
         run)."""
         lost, size, seconds = self._rank(each)
         return lost * 1e9 + size + (seconds / (1 + seconds) if self.goal.wish else seconds)
 
-    def _rank(self, each: Seen) -> tuple[float, float, float]:
+    def _rank(self, each: FinishedProbe) -> tuple[float, float, float]:
         lost = 0.0 if self.question.allow_lossy else float(loss(each.estimate.job, each.strategy))
         return lost, -self.goal.size(each.estimate.job), each.measured.step_seconds or each.estimate.step_seconds
 
@@ -194,7 +194,7 @@ class Tuner:
                 return found
         return None
 
-    def _better(self, best: Seen, lossy: bool | None) -> Estimate | None:
+    def _better(self, best: FinishedProbe, lossy: bool | None) -> Estimate | None:
         """The best plan that is likely to fit and to beat the best one by enough."""
         self.search.chance = CHANCES[0]
         if self.goal.wish:
@@ -218,7 +218,7 @@ class Tuner:
 
     # ---- the answer
 
-    def answer(self, best: Seen) -> Estimate:
+    def answer(self, best: FinishedProbe) -> Estimate:
         """The estimate of a plan with what was measured in its place. The phases are the estimate's still."""
         found, measured = best.estimate, best.measured
         device = measured.device_bytes
@@ -229,7 +229,7 @@ class Tuner:
             changes |= {"step_seconds": measured.step_seconds, "step_seconds_high": None}
         return found.replace(**changes)
 
-    def runners_up(self, best: Seen, most: int = 3) -> tuple[Estimate, ...]:
+    def runners_up(self, best: FinishedProbe, most: int = 3) -> tuple[Estimate, ...]:
         """Other plans that were proved, the best first, then what is next by estimate with less memory."""
         proved = sorted((each for each in self.seen.values() if each.proved and each is not best), key=self._rank)
         self.search.taken, self.search.chance = set(self.seen), CHANCES[0]

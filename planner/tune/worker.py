@@ -16,8 +16,8 @@ from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, Setup
 from planner.probe.runner import Runner
 from planner.spec.plan import Estimate, Plan
-from planner.tune.error_model import Seen
-from planner.tune.study import Result, Study, Taken, Told
+from planner.tune.error_model import FinishedProbe
+from planner.tune.study import Result, Study, StudyTrial, Taken
 from planner.tune.tuner import Tuner
 from planner.units import GIB
 
@@ -69,7 +69,7 @@ class Tuning:
     setup: Setup | None = None
     """on what this worker measures; rows of the ledger taken on the same count as told"""
     trainer: str = "vplan"
-    told: list[Told] = field(default_factory=list)
+    told: list[StudyTrial] = field(default_factory=list)
     rows: dict[str, ProbeRow] = field(default_factory=dict)
     """what was measured of this question, by plan"""
     probes: list[ProbeRow] = field(default_factory=list)
@@ -207,7 +207,7 @@ def failed(row: ProbeRow) -> bool:
     return row.measured.outcome in ("crash", "timeout", "nan")
 
 
-def missing(seen: Seen) -> float:
+def missing(seen: FinishedProbe) -> float:
     """GiB that a plan is short of, as far as is known."""
     if seen.measured.outcome == "host-oom":
         ram = seen.estimate.machine.host_ram or 0

@@ -30,7 +30,7 @@ from planner.spec.job import Job, Strategy
 from planner.tape.program import Program
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
-from trainers.recording.record import Trace, record_optimizer, record_sample, record_step
+from trainers.recording.record import RawRecording, record_optimizer, record_sample, record_step
 
 LIMIT_PCT = 0.1
 GIB = 2**30
@@ -155,7 +155,7 @@ def directly(case: Case, config: dict[str, Any] | None = None) -> tuple[Played, 
     return Played(pieces(trace), [alloc.nbytes for alloc in trace.allocs]), [run.count for run in trace.runs]
 
 
-def pieces(trace: Trace) -> list[list[int]]:
+def pieces(trace: RawRecording) -> list[list[int]]:
     """The events of each piece on the GPU."""
     host = {number for number, alloc in enumerate(trace.allocs) if alloc.category == "host"}
     bounds = itertools.pairwise(start for _, start in trace.pieces)

@@ -31,7 +31,7 @@ from planner.tape.format import Tape, read_tape
 from planner.tape.program import Part, Program
 from trainers.recording.components import record_vae
 from trainers.recording.encoders import record_text_encoder
-from trainers.recording.record import Trace
+from trainers.recording.record import RawRecording
 
 GIB = 2**30
 PROMPTS = 3
@@ -66,7 +66,7 @@ def from_tape(tape: Tape, piece: str, part: Part, counts: tuple[int, ...] | None
     return held(stages[0].ops, stages[1].ops, program.bytes_of({}))
 
 
-def directly(trace: Trace) -> Held:
+def directly(trace: RawRecording) -> Held:
     """What a recording at the shape itself says."""
     bounds = [start for _, start in trace.pieces]
     loads, work = (trace.events[start:stop] for start, stop in itertools.pairwise(bounds))

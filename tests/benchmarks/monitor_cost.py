@@ -76,13 +76,13 @@ def main(steps: int) -> None:
 
         torch.set_num_threads(1)
         from tests.trainers import runs
-        from trainers.train import Training
+        from trainers.train import TrainingRun
 
         uuid = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else stand_in()
         place = runs.Place(root, "wan")
         request = place.request(root / "out", place.plan(batch_size=8), steps=2 * steps + 2 * BLOCK)
         request = request.replace(device="cuda" if torch.cuda.is_available() else "cpu", checkpoint_every=10**5)
-        training = Training(request, runs.Told())
+        training = TrainingRun(request, runs.Told())
         watched, plain, busy, wall = [], [], 0.0, 0.0
 
         def run(number: int, found: list[float]) -> None:

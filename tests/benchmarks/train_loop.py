@@ -34,12 +34,12 @@ def main(steps: int) -> None:
 
         torch.set_num_threads(1)
         from tests.trainers import runs
-        from trainers.train import Training
+        from trainers.train import TrainingRun
 
         place = runs.Place(root, "wan")
         plan = place.plan(batch_size=8)
         request = place.request(root / "out", plan, steps=steps + WARM_UP, checkpoint_every=10**5)
-        ours = Training(request, runs.Told())
+        ours = TrainingRun(request, runs.Told())
         loops = {
             "ours": ours._step,
             "plain": plain_step(root, ours),

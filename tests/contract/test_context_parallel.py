@@ -21,7 +21,7 @@ from planner.tape.variants import StepVariant
 from tests.contract.ranks import Case, measure
 from trainers.recording import tapes
 from trainers.recording.block_places import find_runs
-from trainers.recording.record import Trace, record_step
+from trainers.recording.record import RawRecording, record_step
 from trainers.step import step
 
 TINY: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -107,13 +107,13 @@ def estimated(name: str, mode: str) -> Run:
     return lay_out(job, strategy, machine, facts, dict(TINY[name][1]))
 
 
-def recorded(name: str, mode: str) -> Trace:
+def recorded(name: str, mode: str) -> RawRecording:
     profile = tiny(name)
     strategy = Strategy.read({**HALF, "gradient_checkpointing": mode})
     return record_step(profile, job_of(profile), strategy, TINY[name][1], profile.config)
 
 
-def trace_peaks(trace: Trace) -> tuple[int, int]:
+def trace_peaks(trace: RawRecording) -> tuple[int, int]:
     """(the most allocated at once, what forward leaves), without weights.
 
     What is sent and what is waited for are one buffer, which a recorder of fakes takes for two.

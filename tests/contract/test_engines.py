@@ -21,7 +21,7 @@ from planner.tape.parameter_table import Parameters
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.contract.ranks import WORLD, Bytes, Case, measure
 from trainers.recording.compress import compress
-from trainers.recording.record import Trace, record_optimizer, record_step
+from trainers.recording.record import RawRecording, record_optimizer, record_step
 from trainers.recording.tapes import parameter_table
 
 TINY: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def _tape(model: str, name: str, optimizer: bool) -> Tape:
     variant = next(variant for variant in kind.all(profile) if variant.name == name)
     job, strategy = variant.records(profile)
     record = record_optimizer if optimizer else record_step
-    trace: Trace = record(profile, job, strategy, GRIDS[model])
+    trace: RawRecording = record(profile, job, strategy, GRIDS[model])
     ones = dict.fromkeys(GRIDS[model], 1)  # sizes as they are: the tape is asked for this very shape
     body = compress(trace, ones, [run.count for run in trace.runs])
     return parse_tape(

@@ -17,7 +17,7 @@ import numpy  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
-from planner.launch.launch import Request, Validation  # noqa: E402
+from planner.launch.launch import RunRequest, Validation  # noqa: E402
 from tests.contract import training  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
 from trainers.sampling import samples  # noqa: E402
@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for name in ("a", "b", "empty"):
             save_file({"prompt": torch.randn(512, profile.config["text_dim"])}, root / f"{name}.safetensors")
         files = [str(root / f"{name}.safetensors") for name in ("a", "b", "empty")]
-        wishes = [samples.Wish(text, text, files[2])._asdict() for text in files[:2]]
+        wishes = [samples.PreparedSample(text, text, files[2])._asdict() for text in files[:2]]
         (root / "validation.json").write_text(json.dumps({"about": {}, "samples": wishes}))
         yield made
 
@@ -64,7 +64,7 @@ def alone(place: runs.Place) -> Path:
     output = place.root / "alone"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples, "write", keep)
-        assert runs.train(Request.read(request(place, output, 1)))["outcome"] == "ok"
+        assert runs.train(RunRequest.read(request(place, output, 1)))["outcome"] == "ok"
     return output
 
 
@@ -108,7 +108,7 @@ def _train_and_fail_twice(request: dict[str, Any]) -> dict[str, Any]:
         assert held < sum(weight.numel() for weight in engine.plain.parameters()) / 4
 
     samples.write, Samples._asked, Samples.make = broken, lonely, watched
-    told = runs.train(Request.read(request))
+    told = runs.train(RunRequest.read(request))
     assert told["outcome"] == "ok", told
     return told
 

@@ -45,9 +45,9 @@ def run(work: Callable[[dict[str, Any]], Told], request: dict[str, Any], world: 
 
 
 def _train(request: dict[str, Any]) -> Told:
-    from planner.launch.launch import Request
+    from planner.launch.launch import RunRequest
 
-    return runs.train(Request.read(request))
+    return runs.train(RunRequest.read(request))
 
 
 def _probe(request: dict[str, Any]) -> Told:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import vplan
 from planner.commands import VERBS, cli
-from planner.commands._shared.request import Asked, request_options
+from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb, json_option, show, verdict_exit_code
 
 ROOT = Path(vplan.HOME)
@@ -84,7 +84,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> None:
     @request_options()
     @click.option("--steps", type=int)
     @json_option
-    def command(asked: Asked, steps: int | None, as_json: bool) -> int:
+    def command(asked: TypedQuestion, steps: int | None, as_json: bool) -> int:
         show({"frames": asked.settle().job.frames}, as_json, lambda console: console.print("shown"))
         return verdict_exit_code("no")
 

@@ -10,7 +10,7 @@ import profiles
 from planner.allocator.caching import CachingAllocator
 from planner.catalog.shapes import grid
 from planner.estimate.estimate import after_step_bytes, estimate
-from planner.evidence.accuracy import Compared, Prediction, compare, coverage
+from planner.evidence.accuracy import Comparison, Prediction, compare, coverage
 from planner.evidence.published import Row, read_rows
 from planner.layout.inputs import facts
 from planner.layout.pipeline import lay_out
@@ -28,7 +28,7 @@ KNOWN_MISSES = {
 
 
 @pytest.fixture(scope="module")
-def compared() -> list[Compared]:
+def compared() -> list[Comparison]:
     def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
         return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine), trainer))
 
@@ -40,7 +40,7 @@ def compared() -> list[Compared]:
     return compare(rows, predict, after_step)
 
 
-def test_peaks_of_other_trainers(compared: list[Compared]) -> None:
+def test_peaks_of_other_trainers(compared: list[Comparison]) -> None:
     rows = [entry for entry in compared if entry.row.implementation != "diffusers"]
     assert not [entry.row.id for entry in rows if entry.unsupported]
     found = {entry.row.id: abs(entry.error_pct) for entry in rows if entry.error_pct is not None}
@@ -48,7 +48,7 @@ def test_peaks_of_other_trainers(compared: list[Compared]) -> None:
     assert all(error <= 1 for row, error in found.items() if row.startswith("stm-")), found
 
 
-def errors(compared: list[Compared], *counters: str) -> dict[str, float]:
+def errors(compared: list[Comparison], *counters: str) -> dict[str, float]:
     return {
         entry.row.id: entry.error_pct
         for entry in compared
@@ -56,27 +56,27 @@ def errors(compared: list[Compared], *counters: str) -> dict[str, float]:
     }
 
 
-def test_reserved_peaks_of_diffusers_trainers(compared: list[Compared]) -> None:
+def test_reserved_peaks_of_diffusers_trainers(compared: list[Comparison]) -> None:
     found = errors(compared, "reserved")
     assert len(found) >= 66
     assert statistics.median(map(abs, found.values())) <= 1.0
     assert {row for row, error in found.items() if abs(error) > 5} <= KNOWN_MISSES.keys()
 
 
-def test_allocated_and_what_stays_after_a_step(compared: list[Compared]) -> None:
+def test_allocated_and_what_stays_after_a_step(compared: list[Comparison]) -> None:
     found = errors(compared, "allocated", "allocated_after_step")
     assert found
     assert all(abs(error) <= 1.5 for error in found.values()), found
 
 
-def test_no_verdict_is_wrong(compared: list[Compared]) -> None:
+def test_no_verdict_is_wrong(compared: list[Comparison]) -> None:
     assert not [entry.row.id for entry in compared if entry.judges and entry.missed]
 
 
 @pytest.mark.parametrize(
     "files", [["published.jsonl"], sorted(path.name for path in profiles.MEASUREMENTS.glob("*.jsonl"))]
 )
-def test_intervals_hold_what_they_promise(compared: list[Compared], files: list[str]) -> None:
+def test_intervals_hold_what_they_promise(compared: list[Comparison], files: list[str]) -> None:
     ids = {row.id for name in files for row in read_rows(profiles.MEASUREMENTS / name)[0]}
     found = coverage([entry for entry in compared if entry.row.id in ids])
     assert found["n"] >= 36 and found["inside_pct"] >= 90 and found["median_width_pct"] <= 8, found

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from planner.catalog import lookup
 from planner.commands._shared import own_model
 from planner.launch import checkpoints
-from planner.launch.launch import Request
+from planner.launch.launch import RunRequest
 from planner.launch.supported import settled
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
-from trainers.data.loader import Entry, write_entries
+from trainers.data.loader import CachedSample, write_entries
 from trainers.families import family
 from trainers.step import step
 
@@ -87,7 +87,7 @@ def make_entries(folder: Path, name: str, kind: str, each: int = 3) -> Path:
             prompt = {"prompt": one.pop("prompt")}
             save_file(one, f"{stem}.latents.safetensors")
             save_file(prompt, f"{stem}.text.safetensors")
-            entries.append(Entry(Path(f"{stem}.latents.safetensors"), Path(f"{stem}.text.safetensors"), bucket))
+            entries.append(CachedSample(Path(f"{stem}.latents.safetensors"), Path(f"{stem}.text.safetensors"), bucket))
     write_entries(folder / "entries.jsonl", entries)
     return folder / "entries.jsonl"
 
@@ -113,7 +113,7 @@ class Place:
             trained=True,
         )
 
-    def request(self, output: Path, plan: Plan | None = None, **said: Any) -> Request:
+    def request(self, output: Path, plan: Plan | None = None, **said: Any) -> RunRequest:
         output.mkdir(parents=True, exist_ok=True)
         asked = {
             "plan": plan or self.plan(),
@@ -127,7 +127,7 @@ class Place:
             "checkpoint_every": 2,
             "keep": 2,
         }
-        return Request(**{**asked, **said})
+        return RunRequest(**{**asked, **said})
 
 
 class Pair(Place):
@@ -157,7 +157,7 @@ class Told:
         self.told.update(facts)
 
 
-def train(request: Request) -> dict[str, Any]:
+def train(request: RunRequest) -> dict[str, Any]:
     """Trains in this process; what it told."""
     from trainers import train as worker
 

@@ -33,11 +33,11 @@ from planner.spec.job import QUANTISED, Job, Strategy
 from planner.units import format_gib
 from trainers import families
 from trainers.data import layer_offload, parts
-from trainers.data.loader import Entry, in_pairs
+from trainers.data.loader import CachedSample, in_pairs
 from trainers.data.packed_encoders import shrink
 from trainers.data.store import Digests, Store
 from trainers.families.common.base import Family
-from trainers.families.common.encoding import Encoder, Turn
+from trainers.families.common.encoding import Encoder, EncoderTurn
 from trainers.step.step import DTYPES, compute_dtype
 
 FORMAT = 1
@@ -72,13 +72,13 @@ class Setting:
     """is told what is encoded (``doing``, ``done`` of ``all``) and which samples were left out (``broken``)"""
 
 
-def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> list[Entry]:
+def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> list[CachedSample]:
     """Encodes what is not cached yet and returns the samples in the dataset's order, the same on every rank.
 
     Raises a VplanError for a model that cannot be loaded safely, a clip that breaks while it is decoded (with
     `skip_bad` it is left out), encoders that give other shapes than the plan's model takes, and a full disk.
     """
-    work = Work(setting)
+    work = CacheBuild(setting)
     clip_keys = work.clip_keys(dataset)
     if work.family.captioned:
         captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
@@ -92,7 +92,7 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> lis
             continue
         text = store.path(work.text_key(sample.clip.caption) if work.family.captioned else key)
         of_clip = files[sample.clip.path] if setting.profile.shape.window else None
-        entries.append(Entry(store.path(key), text, sample.bucket, of_clip))
+        entries.append(CachedSample(store.path(key), text, sample.bucket, of_clip))
     if setting.profile.shape.window:
         entries = in_pairs(entries)
     if not entries:
@@ -112,7 +112,7 @@ def _free(encoder: Encoder) -> None:
         torch.cuda.empty_cache()
 
 
-class Work:
+class CacheBuild:
     """The caching of one setting."""
 
     def __init__(self, setting: Setting) -> None:
@@ -136,7 +136,7 @@ class Work:
         self.digests = Digests(setting.folder, setting.rank)
         self._sides = {"clip": self._about("clip", self.clip_turns), "text": self._about("text", self.text_turns)}
 
-    def _model_digest(self, turns: tuple[Turn, ...]) -> dict[str, str]:
+    def _model_digest(self, turns: tuple[EncoderTurn, ...]) -> dict[str, str]:
         """The content of every file the encoders of some turns are made of, by name."""
         folders = [part for turn in turns for part in (turn.part, turn.helper) if part]
         files = {f"{part}/{path.name}": path for part in folders for path in self.files[part]}
@@ -150,7 +150,7 @@ class Work:
         self.setting.wait()
         self.digests.read()
 
-    def _about(self, side: str, turns: tuple[Turn, ...]) -> str:
+    def _about(self, side: str, turns: tuple[EncoderTurn, ...]) -> str:
         """What all samples of a side depend on, as text."""
         profile, strategy = self.setting.profile, self.setting.strategy
         batch = self.family.batch({**grid(profile, self.setting.job), "B": 1}, "meta", self.dtype)
@@ -194,7 +194,9 @@ class Work:
     def _key(self, side: str, **sample: Any) -> str:
         return hashlib.sha256((self._sides[side] + json.dumps(sample, sort_keys=True)).encode()).hexdigest()
 
-    def encode(self, what: str, turns: tuple[Turn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False) -> None:
+    def encode(
+        self, what: str, turns: tuple[EncoderTurn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False
+    ) -> None:
         """Every turn over this rank's part of the samples that are not cached yet, one encoder after another."""
         if self.setting.rank == 0:
             self.store.sweep()
@@ -221,7 +223,7 @@ class Work:
             _free(encoder)
         self.setting.wait()
 
-    def _load(self, turn: Turn) -> Encoder:
+    def _load(self, turn: EncoderTurn) -> Encoder:
         """The encoder of a turn on the device, as the strategy wants it."""
         strategy, dtype = self.setting.strategy, self._dtype_of(turn)
         is_vae = turn.part == "vae"
@@ -240,10 +242,10 @@ class Work:
             model = model.to(place)
         return Encoder(model, helper, self.tokens)
 
-    def _dtype_of(self, turn: Turn) -> str:
+    def _dtype_of(self, turn: EncoderTurn) -> str:
         return self.setting.strategy.vae_dtype if turn.part == "vae" else self.setting.strategy.text_encoder_dtype
 
-    def _encoded(self, turn: Turn, encoder: Encoder, key: str, sample: Any) -> Mapping[str, Tensor]:
+    def _encoded(self, turn: EncoderTurn, encoder: Encoder, key: str, sample: Any) -> Mapping[str, Tensor]:
         """What one encoder makes of one sample."""
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
         if isinstance(sample, Sample):

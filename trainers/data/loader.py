@@ -38,7 +38,7 @@ CACHED_ORDERS = 2
 """Epochs whose order is remembered: the one that runs and the next."""
 
 
-class Entry(NamedTuple):
+class CachedSample(NamedTuple):
     """One sample as caching left it: two safetensors files that together hold `Family.batch` without its first axis."""
 
     path: Path
@@ -50,14 +50,14 @@ class Entry(NamedTuple):
     """number of the clip that it is a window of, where a model takes another one beside it"""
 
 
-def in_pairs(entries: Iterable[Entry]) -> list[Entry]:
+def in_pairs(entries: Iterable[CachedSample]) -> list[CachedSample]:
     """Those windows that have another one of their clip and shape."""
     found = list(entries)
     count = Counter((entry.clip, entry.bucket) for entry in found)
     return [entry for entry in found if count[entry.clip, entry.bucket] > 1]
 
 
-def write_entries(path: Path, entries: Iterable[Entry]) -> None:
+def write_entries(path: Path, entries: Iterable[CachedSample]) -> None:
     """Lists samples in a file of JSON lines, whole or not at all; files below its folder by their path from there."""
     root = path.parent.absolute()
 
@@ -75,14 +75,14 @@ def write_entries(path: Path, entries: Iterable[Entry]) -> None:
     partial.replace(path)
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[CachedSample]:
     """The samples that `write_entries` listed."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         root = path.parent
         buckets = [Bucket.read(line["bucket"], path.name) for line in lines]
         return [
-            Entry(root / line["path"], root / line["text"], bucket, line.get("clip"))
+            CachedSample(root / line["path"], root / line["text"], bucket, line.get("clip"))
             for line, bucket in zip(lines, buckets, strict=True)
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -101,14 +101,14 @@ class Step(NamedTuple):
     """numbers of entries: micro-batch by micro-batch, rank by rank"""
 
 
-class Sampler:
+class BatchSampler:
     """Which entries every step trains on: shuffled anew each epoch, one shape a step.
 
     What a shape's entries lack of a whole global batch is filled up with its own first ones of that epoch (torch's
     DistributedSampler does so): no entry is left out, however few there are of its shape.
     """
 
-    def __init__(self, entries: Sequence[Entry], job: Job, world: int, accumulation: int, seed: int) -> None:
+    def __init__(self, entries: Sequence[CachedSample], job: Job, world: int, accumulation: int, seed: int) -> None:
         if not entries:
             raise VplanError("there is not one sample to train on", "put clips and their captions into --data")
         self.entries = tuple(entries)
@@ -116,7 +116,7 @@ class Sampler:
         self._shapes: dict[Bucket, list[int]] = {}
         for number, entry in enumerate(self.entries):
             self._shapes.setdefault(entry.bucket, []).append(number)
-        self._windows: dict[tuple[int, Bucket], list[Entry]] = {}
+        self._windows: dict[tuple[int, Bucket], list[CachedSample]] = {}
         for entry in self.entries:
             if entry.clip is not None:
                 self._windows.setdefault((entry.clip, entry.bucket), []).append(entry)
@@ -132,7 +132,7 @@ class Sampler:
         epoch, index = divmod(number, self.steps_per_epoch)
         return self._order(epoch)[index]
 
-    def other(self, entry: Entry, seed: int) -> Entry | None:
+    def other(self, entry: CachedSample, seed: int) -> CachedSample | None:
         """The window that goes with one of the same clip, by the seed of the sample; None where clips are whole."""
         if entry.clip is None:
             return None
@@ -182,7 +182,7 @@ class Stacker:
         self.profile, self.job, self.kind, self.dtype = profile, job, kind, dtype
         self._templates: dict[Bucket, Batch] = {}
 
-    def batch(self, entries: Sequence[Entry], others: Sequence[Entry | None] = ()) -> Batch:
+    def batch(self, entries: Sequence[CachedSample], others: Sequence[CachedSample | None] = ()) -> Batch:
         """The tensors of some entries of one shape, as the family puts samples together; each beside its other."""
         template = self.template(entries[0].bucket)
         samples = [self._sample(entry, template) for entry in entries]
@@ -198,7 +198,7 @@ class Stacker:
             self._templates[bucket] = self.kind.kept(self.kind.batch(grid, "meta", self.dtype))
         return self._templates[bucket]
 
-    def _sample(self, entry: Entry, template: Batch) -> Batch:
+    def _sample(self, entry: CachedSample, template: Batch) -> Batch:
         found = {**_read(entry.path), **_read(entry.text)}
         fix = "remove the cache folder and let it be made again"
         if missing := template.keys() - found.keys():
@@ -228,7 +228,9 @@ def _read(path: Path) -> dict[str, Tensor]:
 class Loader:
     """The micro-batches of one rank on its device; the next one is read while this one trains."""
 
-    def __init__(self, sampler: Sampler, stacker: Stacker, rank: int, device: torch.device, last_step: int) -> None:
+    def __init__(
+        self, sampler: BatchSampler, stacker: Stacker, rank: int, device: torch.device, last_step: int
+    ) -> None:
         self.sampler, self.stacker, self.rank, self.device, self.last_step = sampler, stacker, rank, device, last_step
         self._thread = ThreadPoolExecutor(1, "vplan-loader")
         self._ahead: dict[tuple[int, int], Future[Batch]] = {}

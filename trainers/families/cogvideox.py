@@ -12,8 +12,8 @@ from torch import Tensor
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, pixels, prompt_of, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, prompt_of, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class CogVideoX(Family):
@@ -56,16 +56,16 @@ class CogVideoX(Family):
             inputs["ofs"] = latents.new_full((latents.shape[0],), 2.0)
         return inputs, latents
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """The scheduler is the published one (diffusers scripts/convert_cogvideox_to_diffusers.py)."""
         from_image = self.config["in_channels"] > self.profile.vae.latent_channels
-        return Sampler(
+        return FamilyPipeline(
             pipeline="CogVideoXImageToVideoPipeline" if from_image else "CogVideoXPipeline",
             prompt={"prompt": "prompt_embeds"},
             scheduler="CogVideoXDDIMScheduler",

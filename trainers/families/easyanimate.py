@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, likeliest, pixels, prompt_of, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, pixels, prompt_of, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class EasyAnimate(Family):
@@ -48,19 +48,19 @@ class EasyAnimate(Family):
             inputs["inpaint_latents"] = batch["inpaint"]
         return inputs, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "Qwen2VLForConditionalGeneration", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "Qwen2VLForConditionalGeneration", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler | None:
+    def sampler(self) -> FamilyPipeline | None:
         """The mask is asked for and not used. None for the control models, which nobody has a control video for."""
         extra = self.config["in_channels"] - self.profile.vae.latent_channels
         if extra not in (0, self.profile.vae.latent_channels + 1):
             return None
         mask = {"prompt_attention_mask": torch.ones(1, 1), "negative_prompt_attention_mask": torch.ones(1, 1)}
-        return Sampler(
+        return FamilyPipeline(
             pipeline="EasyAnimateInpaintPipeline" if extra else "EasyAnimatePipeline",
             prompt={"prompt": "prompt_embeds"},
             call=mask,

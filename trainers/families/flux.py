@@ -11,8 +11,8 @@ from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, likeliest, packed, pipeline, pixels, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pipeline, pixels, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Flux(Family):
@@ -63,18 +63,18 @@ class Flux(Family):
         """Of the noisy tokens alone; what comes out for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        pooled = Turn("text_encoder", "CLIPTextModel", encode_pooled, "tokenizer")
-        return pooled, Turn("text_encoder_2", "T5EncoderModel", encode_prompt, "tokenizer_2")
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        pooled = EncoderTurn("text_encoder", "CLIPTextModel", encode_pooled, "tokenizer")
+        return pooled, EncoderTurn("text_encoder_2", "T5EncoderModel", encode_prompt, "tokenizer_2")
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """Guidance is an input of the model, and needs no empty caption."""
         names = {"prompt": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
         name = "FluxKontextPipeline" if self.extra_tokens else "FluxPipeline"
-        return Sampler(pipeline=name, prompt=names, negative=False, image=self.extra_tokens)
+        return FamilyPipeline(pipeline=name, prompt=names, negative=False, image=self.extra_tokens)
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
         """As it is, not at one of the sizes that Kontext likes best."""

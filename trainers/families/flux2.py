@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, likeliest, packed, pipeline, pixels
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pipeline, pixels
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Flux2(Family):
@@ -48,19 +48,19 @@ class Flux2(Family):
         """Of the noisy tokens alone; what comes out for the references is dropped."""
         return super().loss(prediction[:, : target.shape[1]], target, inputs)
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
         """Mistral (dev) takes a processor of text and images, which without images is its tokenizer."""
         kind = self.profile.text_encoders[0].class_name
-        return (Turn("text_encoder", kind, ENCODE[kind], "tokenizer"),)
+        return (EncoderTurn("text_encoder", kind, ENCODE[kind], "tokenizer"),)
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """dev takes its guidance as an input, klein is guided by the empty caption."""
         embedded = bool(self.config["guidance_embeds"])
         name = "Flux2Pipeline" if embedded else "Flux2KleinPipeline"
-        return Sampler(
+        return FamilyPipeline(
             pipeline=name, prompt={"prompt": "prompt_embeds"}, negative=not embedded, image=self.references > 0
         )
 

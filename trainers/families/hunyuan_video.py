@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, pipeline, pixels, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class HunyuanVideo(Family):
@@ -42,17 +42,17 @@ class HunyuanVideo(Family):
             "guidance": torch.full((noisy.shape[0],), 1000.0, device=noisy.device, dtype=noisy.dtype),
         }, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        pooled = Turn("text_encoder_2", "CLIPTextModel", encode_pooled, "tokenizer_2")
-        return pooled, Turn("text_encoder", "LlamaModel", encode_prompt, "tokenizer")
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        pooled = EncoderTurn("text_encoder_2", "CLIPTextModel", encode_pooled, "tokenizer_2")
+        return pooled, EncoderTurn("text_encoder", "LlamaModel", encode_prompt, "tokenizer")
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """Guidance is an input of the model, and needs no empty caption."""
         names = {"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask", "pooled": "pooled_prompt_embeds"}
-        return Sampler(pipeline="HunyuanVideoPipeline", prompt=names, negative=False)
+        return FamilyPipeline(pipeline="HunyuanVideoPipeline", prompt=names, negative=False)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, pixels, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class HunyuanVideo15(Family):
@@ -57,16 +57,16 @@ class HunyuanVideo15(Family):
             "image_embeds": batch["image"],
         }, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        glyphs = Turn("text_encoder_2", "T5EncoderModel", self.encode_glyphs, "tokenizer_2")
-        return glyphs, Turn("text_encoder", "Qwen2_5_VLTextModel", encode_prompt, "tokenizer")
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        glyphs = EncoderTurn("text_encoder_2", "T5EncoderModel", self.encode_glyphs, "tokenizer_2")
+        return glyphs, EncoderTurn("text_encoder", "Qwen2_5_VLTextModel", encode_prompt, "tokenizer")
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """Guidance is a part of the pipeline, not an argument of its call."""
-        return Sampler(
+        return FamilyPipeline(
             pipeline="HunyuanVideo15Pipeline",
             prompt={
                 "prompt": "prompt_embeds",

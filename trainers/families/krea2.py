@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Krea2(Family):
@@ -40,15 +40,15 @@ class Krea2(Family):
             "position_ids": batch["position_ids"],
         }, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "Qwen3VLModel", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "Qwen3VLModel", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         names = {"prompt": "prompt_embeds", "prompt_mask": "prompt_embeds_mask"}
-        return Sampler(pipeline="Krea2Pipeline", prompt=names, unguided=0.0)
+        return FamilyPipeline(pipeline="Krea2Pipeline", prompt=names, unguided=0.0)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planner.dataset import clips
 from trainers.families.common import random_draws
-from trainers.families.common.encoding import Encoder, Turn, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
 from trainers.families.unet import Unet
 
 SHARED = 1.0
@@ -63,13 +63,13 @@ class LatentSync(Unet):
         timesteps = random_draws.integers(self.timesteps, windows, latents.device)
         return noise.flatten(0, 1), timesteps.repeat_interleave(apart.shape[1])
 
-    def clip_turns(self) -> tuple[Turn, ...]:
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
         return (
-            Turn("audio_encoder", "WhisperModel", encode_sound, "feature_extractor", frames=0),
-            Turn("vae", self.profile.vae.class_name, self.encode_clip, MASK),
+            EncoderTurn("audio_encoder", "WhisperModel", encode_sound, "feature_extractor", frames=0),
+            EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip, MASK),
         )
 
-    def text_turns(self) -> tuple[Turn, ...]:
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
         return ()
 
     def sampler(self) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pixels, prompt_of, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Ltx(Family):
@@ -40,15 +40,15 @@ class Ltx(Family):
             "rope_interpolation_scale": (8 / 24, 32, 32),  # latent to pixel and second, at 24 frames a second
         }, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """The scheduler is the published one (diffusers scripts/convert_ltx_to_diffusers.py)."""
-        return Sampler(
+        return FamilyPipeline(
             pipeline="LTXPipeline",
             prompt={"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask"},
             settings={

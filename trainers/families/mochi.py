@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, per_channel, pixels, prompt_of, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pixels, prompt_of, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Mochi(Family):
@@ -42,16 +42,16 @@ class Mochi(Family):
             "encoder_attention_mask": batch["prompt_mask"],
         }, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """The scheduler is the published one (diffusers scripts/convert_mochi_to_diffusers.py)."""
         names = {"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask"}
-        return Sampler(pipeline="MochiPipeline", prompt=names, settings={"invert_sigmas": True})
+        return FamilyPipeline(pipeline="MochiPipeline", prompt=names, settings={"invert_sigmas": True})
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

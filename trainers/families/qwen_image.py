@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, packed, per_channel, pipeline, pixels, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class QwenImage(Family):
@@ -67,15 +67,15 @@ class QwenImage(Family):
         """Of the noisy tokens alone; what comes out for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
-    def clip_turns(self) -> tuple[Turn, ...]:
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
         """None for the edit models, whose samples are pairs of images."""
-        return () if self.extra_tokens else (Turn("vae", self.profile.vae.class_name, encode_clip),)
+        return () if self.extra_tokens else (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "Qwen2_5_VLForConditionalGeneration", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "Qwen2_5_VLForConditionalGeneration", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler:
-        return Sampler(pipeline="QwenImagePipeline", prompt={"prompt": "prompt_embeds"}, scale="true_cfg_scale")
+    def sampler(self) -> FamilyPipeline:
+        return FamilyPipeline(pipeline="QwenImagePipeline", prompt={"prompt": "prompt_embeds"}, scale="true_cfg_scale")
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Prompts are filled up to the longest one, with a mask wherever there are several."""

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, pipeline, pixels, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Sd3(Family):
@@ -40,20 +40,24 @@ class Sd3(Family):
             "pooled_projections": batch["pooled"],
         }, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
         kind = "CLIPTextModelWithProjection"
         return (
-            Turn("text_encoder", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "1"), "tokenizer"),
-            Turn("text_encoder_2", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "2"), "tokenizer_2"),
-            Turn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3"),
+            EncoderTurn(
+                "text_encoder", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "1"), "tokenizer"
+            ),
+            EncoderTurn(
+                "text_encoder_2", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "2"), "tokenizer_2"
+            ),
+            EncoderTurn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3"),
         )
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         names = {"prompt": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
-        return Sampler(pipeline="StableDiffusion3Pipeline", prompt=names)
+        return FamilyPipeline(pipeline="StableDiffusion3Pipeline", prompt=names)
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Both CLIPs beside each other, filled up with zeros to T5's width, and T5's tokens behind them."""

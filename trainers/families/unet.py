@@ -15,8 +15,8 @@ from torch import Tensor
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, pipeline, pixels, sampled
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Unet(Family):
@@ -73,20 +73,20 @@ class Unet(Family):
         """Whether it is SDXL, which also takes a pooled vector, and how its image was cropped."""
         return self.config.get("addition_embed_type") == "text_time"
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, self.encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
         if not self.pooled:
-            return (Turn("text_encoder", "CLIPTextModel", encode_prompt, "tokenizer"),)
+            return (EncoderTurn("text_encoder", "CLIPTextModel", encode_prompt, "tokenizer"),)
         return (
-            Turn("text_encoder", "CLIPTextModel", encode_first, "tokenizer"),
-            Turn("text_encoder_2", "CLIPTextModelWithProjection", encode_second, "tokenizer_2"),
+            EncoderTurn("text_encoder", "CLIPTextModel", encode_first, "tokenizer"),
+            EncoderTurn("text_encoder_2", "CLIPTextModelWithProjection", encode_second, "tokenizer_2"),
         )
 
-    def sampler(self) -> Sampler | None:
+    def sampler(self) -> FamilyPipeline | None:
         named = {"prompt": "prompt_embeds"} | ({"pooled": "pooled_prompt_embeds"} if self.pooled else {})
-        return Sampler(
+        return FamilyPipeline(
             pipeline="StableDiffusionXLPipeline" if self.pooled else "StableDiffusionPipeline",
             prompt=named,
             scheduler="DDIMScheduler",

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, likeliest, per_channel, pixels, prompt_of
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, per_channel, pixels, prompt_of
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class Wan(Family):
@@ -61,20 +61,20 @@ class Wan(Family):
             inputs["encoder_hidden_states_image"] = batch["image"]
         return inputs, target
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        vae = Turn("vae", self.profile.vae.class_name, self.encode_clip)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        vae = EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip)
         if self.config.get("image_dim"):
-            return Turn("image_encoder", "CLIPVisionModel", encode_image, "image_processor", frames=1), vae
+            return EncoderTurn("image_encoder", "CLIPVisionModel", encode_image, "image_processor", frames=1), vae
         return (vae,)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "UMT5EncoderModel", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "UMT5EncoderModel", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """From an image where training gives one. The scheduler is the published one (diffusers
         scripts/convert_wan_to_diffusers.py)."""
         given = self.image_to_video or self.first_frame_given
-        return Sampler(
+        return FamilyPipeline(
             pipeline="WanImageToVideoPipeline" if given else "WanPipeline",
             prompt={"prompt": "prompt_embeds"},
             scheduler="UniPCMultistepScheduler",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Grid
-from trainers.families.common.encoding import Turn
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import EncoderTurn
+from trainers.families.common.sampling import FamilyPipeline
 from trainers.families.wan import Wan
 
 
@@ -28,11 +28,11 @@ class WanAnimate(Wan):
         "Q2": (1, ("F", "F")),
     }
 
-    def clip_turns(self) -> tuple[Turn, ...]:
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
         """None: a sample has a pose and a face, which a folder of clips does not."""
         return ()
 
-    def sampler(self) -> Sampler | None:  # type: ignore[override]  # Wan always has one
+    def sampler(self) -> FamilyPipeline | None:  # type: ignore[override]  # Wan always has one
         """None: what steers it is not in a folder of clips."""
         return None
 

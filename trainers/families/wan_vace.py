@@ -14,14 +14,14 @@ from torch import Tensor
 
 from trainers.families.common.base import Grid
 from trainers.families.common.encoding import Encoder, pixels
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.sampling import FamilyPipeline
 from trainers.families.wan import Wan
 
 
 class WanVace(Wan):
     """Wan text-to-video with a control video, and without reference images (each is one more latent frame)."""
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> FamilyPipeline:
         """Steered by the control video of a sample of the data."""
         return replace(super().sampler(), pipeline="WanVACEPipeline", init={}, clip=True)
 

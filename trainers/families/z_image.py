@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, Turn, likeliest, pipeline, pixels
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, pipeline, pixels
+from trainers.families.common.sampling import FamilyPipeline
 
 
 class ZImage(Family):
@@ -46,14 +46,14 @@ class ZImage(Family):
         """Of the samples stacked again."""
         return super().loss(-torch.stack(prediction), target, inputs)
 
-    def clip_turns(self) -> tuple[Turn, ...]:
-        return (Turn("vae", self.profile.vae.class_name, encode_clip),)
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
-    def text_turns(self) -> tuple[Turn, ...]:
-        return (Turn("text_encoder", "Qwen3Model", encode_prompt, "tokenizer"),)
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("text_encoder", "Qwen3Model", encode_prompt, "tokenizer"),)
 
-    def sampler(self) -> Sampler:
-        return Sampler(pipeline="ZImagePipeline", prompt={"prompt": "prompt_embeds"}, listed=True, unguided=0.0)
+    def sampler(self) -> FamilyPipeline:
+        return FamilyPipeline(pipeline="ZImagePipeline", prompt={"prompt": "prompt_embeds"}, listed=True, unguided=0.0)
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Prompts of unlike lengths become a nested tensor: the model takes them one by one, and pads them itself."""

@@ -14,8 +14,8 @@ from planner.hardware.nvml import DeviceMemory, host_peak_bytes
 from planner.units import MIB
 
 
-class Told(Protocol):
-    """Where facts go: ``trainers.worker.Report``."""
+class FactSink(Protocol):
+    """Where facts go: ``trainers.worker.ResultFile``."""
 
     told: dict[str, Any]
 
@@ -60,7 +60,7 @@ class TorchMemory:
 class Meter:
     """Counts one phase after another on one device and tells each as it begins and ends."""
 
-    def __init__(self, device: torch.device, watch: DeviceMemory | None, report: Told) -> None:
+    def __init__(self, device: torch.device, watch: DeviceMemory | None, report: FactSink) -> None:
         self.device = device
         self.watch = watch
         self.report = report

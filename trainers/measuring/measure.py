@@ -14,7 +14,7 @@ import torch
 from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.hardware.nvml import DeviceMemory
-from trainers.measuring.counters import Meter, Told
+from trainers.measuring.counters import FactSink, Meter
 from trainers.measuring.phases import Probed, Wanted
 from trainers.memory.out_of_memory import callers, out_of_memory
 from trainers.parallel import checkpoint
@@ -26,7 +26,7 @@ MAX_EVENTS = 5_000_000
 """Of the allocator's history: a step of a 14B model has tens of thousands."""
 
 
-def measure(wanted: Wanted, report: Told) -> None:
+def measure(wanted: Wanted, report: FactSink) -> None:
     """Measures and tells. Running out of memory is told as an outcome; any other error is the caller's."""
     device = find_device(wanted.device)
     with contextlib.ExitStack() as stack:
@@ -62,7 +62,7 @@ def _run(wanted: Wanted, meter: Meter) -> Probed | None:
     if meter.device.type == "cuda":
         meter.report.tell(capped_bytes=limit(wanted, meter))
     if wanted.part == "encode":
-        from trainers.measuring.encoding import encode  # with what records, which steps do without
+        from trainers.measuring.encoding_phase import encode  # with what records, which steps do without
 
         encode(wanted.profile, wanted.job, wanted.strategy, meter)
         return None

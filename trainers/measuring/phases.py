@@ -178,7 +178,7 @@ class Probed:
         Of a model that is split all ranks denoise."""
         wanted, first, engine = self.wanted, checkpoint.is_first(), self.engine
         if first or engine.gathers:
-            asked = pipelines.Asked(steps=NOISE_LEVELS, seed=SEED)
+            asked = pipelines.SampleInputs(steps=NOISE_LEVELS, seed=SEED)
             model, device = engine.plain, self.meter.device
             split = validate.Split(first, engine.release) if engine.gathers else None
             validate.sample(model, wanted.profile, wanted.job, self.strategy, device, asked, self.meter.phase, split)

@@ -24,7 +24,7 @@ from trainers.parallel.engines import deepspeed_config
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from planner.launch.launch import Request
+    from planner.launch.launch import RunRequest
 
 
 def find_device(name: str) -> torch.device:
@@ -43,7 +43,7 @@ def find_device(name: str) -> torch.device:
 
 
 def start(
-    job: Job, strategy: Strategy, machine: Machine, device: torch.device, drive: Path, request: Request | None = None
+    job: Job, strategy: Strategy, machine: Machine, device: torch.device, drive: Path, request: RunRequest | None = None
 ) -> Accelerator:
     """Accelerate's state for a plan, checked. It finds the ranks and keeps a request's trackers; the step is ours.
 
@@ -70,7 +70,7 @@ def start(
     return accelerator
 
 
-def _wandb(request: Request) -> dict[str, str]:
+def _wandb(request: RunRequest) -> dict[str, str]:
     """What ``wandb.init`` is told: its files lie in the run's own folder, and a run that is taken up, however it
     ended, is the same one there."""
     return {"dir": request.output, "name": Path(request.output).name, "id": request.run, "resume": "allow"}

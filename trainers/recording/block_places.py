@@ -12,7 +12,7 @@ Place = tuple[int, int]
 
 
 @dataclass
-class Run:
+class LikeBlocks:
     """A maximal run of structurally equal blocks in one module list."""
 
     module_list: str
@@ -20,12 +20,14 @@ class Run:
     count: int
 
 
-def find_runs(model: nn.Module, lists: list[str], checkpointed: int | None) -> tuple[list[Run], dict[str, Place]]:
+def find_runs(
+    model: nn.Module, lists: list[str], checkpointed: int | None
+) -> tuple[list[LikeBlocks], dict[str, Place]]:
     """Groups the blocks of the named module lists into runs of equal structure; maps each block's name to its place.
 
     ``checkpointed`` is the number of blocks, in execution order, that checkpoint when only some do: it splits runs too.
     """
-    runs: list[Run] = []
+    runs: list[LikeBlocks] = []
     places: dict[str, Place] = {}
     seen = 0
     for module_list in lists:
@@ -34,7 +36,7 @@ def find_runs(model: nn.Module, lists: list[str], checkpointed: int | None) -> t
             shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()]
             signature = (type(block), shapes, checkpointed is not None and seen < checkpointed)
             if signature != last:
-                runs.append(Run(module_list, index, 0))
+                runs.append(LikeBlocks(module_list, index, 0))
             last = signature
             places[f"{module_list}.{index}"] = (len(runs) - 1, runs[-1].count)
             runs[-1].count += 1

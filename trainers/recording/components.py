@@ -26,10 +26,10 @@ from planner.catalog.profiles import Vae
 from planner.estimate.stages import without_garbage_collection
 from planner.tape.format import FORMAT
 from trainers.recording import cuda_ops
-from trainers.recording.block_places import Run, find_runs
+from trainers.recording.block_places import LikeBlocks, find_runs
 from trainers.recording.compress import compress
 from trainers.recording.hooks import watch_blocks
-from trainers.recording.record import Recorder, Trace, load
+from trainers.recording.record import RawRecording, Recorder, load
 from trainers.step import step
 
 RECORDED_CHUNKS = range(9, 14)
@@ -140,7 +140,7 @@ def _largest_factor(number: int) -> int:
     return largest
 
 
-def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks: int) -> Trace:
+def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks: int) -> RawRecording:
     """Records loading and ``encode`` or ``decode`` of one sample; ``chunks`` is 0 for a VAE that takes a clip whole."""
     import diffusers
 
@@ -167,7 +167,7 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
         trace, exits = record_component(model, dtype, run, part, worker if chunks else None)
     if chunks:
         assert len(exits) == chunks, f"{vae.class_name} works in {len(exits)} chunks, not {chunks}"
-        trace.runs = [Run("chunks", 0, chunks)]
+        trace.runs = [LikeBlocks("chunks", 0, chunks)]
         trace.places[exits[-1] :] = [None] * (len(trace.places) - exits[-1])
         for event in trace.events[exits[-1] :]:
             if event >= 0:
@@ -217,7 +217,7 @@ def record_component(
     part: str,
     worker: nn.Module | None,
     module_lists: Sequence[str] = (),
-) -> tuple[Trace, list[int]]:
+) -> tuple[RawRecording, list[int]]:
     """The trace, and the events at which ``worker``, which is called once for each chunk, returned."""
     step.cast_weights(model, DTYPES[dtype])
     model.requires_grad_(False).eval()
@@ -292,7 +292,7 @@ def _tile(vae: Vae) -> tuple[int, ...]:
 def tape_file(
     name: str,
     variant: str,
-    trace: Trace,
+    trace: RawRecording,
     body: dict[str, Any],
     sums: Mapping[str, tuple[int, tuple[str, ...]]],
     regime: Mapping[str, int],

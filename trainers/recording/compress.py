@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.recording.block_places import Place
-from trainers.recording.op_cost import Work
-from trainers.recording.record import Trace
+from trainers.recording.op_cost import OpCost
+from trainers.recording.record import RawRecording
 
 HEAD, TAIL = 2, 2
 """Blocks kept from either end of a sweep."""
@@ -33,7 +33,7 @@ class Segment:
     place: Place | None
     passes: str
     events: list[int] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
+    work: list[OpCost] = field(default_factory=list)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Factoriser:
         return self.sizes.setdefault(("grow", self.factor(base), self.factor(slope)), len(self.sizes))
 
 
-def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int], head: int = HEAD) -> dict[str, Any]:
+def compress(trace: RawRecording, atoms: Mapping[str, int], counts: list[int], head: int = HEAD) -> dict[str, Any]:
     """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model.
 
     ``head`` blocks at the start of a sweep are kept as they are.
@@ -90,7 +90,7 @@ def compress(trace: Trace, atoms: Mapping[str, int], counts: list[int], head: in
 
 
 class _Compressor:
-    def __init__(self, trace: Trace, factoriser: Factoriser, counts: list[int], head: int) -> None:
+    def __init__(self, trace: RawRecording, factoriser: Factoriser, counts: list[int], head: int) -> None:
         self.head = head
         self.trace = trace
         self.factoriser = factoriser
@@ -342,7 +342,7 @@ class _Compressor:
         assert not inside or self.whole[run], f"run {run}: block {block} from outside"
         return (2, block) if block < self.head else (3, block - count)
 
-    def _work(self, entries: list[Work]) -> list[list[int]]:
+    def _work(self, entries: list[OpCost]) -> list[list[int]]:
         """[kind, dtype is half, flops coefficient, bytes coefficient, *exponents], merged by exponents."""
         merged: dict[tuple[Any, ...], list[int]] = {}
         for entry in entries:

@@ -21,7 +21,7 @@ from trainers.data.layer_offload import LAYERS, layers_of
 from trainers.recording.block_places import find_runs
 from trainers.recording.components import DTYPES, record_component, tape_file
 from trainers.recording.compress import HEAD, TAIL, compress
-from trainers.recording.record import Trace
+from trainers.recording.record import RawRecording
 
 RECORDED_LAYERS = HEAD + TAIL + 2
 BATCH = 521
@@ -90,7 +90,9 @@ def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
     return model
 
 
-def record_text_encoder(encoder: TextEncoder, dtype: str, batch: int, tokens: int, layers: int | None = None) -> Trace:
+def record_text_encoder(
+    encoder: TextEncoder, dtype: str, batch: int, tokens: int, layers: int | None = None
+) -> RawRecording:
     """Records loading and the forward of one batch of prompts of equal length. ``layers``: of a shallower encoder."""
     model = text_encoder(encoder, layers)
     run = forward(encoder, model, (batch, tokens), DTYPES[dtype], "cpu")

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from trainers.recording.block_places import Place, place_of_name
 
 
-class Recorder(Protocol):
+class BlockListener(Protocol):
     """What the hooks tell: ``trainers.recording.record.Recorder``."""
 
     place: Place | None
@@ -21,7 +21,7 @@ class Recorder(Protocol):
         """Says what an existing allocation holds."""
 
 
-def watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Place]) -> None:
     """Hooks that keep ``recorder.place`` at the block that runs, forward and backward.
 
     A module of another list, run between blocks (an adapter), belongs to the block before it.
@@ -64,7 +64,7 @@ def watch_blocks(model: nn.Module, recorder: Recorder, places: dict[str, Place])
                 between.register_forward_hook(left_between)
 
 
-def watch_casts(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
+def watch_casts(model: nn.Module, recorder: BlockListener, places: dict[str, Place]) -> None:
     """Layerwise casting stores a layer's weights anew behind its forward: they are the same weights again."""
     from diffusers.hooks.layerwise_casting import _is_layerwise_casting_active
 
@@ -82,7 +82,7 @@ def watch_casts(model: nn.Module, recorder: Recorder, places: dict[str, Place]) 
             watch(name, module)
 
 
-def watch_gradients(trainable: Mapping[str, nn.Parameter], recorder: Recorder, places: dict[str, Place]) -> None:
+def watch_gradients(trainable: Mapping[str, nn.Parameter], recorder: BlockListener, places: dict[str, Place]) -> None:
     """Hooks that label each gradient as it is accumulated."""
 
     def watch(name: str, parameter: nn.Parameter) -> None:

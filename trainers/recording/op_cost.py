@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 
-class Work(NamedTuple):
+class OpCost(NamedTuple):
     """One operator's work. ``kind``: matmul, attention, convolution or pointwise; ``dtype``: of its arithmetic."""
 
     kind: str
@@ -25,7 +25,7 @@ IDLE = frozenset({"_unsafe_view", "empty", "empty_strided", "new_empty", "new_em
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work | None:
+def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> OpCost | None:
     """The work of one call, or None for views and for operators that only take memory."""
     if not outputs or func.is_view or func.overloadpacket.__name__ in IDLE:
         return None
@@ -38,12 +38,12 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], o
     if name == "gemm_4bit":  # the weight is unpacked, written and read, then multiplied
         rows, columns = args[2]
         copy = 2 * rows * columns * args[0].element_size()
-        return Work("matmul", HALVES.get(args[0].dtype, "fp32"), 2 * args[0].numel() * rows, (*nbytes, copy))
+        return OpCost("matmul", HALVES.get(args[0].dtype, "fp32"), 2 * args[0].numel() * rows, (*nbytes, copy))
     counter = flop_registry.get(func.overloadpacket)
     if counter is None:
-        return Work("pointwise", "fp32", 0, nbytes)
+        return OpCost("pointwise", "fp32", 0, nbytes)
     flops = int(counter(*args, **kwargs, out_val=out))
-    return Work(_kind(name), HALVES.get(outputs[0].dtype, "fp32"), flops, nbytes)
+    return OpCost(_kind(name), HALVES.get(outputs[0].dtype, "fp32"), flops, nbytes)
 
 
 def _kind(name: str) -> str:

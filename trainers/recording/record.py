@@ -31,10 +31,10 @@ from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.memory import quantise
 from trainers.recording import cuda_ops, fakes
-from trainers.recording.block_places import Place, Run, find_runs, place_of_name
+from trainers.recording.block_places import LikeBlocks, Place, find_runs, place_of_name
 from trainers.recording.constant_values import Uniform
 from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
-from trainers.recording.op_cost import Work, work_of
+from trainers.recording.op_cost import OpCost, work_of
 from trainers.step import step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
 
@@ -55,7 +55,7 @@ class Alloc:
 
 
 @dataclass
-class Trace:
+class RawRecording:
     """The raw recording. ``events[i]`` >= 0 allocates that Alloc, < 0 frees ``allocs[~event]``."""
 
     allocs: list[Alloc] = field(default_factory=list)
@@ -64,9 +64,9 @@ class Trace:
     pieces: list[tuple[str, int]] = field(default_factory=list)
     """(piece, index of its first event); ``gradients`` only feeds an optimizer step, ``end`` closes the last."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[LikeBlocks] = field(default_factory=list)
     passes: list[str] = field(default_factory=list)
-    work: list[tuple[int, Work]] = field(default_factory=list)
+    work: list[tuple[int, OpCost]] = field(default_factory=list)
     """(number of events before it, what an operator computes and moves)."""
 
     ops: set[str] = field(default_factory=set)
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.trace = Trace()
+        self.trace = RawRecording()
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
@@ -226,7 +226,7 @@ def record_step(
     grid: Mapping[str, int],
     config: dict[str, Any] | None = None,
     older_torch: bool = False,
-) -> Trace:
+) -> RawRecording:
     """Records loading (piece ``load``) and one forward and backward (``step``) at the shape of ``grid``.
 
     ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``older_torch``: autocast as it was
@@ -259,7 +259,7 @@ def record_sample(
     grid: Mapping[str, int],
     config: dict[str, Any] | None = None,
     older_torch: bool = False,
-) -> Trace:
+) -> RawRecording:
     """Records loading and one forward without gradients (``denoise``), as sampling calls it at every noise level."""
     with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
@@ -280,7 +280,7 @@ def record_sample(
 
 def record_optimizer(
     profile: ModelProfile, job: Job, strategy: Strategy, grid: Mapping[str, int], config: dict[str, Any] | None = None
-) -> Trace:
+) -> RawRecording:
     """Records the first optimizer step (``optimizer_first``: it creates the states) and a later one (``optimizer``).
 
     What the step does depends on the parameters and their gradients alone, so gradients are simply put there: on all

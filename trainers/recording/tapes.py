@@ -31,7 +31,7 @@ from trainers.recording.block_places import find_runs
 from trainers.recording.components import image_tape, vae_tape
 from trainers.recording.compress import HEAD, TAIL, compress
 from trainers.recording.encoders import text_tape
-from trainers.recording.record import Trace, record_optimizer, record_sample, record_step
+from trainers.recording.record import RawRecording, record_optimizer, record_sample, record_step
 from trainers.step import step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
@@ -135,7 +135,7 @@ def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str
 def _tape(
     profile: ModelProfile,
     name: str,
-    trace: Trace,
+    trace: RawRecording,
     grid: dict[str, int],
     sums: dict[str, int],
     regime: dict[str, int],

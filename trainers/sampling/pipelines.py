@@ -19,7 +19,7 @@ from planner.catalog.shapes import grid
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy, ValidationShape
 from trainers.families.common.base import Family
-from trainers.families.common.sampling import Sampler, flow_shift, shifted
+from trainers.families.common.sampling import FamilyPipeline, flow_shift, shifted
 from trainers.step import step
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SampleInputs:
     """What one sample is made of and how. What is left out is random, or the pipeline's own."""
 
     prompt: Mapping[str, Tensor] | None = None
@@ -54,7 +54,7 @@ def shape_of(job: Job) -> ValidationShape:
     return job.validation or ValidationShape(frames=own.frames, height=own.height, width=own.width)
 
 
-def sampler_of(kind: Family, profile: ModelProfile) -> Sampler:
+def sampler_of(kind: Family, profile: ModelProfile) -> FamilyPipeline:
     """How a family samples; a VplanError where it does not."""
     sampler = kind.sampler()
     if sampler is None:
@@ -63,7 +63,9 @@ def sampler_of(kind: Family, profile: ModelProfile) -> Sampler:
     return sampler
 
 
-def scheduler(profile: ModelProfile, sampler: Sampler, shape: ValidationShape, config: Mapping[str, Any] | None) -> Any:
+def scheduler(
+    profile: ModelProfile, sampler: FamilyPipeline, shape: ValidationShape, config: Mapping[str, Any] | None
+) -> Any:
     """The scheduler that the model's folder describes, else the family's, with the published shift for the size."""
     import diffusers
 
@@ -77,7 +79,7 @@ def scheduler(profile: ModelProfile, sampler: Sampler, shape: ValidationShape, c
     return kind.from_config(shifted(own, inspect.signature(kind).parameters, shift))
 
 
-def guider(sampler: Sampler, job: Job, asked: Asked) -> dict[str, Any]:
+def guider(sampler: FamilyPipeline, job: Job, asked: SampleInputs) -> dict[str, Any]:
     """Guidance where it is a part of the pipeline."""
     import diffusers
 
@@ -88,7 +90,11 @@ def guider(sampler: Sampler, job: Job, asked: Asked) -> dict[str, Any]:
 
 
 def pipeline(
-    sampler: Sampler, models: Mapping[str, Any], device: torch.device, parts: Mapping[str, Any], embeds: Tensor | None
+    sampler: FamilyPipeline,
+    models: Mapping[str, Any],
+    device: torch.device,
+    parts: Mapping[str, Any],
+    embeds: Tensor | None,
 ) -> Any:
     """The family's pipeline of the live models, by what pipelines call them, and some parts, and nothing else."""
     import diffusers
@@ -109,7 +115,9 @@ def pipeline(
     return whole
 
 
-def arguments(kind: Family, sampler: Sampler, job: Job, asked: Asked, shape: ValidationShape) -> dict[str, Any]:
+def arguments(
+    kind: Family, sampler: FamilyPipeline, job: Job, asked: SampleInputs, shape: ValidationShape
+) -> dict[str, Any]:
     """What the pipeline is called with; more than it may take."""
     assert asked.prompt is not None
     prompt, empty = asked.prompt, asked.empty if asked.empty is not None else asked.prompt

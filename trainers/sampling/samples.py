@@ -30,12 +30,12 @@ from planner.dataset.buckets import model_fps
 from planner.dataset.scan import Dataset
 from planner.errors import VplanError
 from planner.launch import checkpoints
-from planner.launch.launch import SAMPLES, Preparation, Request
+from planner.launch.launch import SAMPLES, Preparation, RunRequest
 from planner.launch.validation import about
 from planner.worker_process import read_json, write_json
 from trainers import families
 from trainers.data import parts
-from trainers.data.cache import Setting, Work
+from trainers.data.cache import CacheBuild, Setting
 from trainers.data.loader import read_entries
 from trainers.memory.out_of_memory import out_of_memory
 from trainers.parallel.parallel import Alone
@@ -54,7 +54,7 @@ CODECS = ("libx264", "mpeg4")
 SCHEDULER = "scheduler/scheduler_config.json"
 
 
-class Wish(NamedTuple):
+class PreparedSample(NamedTuple):
     """One sample to be made, as preparing left it: files of the cache."""
 
     name: str
@@ -78,7 +78,7 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
     """
     pipelines.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
     assert wanted.validation is not None
-    work = Work(setting)
+    work = CacheBuild(setting)
     own = [] if dataset is None else [dataset.samples[0].clip.caption]
     captions = list(wanted.prompts) or own
     keys = {work.text_key(caption): caption for caption in ("", *captions)}
@@ -88,13 +88,14 @@ def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> N
         texts = [("the first sample's caption", read_entries(Path(wanted.entries))[0].text)]
     empty = str(work.store.path(work.text_key("")))
     wishes = [
-        Wish(name, str(text), empty, *_first_frame(work, dataset, number)) for number, (name, text) in enumerate(texts)
+        PreparedSample(name, str(text), empty, *_first_frame(work, dataset, number))
+        for number, (name, text) in enumerate(texts)
     ]
     told = {"about": about(wanted), "samples": [wish._asdict() for wish in wishes]}
     write_json(Path(wanted.validation), told)
 
 
-def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
+def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
     """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
     profile, job = work.setting.profile, work.setting.job
     sampler = pipelines.sampler_of(work.family.for_job(job), profile)
@@ -127,13 +128,13 @@ def _first_frame(work: Work, dataset: Dataset | None, number: int) -> tuple[str 
 class Samples:
     """The samples of one run, made on its first rank."""
 
-    def __init__(self, request: Request, profile: ModelProfile, device: torch.device, rank: int) -> None:
+    def __init__(self, request: RunRequest, profile: ModelProfile, device: torch.device, rank: int) -> None:
         assert request.validation is not None
         self.request, self.wanted, self.profile, self.device, self.rank = (
             request, request.validation, profile, device, rank,
         )  # fmt: skip
         self.folder = Path(request.output) / SAMPLES
-        self.wishes = [Wish(**one) for one in read_json(Path(self.wanted.prompts))["samples"]]
+        self.wishes = [PreparedSample(**one) for one in read_json(Path(self.wanted.prompts))["samples"]]
 
     def due(self, done: int) -> bool:
         """Whether samples are made behind so many steps: every so many, and at the end."""
@@ -187,7 +188,7 @@ class Samples:
         kind = "mp4" if pipelines.shape_of(self.request.plan.job).frames > 1 else "png"
         return self.folder / f"step-{done:08d}-{number}.{kind}"
 
-    def _asked(self, wish: Wish, number: int) -> pipelines.Asked:
+    def _asked(self, wish: PreparedSample, number: int) -> pipelines.SampleInputs:
         """What a sample is made of, read when it is made."""
         root = parts.locate(self.request.weights, ["vae", "scheduler"])
         vae = self.profile.vae.class_name
@@ -196,7 +197,7 @@ class Samples:
         kind = families.family(self.profile).for_job(self.request.plan.job)
         embeds = pipelines.sampler_of(kind, self.profile).embeds
         dtype = DTYPES[self.request.plan.strategy.vae_dtype]
-        return pipelines.Asked(
+        return pipelines.SampleInputs(
             prompt=load_file(wish.text),
             empty=load_file(wish.empty),
             frames=self._given(wish.image) if wish.image else None,

@@ -24,7 +24,7 @@ from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.memory import swap
 from trainers.sampling import pipelines
-from trainers.sampling.pipelines import Asked
+from trainers.sampling.pipelines import SampleInputs
 from trainers.step import experts, step
 from trainers.step.random_weights import randomise
 
@@ -53,7 +53,7 @@ def sample(
     job: Job,
     strategy: Strategy,
     device: torch.device,
-    asked: Asked | None = None,
+    asked: SampleInputs | None = None,
     phase: Phase = contextlib.nullcontext,
     split: Split | None = None,
 ) -> numpy.ndarray[Any, Any]:
@@ -64,7 +64,7 @@ def sample(
     pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case. Of a ``split``
     model only the first rank has the sample: the others' is empty.
     """
-    asked = asked or Asked()
+    asked = asked or SampleInputs()
     kind, shape = family(profile).for_job(job), pipelines.shape_of(job)
     sampler = pipelines.sampler_of(kind, profile)
     models = _models(model, strategy, device)

@@ -14,15 +14,15 @@ from trainers.memory.pinned import host_bytes
 WEIGHT_DECAY = 1e-2
 
 
-class Way(TypedDict, total=False):
+class StepFlags(TypedDict, total=False):
     """How torch's AdamW steps."""
 
     foreach: bool
     fused: bool
 
 
-LOOP: Way = {"foreach": False}
-FOREACH: dict[str, Way] = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
+LOOP: StepFlags = {"foreach": False}
+FOREACH: dict[str, StepFlags] = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
 """torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
 
 ALIGNMENT = 16

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from planner.commands._shared.verb import DONE, show, table
-from planner.evidence.allocator_history import Compared, Difference, Event, History, compare, laid_out, read_history
+from planner.evidence.allocator_history import (
+    Difference,
+    Event,
+    History,
+    PhaseComparison,
+    compare,
+    laid_out,
+    read_history,
+)
 from planner.units import MIB, format_gib
 
 if TYPE_CHECKING:
@@ -40,7 +48,7 @@ def differences(path: str, least: int, as_json: bool) -> int:
     return DONE
 
 
-def _render(console: Console, history: History, found: Sequence[Compared], recorded: str) -> None:
+def _render(console: Console, history: History, found: Sequence[PhaseComparison], recorded: str) -> None:
     job = history.plan.job
     console.print(f"{job.model} {job.method} {job.frames}x{job.height}x{job.width} on {history.gpu}", style="bold")
     if history.torch.split("+")[0] != recorded.split("+")[0]:

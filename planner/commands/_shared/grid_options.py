@@ -37,7 +37,7 @@ FAULTS = ("crash", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GridOptions:
     """What was typed."""
 
     grid: str
@@ -73,7 +73,7 @@ class Where(NamedTuple):
 class Campaign:
     """A grid being measured; every row is on the disk before the next plan begins."""
 
-    asked: Asked
+    asked: GridOptions
     where: Where
     rows: list[ProbeRow] = field(default_factory=list)
     """taken now"""
@@ -196,7 +196,7 @@ def _check_names(found: Sequence[Candidate]) -> None:
         titles[each.name] = each.entry.title
 
 
-def measure(asked: Asked, where: Where, as_json: bool) -> int:
+def measure(asked: GridOptions, where: Where, as_json: bool) -> int:
     """Runs a grid and tells; the exit code."""
     campaign = Campaign(asked, where)
     campaign.plan()

@@ -9,7 +9,7 @@ import click
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
-from planner.commands._shared.request import Asked
+from planner.commands._shared.request import TypedQuestion
 from planner.errors import VplanError
 from planner.hardware import doctor
 from planner.spec.plan import Plan, read_plan, write_plan
@@ -17,7 +17,7 @@ from planner.spec.plan import Plan, read_plan, write_plan
 PLAN = "plan.toml"
 
 
-def choose(asked: Asked, output: Path, first: bool) -> Plan:
+def choose(asked: TypedQuestion, output: Path, first: bool) -> Plan:
     """The plan that was named, or the one a former call chose here, or the best one there is."""
     kept = output / PLAN
     if asked.plan is not None:
@@ -42,7 +42,7 @@ def choose(asked: Asked, output: Path, first: bool) -> Plan:
     return read_plan(kept)
 
 
-def _check_same(asked: Asked, plan: Plan, path: Path) -> None:
+def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
     """What was typed must be what the kept plan says."""
     fix = "leave it out, or name another --output"
     if lookup.model(asked.model or "").name != lookup.model(plan.job.model).name:
@@ -53,7 +53,7 @@ def _check_same(asked: Asked, plan: Plan, path: Path) -> None:
                 raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
 
 
-def _suggest(asked: Asked, path: Path) -> None:
+def _suggest(asked: TypedQuestion, path: Path) -> None:
     """Runs `vplan suggest` with what was typed, on the card that is here where none was named."""
     from planner.commands import suggest
 

@@ -12,7 +12,7 @@ from planner.units import gib
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.tune.study import Told
+    from planner.tune.study import StudyTrial
     from planner.tune.worker import Tuning
 
 COLUMNS = ("probe", "plan", ">estimated", ">measured GiB", ">s a step", "outcome")
@@ -66,7 +66,7 @@ def _page(rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableTy
     return Group(table(COLUMNS, rows), Text(f"{so_far}{speed}; next: {now}", style="dim"))
 
 
-def _cells(tuning: Tuning, number: int, told: Told) -> tuple[str, ...]:
+def _cells(tuning: Tuning, number: int, told: StudyTrial) -> tuple[str, ...]:
     found = tuning.tuner.search.priced(told.plan.job, told.plan.strategy)
     shape = told.plan.job
     what = ways(found) if found else "not recorded"

@@ -239,7 +239,7 @@ def _need(found: Estimate) -> str:
     return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
 
 
-class Row:
+class TableRow:
     """One line of an answer for many models or many cards."""
 
     def __init__(self, name: str, plan: Estimate | None, reason: str, considered: int) -> None:
@@ -254,7 +254,7 @@ class Row:
         return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None}
 
 
-def print_rows(console: Console, first: str, kind: str, rows: Sequence[Row]) -> None:
+def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
     """One line for each model or card."""
     console.print(first)
     console.print()
@@ -269,7 +269,7 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[Row]) -> 
         console.print(f"{names}: {note}", style="dim")
 
 
-def _row(row: Row) -> tuple[str | Text, ...]:
+def _row(row: TableRow) -> tuple[str | Text, ...]:
     from rich.text import Text
 
     if row.plan is None:

@@ -1,7 +1,8 @@
 """From typed flags to the records of one estimate: names looked up, defaults filled in, and every default said.
 
-A command takes `@request_options(...)` and gets one `Asked`; `asked.settle()` is the `Request` to estimate, or a
-VplanError. A command that answers for many models or cards settles the same `Asked` for each: `asked.settle(gpu=...)`.
+A command takes `@request_options(...)` and gets one `TypedQuestion`; `asked.settle()` is the `Request` to estimate, or
+a VplanError. A command that answers for many models or cards settles the same `TypedQuestion` for each:
+`asked.settle(gpu=...)`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TypedQuestion:
     """What was typed, and what the plan file says where nothing was typed; nothing is looked up yet."""
 
     job: Mapping[str, Any]
@@ -182,7 +183,7 @@ _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine"
 FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
 
-def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> Asked:
+def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> TypedQuestion:
     """Sort the typed flags into the three records, over those of the plan file."""
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
@@ -213,7 +214,7 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
         records["machine"] |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
         records["machine"] = {"host_ram": here.host_ram, "torch": here.torch, **records["machine"]}
     fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
-    return Asked(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
+    return TypedQuestion(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
 
 
 def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:

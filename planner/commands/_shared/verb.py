@@ -45,7 +45,7 @@ class Verb(click.Command):
                 formatter.write_dl(rows)
 
 
-class Range(click.FloatRange):
+class FiniteRange(click.FloatRange):
     """A number in a range. Click lets nan through any, which is neither smaller nor larger, and inf where no end is."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -261,7 +261,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Translation:
     """What a trainer's words mean in ours."""
 
     job: Fields
@@ -318,7 +318,7 @@ def is_edit(setting: str) -> bool:
     return setting.startswith(EDIT)
 
 
-def read(dialect: Dialect, given: Given) -> Reading:
+def read(dialect: Dialect, given: Given) -> Translation:
     """The job, strategy and machine of what was given."""
     from planner.spec.job import Job, Machine, Strategy
 
@@ -333,7 +333,7 @@ def read(dialect: Dialect, given: Given) -> Reading:
         {name: value for name, value in fields.items() if name in record.model_fields}
         for record in (Job, Strategy, Machine)
     )
-    return Reading(
+    return Translation(
         job,
         strategy,
         machine,

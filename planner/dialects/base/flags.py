@@ -60,7 +60,7 @@ class Parsed(NamedTuple):
     """flags that it had once -> since when, and what instead"""
 
 
-class Script(NamedTuple):
+class EntryPoint(NamedTuple):
     """One entry point of a trainer, or one kind of its config files."""
 
     trainer: str
@@ -143,7 +143,7 @@ def _known_parser(trainer: str, path: str) -> argparse.ArgumentParser:
     return _parser(next(one for one in scripts(trainer) if one.path == path))
 
 
-def _parser(script: Script) -> argparse.ArgumentParser:
+def _parser(script: EntryPoint) -> argparse.ArgumentParser:
     parser = _Parser(prog=PurePosixPath(script.path).name, add_help=False, argument_default=argparse.SUPPRESS)
     for flag in script.flags.values():
         names = (flag.name, *flag.aliases)
@@ -220,7 +220,7 @@ class _File(Record):
 
 
 @functools.cache
-def scripts(trainer: str) -> tuple[Script, ...]:
+def scripts(trainer: str) -> tuple[EntryPoint, ...]:
     """All that is known of a trainer's entry points; a VplanError for a file that is missing or damaged."""
     if trainer not in profiles.trainer_names():
         known = ", ".join(profiles.trainer_names())
@@ -236,15 +236,15 @@ def scripts(trainer: str) -> tuple[Script, ...]:
         own = [one for group in file.group if {"*", entry.path} & set(group.scripts) for one in group.flag]
         flags = {flag.name: flag for flag in own}
         at = (entry.path, entry.commit, entry.read_at, entry.format, entry.removed)
-        found.append(Script(file.trainer, file.source, *at, flags))
+        found.append(EntryPoint(file.trainer, file.source, *at, flags))
     return tuple(found)
 
 
-def find(trainer: str, path: str) -> Script | None:
+def find(trainer: str, path: str) -> EntryPoint | None:
     """The script that a path names by its end, the longest end first (`/opt/x/scripts/train.py` is `scripts/train.py`);
     None when none does, or several do equally."""
     asked = PurePosixPath(path.replace("\\", "/")).parts
-    best: list[Script] = []
+    best: list[EntryPoint] = []
     longest = 0
     for one in scripts(trainer):
         known = PurePosixPath(one.path).parts
@@ -258,7 +258,7 @@ def find(trainer: str, path: str) -> Script | None:
     return best[0] if len(best) == 1 else None
 
 
-def script(trainer: str, path: str) -> Script:
+def script(trainer: str, path: str) -> EntryPoint:
     """`find`, or a VplanError that lists what the trainer has."""
     found = find(trainer, path)
     if found is None:

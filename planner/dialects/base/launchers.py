@@ -23,7 +23,7 @@ from planner.dialects.base.bindings import (
     Several,
     Value,
 )
-from planner.dialects.base.script import Program, Script
+from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, did_you_mean, nearest, quoted
 from planner.spec.job import SPLIT, Job, Strategy
 from planner.spec.plan import Plan
@@ -120,7 +120,7 @@ def the_model(settings: Settings, *names: str) -> str:
 # ---- accelerate
 
 
-def launched(program: Program, script: Script, shipped: Mapping[str, Settings]) -> tuple[Settings, list[str]]:
+def launched(program: PythonCommand, script: Script, shipped: Mapping[str, Settings]) -> tuple[Settings, list[str]]:
     """A launcher's flags, with what the files they name say: `launch:--zero_stage` whoever says it.
 
     `shipped`: the launch settings of config files that come with the trainer, by the end of their paths.
@@ -272,7 +272,7 @@ def _device(value: object) -> str:
 # ---- reading and writing commands
 
 
-def given_flags(trainer: str, program: Program, told: Settings, notes: Sequence[str] = ()) -> Given:
+def given_flags(trainer: str, program: PythonCommand, told: Settings, notes: Sequence[str] = ()) -> Given:
     """A program's flags by the trainer's own list of them, beside what its launcher said."""
     script = flags.script(trainer, program.script)
     parsed = script.parse(program.arguments)

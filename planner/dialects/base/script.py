@@ -39,7 +39,7 @@ _DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
 
 
 @dataclass(frozen=True)
-class Program:
+class PythonCommand:
     """One command that runs a Python script."""
 
     launcher: str
@@ -96,7 +96,7 @@ class Script:
 
     name: str
     """the file's name, or "the command" """
-    programs: tuple[Program, ...] = ()
+    programs: tuple[PythonCommand, ...] = ()
     config: dict[str, Any] | None = None
     """of a config file that was given instead of a command: tables within tables"""
     tree: ast.Module | None = None
@@ -123,7 +123,7 @@ class Script:
 
 def of_words(words: Sequence[str]) -> Script:
     """A command as the shell has split it for us; `$NAME` in it is text."""
-    program = _program(tuple(words), {}) or Program("", {}, words[0], tuple(words[1:]))
+    program = _program(tuple(words), {}) or PythonCommand("", {}, words[0], tuple(words[1:]))
     return Script("the command", (program,))
 
 
@@ -164,7 +164,7 @@ def _tree(text: str, name: str) -> ast.Module:
         raise VplanError(fault, "give the file that is run") from None
 
 
-def _program(words: tuple[str, ...], environment: dict[str, str]) -> Program | None:
+def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonCommand | None:
     """The program that a command runs; None for what runs no Python."""
     rest = list(words)
     environment = dict(environment)
@@ -185,11 +185,11 @@ def _program(words: tuple[str, ...], environment: dict[str, str]) -> Program | N
             return None
         return _launched(name, rest[len(verb) :], environment)
     if not _PYTHON.fullmatch(name):
-        return None if not name.endswith(".py") else Program("python", {}, name, tuple(rest), environment)
+        return None if not name.endswith(".py") else PythonCommand("python", {}, name, tuple(rest), environment)
     return _launched("python", rest, environment)
 
 
-def _launched(launcher: str, words: list[str], environment: dict[str, str]) -> Program | None:
+def _launched(launcher: str, words: list[str], environment: dict[str, str]) -> PythonCommand | None:
     """A launcher's flags, then the script and its arguments."""
     launch: dict[str, Any] = {}
     module, at = False, 0
@@ -216,4 +216,4 @@ def _launched(launcher: str, words: list[str], environment: dict[str, str]) -> P
     if launcher == "python" and module and script in ("accelerate.commands.launch", "deepspeed.launcher.runner"):
         return _launched(script.partition(".")[0], rest, environment)
     path = script.replace(".", "/") + ".py" if module else script
-    return Program(launcher, launch, path, tuple(rest), environment)
+    return PythonCommand(launcher, launch, path, tuple(rest), environment)

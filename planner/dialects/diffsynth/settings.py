@@ -36,7 +36,7 @@ from planner.dialects.base.launchers import (
     usual,
     word_for,
 )
-from planner.dialects.base.script import Program, Script
+from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.diffsynth.names import (
     AT,
     ENCODERS,
@@ -66,7 +66,7 @@ def gather(script: Script) -> Given | None:
     return given_flags("diffsynth", program, told, [*notes, *said])
 
 
-def training_program(script: Script, tail: str, needed: tuple[str, ...]) -> tuple[Program | None, list[str]]:
+def training_program(script: Script, tail: str, needed: tuple[str, ...]) -> tuple[PythonCommand | None, list[str]]:
     """The program that trains, where another one caches for it: of this script, with one of these flags."""
     found = [program for program in script.programs if program.script.endswith(tail)]
     found = [program for program in found if set(needed) & {word.partition("=")[0] for word in program.arguments}]

@@ -47,7 +47,7 @@ def gather(script: Script) -> Given | None:
     return Given(given.trainer, given.settings, given.unknown, (*given.gone, *since), given.notes)
 
 
-def _gone(today: flags.Script, name: str) -> str:
+def _gone(today: flags.EntryPoint, name: str) -> str:
     flag = today.flags.get(name)
     return (flag.gone or "") if flag else ""
 

@@ -25,7 +25,7 @@ from planner.dialects.base.bindings import (
     When,
 )
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launched, one_of, usual, word_for
-from planner.dialects.base.script import Program, Script
+from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import number, whole
 from planner.dialects.diffusion_pipe.models import (
     AT,
@@ -292,7 +292,7 @@ def gather(script: Script) -> Given | None:
     return Given("diffusion-pipe", settings, read.unknown, gone, tuple(notes))
 
 
-def _is_own(program: Program) -> bool:
+def _is_own(program: PythonCommand) -> bool:
     words = {word.partition("=")[0] for word in program.arguments}
     return "--config" in words and (program.launcher == "deepspeed" or "--deepspeed" in words)
 

@@ -24,7 +24,7 @@ from planner.dialects.base.bindings import (
     When,
 )
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, given_flags, launched, one_of, usual, word_for
-from planner.dialects.base.script import Program, Script
+from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.musubi_tuner.files import files
 from planner.dialects.musubi_tuner.models import (
     AT,
@@ -282,7 +282,7 @@ def gather(script: Script) -> Given | None:
     return Given("musubi-tuner", settings, tuple(unknown), tuple(gone), tuple(notes))
 
 
-def _is_own(program: Program) -> bool:
+def _is_own(program: PythonCommand) -> bool:
     found = flags.find("musubi-tuner", program.script)
     return found is not None and found.path.endswith("_train_network.py") and found.path.count("/") == 2
 

@@ -6,7 +6,7 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 from __future__ import annotations
 
 from planner.layout.cogvideox_positions import table_in_half
-from planner.layout.encoders_vae import Component, alive, load, work
+from planner.layout.encoders_vae import ComponentRun, alive, load, work
 from planner.layout.phases import encoders, take_sizes, weights_on_gpu
 from planner.layout.run import SERVICE, Run, Term
 from planner.tape.program import Moment, Stage
@@ -92,7 +92,7 @@ def clip_as_loaded(run: Run) -> None:
     run.free(run.optimizer, [clip])
 
 
-def _is_vae(run: Run, component: Component) -> bool:
+def _is_vae(run: Run, component: ComponentRun) -> bool:
     vae = run.facts.model.vae
     return component.name == vae.folder
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from planner.commands import cli
-from planner.commands._shared.request import Asked, Request, request_options
+from planner.commands._shared.request import Request, TypedQuestion, request_options
 from planner.commands._shared.verb import Verb
 from planner.errors import VplanError
 from planner.spec.job import Bucket, Job, Machine, Strategy
@@ -20,14 +20,14 @@ from planner.units import GIB
 WAN = "wan2.1-t2v-1.3b"
 
 
-def ask(*words: str) -> Asked:
+def ask(*words: str) -> TypedQuestion:
     """What a command gets for these words."""
-    caught: list[Asked] = []
+    caught: list[TypedQuestion] = []
 
     @click.command(cls=Verb)
     @request_options()
     @click.option("--other")
-    def command(asked: Asked, other: str | None) -> None:
+    def command(asked: TypedQuestion, other: str | None) -> None:
         assert other is None
         caught.append(asked)
 

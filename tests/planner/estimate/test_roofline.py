@@ -34,7 +34,7 @@ from planner.layout.inputs import facts
 from planner.layout.pipeline import lay_out
 from planner.spec.job import Job, Links, Machine, Strategy
 from planner.spec.rules import resolve
-from planner.tape.format import KINDS, Run, Tape, read_tape
+from planner.tape.format import KINDS, BlockRun, Tape, read_tape
 from planner.tape.templates import kept_template
 
 GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16, "E": 0}
@@ -65,7 +65,7 @@ def tiny_tape(depth, **item):
     single = {"run": 0, "block": -1, "pass": "backward", "templates": templates[:1]}
     pieces = {"step": [sweep, single]}
     atoms = ("B", "F", "H", "W", "T", "R")
-    return Tape("tiny", {}, {}, {}, atoms, {}, (), (Run("blocks", 0, depth, depth),), (), (), pieces)
+    return Tape("tiny", {}, {}, {}, atoms, {}, (), (BlockRun("blocks", 0, depth, depth),), (), (), pieces)
 
 
 def test_each_kept_template_counts_once_per_block_that_uses_it():

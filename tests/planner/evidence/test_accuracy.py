@@ -16,7 +16,7 @@ import profiles
 from planner.commands import accuracy as verb
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.evidence.accuracy import Compared, Prediction, answer, compare, only, summary, worst_first
+from planner.evidence.accuracy import Comparison, Prediction, answer, compare, only, summary, worst_first
 from planner.evidence.published import DEFAULTS, Row, read_rows
 from planner.schema import choices
 from planner.spec.job import Job, Machine, Strategy
@@ -92,7 +92,7 @@ def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> 
     return 5 * GIB
 
 
-def judged(folder: Path, *rows: dict[str, Any], **predicted: Any) -> list[Compared]:
+def judged(folder: Path, *rows: dict[str, Any], **predicted: Any) -> list[Comparison]:
     return compare(read(folder, *rows), predictor(**predicted), after_step)
 
 
@@ -398,7 +398,7 @@ def test_shipped_rows_are_all_read() -> None:
 # ---- summing up
 
 
-def many(folder: Path) -> list[Compared]:
+def many(folder: Path) -> list[Comparison]:
     """Errors -10, 0 and +20 % reserved, +100 % after the step, one oom missed, one unknown model."""
     return judged(
         folder,

@@ -9,7 +9,7 @@ import pytest
 
 from planner import dialects
 from planner.dialects.base import bindings
-from planner.dialects.base.bindings import Reading
+from planner.dialects.base.bindings import Translation
 from planner.dialects.base.script import of_file
 from planner.dialects.base.shell import joined
 from planner.errors import NotRecordedError, VplanError
@@ -19,7 +19,7 @@ from planner.foreign.check import Pricing, check_case, smaller_batches
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 
 
-def read(folder: Path, name: str, text: str) -> tuple[str, Reading, tuple[str, ...]]:
+def read(folder: Path, name: str, text: str) -> tuple[str, Translation, tuple[str, ...]]:
     """Whose file it is, what it means, and what of it is unknown."""
     (folder / name).write_text(text)
     dialect, given = dialects.recognise(of_file(folder / name))

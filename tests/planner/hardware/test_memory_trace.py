@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.errors import VplanError
 from planner.estimate.timeline import Mark, Point, Timeline, thin
-from planner.hardware.memory_trace import POINTS, PhaseTrace, Thinned, Trace, laid_over, trace_of
+from planner.hardware.memory_trace import POINTS, MemoryTrace, PhaseTrace, Thinned, laid_over, trace_of
 from planner.units import GIB, MIB
 from tests.planner.search.searching import question
 
@@ -39,9 +39,9 @@ def test_a_trace_lies_over_the_stretches_of_its_phases() -> None:
         "train": PhaseTrace(seconds=3, device_mib=(1000, 2000, 3000, 1500), allocated_mib=(900, 2900, 1000)),
         "optimizer": PhaseTrace(seconds=1, device_mib=(1800,)),
     }
-    row = json.loads(json.dumps({"id": "a", "details": {"trace": Trace(phases=phases).to_json()}}))
+    row = json.loads(json.dumps({"id": "a", "details": {"trace": MemoryTrace(phases=phases).to_json()}}))
     found = trace_of(row)
-    assert found == Trace(phases=phases)
+    assert found == MemoryTrace(phases=phases)
     over = laid_over(TIMELINE, found, "a")
     assert over.device == tuple(
         (at, mib * MIB) for at, mib in ((10, 1000), (30, 2000), (50, 3000), (70, 1500), (90, 1800))

@@ -14,7 +14,7 @@ import pytest
 import vplan
 from planner.errors import VplanError
 from planner.launch import launch, multinode
-from planner.launch.launch import Nodes, Outcome, Request
+from planner.launch.launch import Nodes, Outcome, RunRequest
 from planner.launch.multinode import ElsewhereError, Peers
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
@@ -33,9 +33,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(multinode, name, seconds)
 
 
-def request(output: Path, **said: Any) -> Request:
+def request(output: Path, **said: Any) -> RunRequest:
     asked = {"plan": PLAN, "entries": "e", "weights": "w", "output": str(output), "run": "r", "steps": 1}
-    return Request(**{**asked, "learning_rate": 1.0, "checkpoint_every": 1, "keep": 1, "device": "cpu", **said})
+    return RunRequest(**{**asked, "learning_rate": 1.0, "checkpoint_every": 1, "keep": 1, "device": "cpu", **said})
 
 
 @pytest.fixture

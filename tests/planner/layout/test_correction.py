@@ -26,8 +26,8 @@ from planner.layout.correction import (
     SURE,
     Correction,
     Learned,
+    MeasuredRun,
     Proof,
-    Seen,
     fit,
     further,
     with_peak,
@@ -52,14 +52,14 @@ def peak(reserved: int, outside: int) -> PhasePeak:
     return PhasePeak(allocated_bytes=reserved, reserved_bytes=reserved, device_bytes=reserved + outside)
 
 
-def seen(share: float, beside: int = 0, reserved: int = 10 * GIB, outcome: Any = "ok", **fields: Any) -> Seen:
+def seen(share: float, beside: int = 0, reserved: int = 10 * GIB, outcome: Any = "ok", **fields: Any) -> MeasuredRun:
     took = round(reserved * share)
     measured = Measured(
         outcome=outcome, allocated_bytes=took, reserved_bytes=took, device_bytes=took + GIB // 2 + beside,
         step_seconds=2.0 * share,
     )  # fmt: skip
     said = {"predicted": peak(reserved, GIB // 2), "predicted_seconds": 2.0, "budget_bytes": 24 * GIB, **fields}
-    return Seen(measured=measured, **said)
+    return MeasuredRun(measured=measured, **said)
 
 
 SHARES = st.lists(st.floats(0.7, 1.5), min_size=1, max_size=12)

@@ -22,7 +22,7 @@ from planner.hardware import doctor
 from planner.preflight import gpu_wait
 from planner.preflight.checks import on_disk
 from planner.preflight.gpu_wait import parse_wait
-from planner.preflight.preflight import Asked, estimated, preflight, ready
+from planner.preflight.preflight import PreflightOptions, estimated, preflight, ready
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Evidence, Measured, Plan, read_plan, write_plan
 from planner.units import GIB, MIB
@@ -219,7 +219,7 @@ def test_pinned_memory_is_a_note() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (MIB, hard))
     try:
-        report = preflight(swapped, Asked(device="cpu"))
+        report = preflight(swapped, PreflightOptions(device="cpu"))
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     (check,) = [check for check in report.checks if check.name == "pinned RAM"]

@@ -27,7 +27,7 @@ from planner.launch.supported import settled
 from planner.layout.inputs import facts
 from planner.layout.pipeline import lay_out
 from planner.probe import grid_file
-from planner.probe.grid_file import Entry, read_grid
+from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import START_SECONDS, Candidate, candidate, in_order
 from planner.probe.probe import RealRunner
 from planner.probe.simulated import SimulatedRunner
@@ -54,7 +54,7 @@ def priced() -> list[Candidate]:
         return [_priced(entry) for entry in SHIPPED]
 
 
-def _priced(entry: Entry) -> Candidate:
+def _priced(entry: GridEntry) -> Candidate:
     plan = settled(Plan(job=entry.job, strategy=entry.strategy, machine=MACHINE))
     known = facts(plan.job, plan.strategy, MACHINE)
     run = lay_out(plan.job, plan.strategy, MACHINE, known, grid(known.model, plan.job, plan.job.shapes[-1]))
@@ -134,18 +134,18 @@ def test_caps_are_where_the_verdict_changes() -> None:
 
 def test_what_cannot_run_says_why() -> None:
     job = Job(model="sd1.5", frames=1, height=512, width=512)
-    whole = Entry(job=job, strategy=Strategy(gradient_checkpointing="none"))
+    whole = GridEntry(job=job, strategy=Strategy(gradient_checkpointing="none"))
     assert candidate(whole, MACHINE).skip is None
     assert "GiB of host RAM" in (candidate(whole, MACHINE, GIB).skip or "")
     assert "and the card gives 2.0" in (candidate(whole, Machine(gpu="2GiB")).skip or "")
     assert "on the CPU" in (candidate(whole, MACHINE, on_cpu=True).skip or "")
     assert "text_encoder resident" in (
-        candidate(Entry(job=job, strategy=Strategy(text_encoder="resident")), MACHINE).skip or ""
+        candidate(GridEntry(job=job, strategy=Strategy(text_encoder="resident")), MACHINE).skip or ""
     )
     tiny = {"config": {"layers_per_block": 1}}
-    assert candidate(Entry(job=job, strategy=Strategy(), **tiny), MACHINE, on_cpu=True).seconds == START_SECONDS
+    assert candidate(GridEntry(job=job, strategy=Strategy(), **tiny), MACHINE, on_cpu=True).seconds == START_SECONDS
     assert "nothing can be capped" in (
-        candidate(Entry(job=job, strategy=Strategy(), cap="under", **tiny), MACHINE).skip or ""
+        candidate(GridEntry(job=job, strategy=Strategy(), cap="under", **tiny), MACHINE).skip or ""
     )
 
 
@@ -294,7 +294,7 @@ def test_what_is_off_is_recorded(files: tuple[str, Path], monkeypatch: pytest.Mo
     def run(self: RealRunner, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         if self.history:
             recorded.append(Path(self.history).name)
-        said = candidate(Entry(job=plan.job, strategy=plan.strategy), Machine(gpu="rtx4090")).phases["train"]
+        said = candidate(GridEntry(job=plan.job, strategy=plan.strategy), Machine(gpu="rtx4090")).phases["train"]
         share = 1.02 if plan.strategy.gradient_checkpointing == "none" else 1.005
         seen = {name: round(share * nbytes) for name, nbytes in said.to_json().items()}
         row = SimulatedRunner(crash=0.0).run(plan, steps=steps, time_limit=time_limit)

@@ -14,7 +14,7 @@ from planner.search.search import Search
 from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Measured, Plan
 from planner.spec.rules import resolve
-from planner.tune.error_model import HEADROOM, Belief, Seen
+from planner.tune.error_model import HEADROOM, Belief, FinishedProbe
 from planner.tune.tuner import CHANCES, WORTH_A_PROBE, Goal, Tuner
 from tests.planner.search.searching import MODEL, SCREEN, SEED, asked, question
 
@@ -30,7 +30,7 @@ def ran(found: Estimate, ratio: float = 1.0, slower: float = 1.0) -> Measured:
     return Measured(outcome="ok", phase="train", device_bytes=device, step_seconds=found.step_seconds * slower)
 
 
-def told(search: Tuner, found: Estimate, measured: Measured) -> Seen:
+def told(search: Tuner, found: Estimate, measured: Measured) -> FinishedProbe:
     seen = search.tell(found.job, found.strategy, measured)
     assert seen is not None
     return seen
@@ -42,10 +42,10 @@ def first_of(search: Tuner) -> Estimate:
     return found
 
 
-def seen(ratio: float | None, budget_gib: float = 24.0) -> Seen:
+def seen(ratio: float | None, budget_gib: float = 24.0) -> FinishedProbe:
     asks = question(f"{budget_gib}GiB")
     found = estimate_of(asks.job.model, f"{budget_gib}GiB")
-    return Seen(found, OOM if ratio is None else ran(found, ratio))
+    return FinishedProbe(found, OOM if ratio is None else ran(found, ratio))
 
 
 def estimate_of(model: str, gpu: str) -> Estimate:
@@ -81,7 +81,7 @@ def test_a_probe_narrows_what_is_believed_and_one_that_ran_out_lowers_it() -> No
 def test_the_speed_of_a_plan_is_as_far_off_as_that_of_the_plan_most_like_it() -> None:
     found = estimate_of(MODEL.name, "24GiB")
     swapping = found.replace(strategy=found.strategy.replace(gradient_checkpointing="full", swap_blocks=9))
-    slow, fast = Seen(found, ran(found, slower=1.5)), Seen(swapping, ran(swapping, slower=1.1))
+    slow, fast = FinishedProbe(found, ran(found, slower=1.5)), FinishedProbe(swapping, ran(swapping, slower=1.1))
     belief = Belief([slow, fast])
     assert belief.seconds(found.strategy, 10.0) == pytest.approx(15.0)
     assert belief.seconds(swapping.strategy.replace(swap_blocks=12), 10.0) == pytest.approx(11.0)
@@ -158,7 +158,9 @@ def test_a_batch_is_as_large_as_what_was_measured_lets_it_be() -> None:
     assert roomy.proved
     more = search.next()
     assert more is not None and more.job.batch_size >= WORTH_A_PROBE * first.job.batch_size
-    assert search.value(roomy) < search.value(Seen(more.replace(job=first.job.replace(batch_size=1)), ran(more)))
+    assert search.value(roomy) < search.value(
+        FinishedProbe(more.replace(job=first.job.replace(batch_size=1)), ran(more))
+    )
 
 
 def test_what_the_runner_cannot_apply_is_not_looked_at() -> None:

@@ -104,7 +104,7 @@ def test_everything_a_sample_depends_on_changes_its_name(
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "model")
     one = setting(copy, tmp_path / "cache")
-    before = cache.Work(one).clip_keys(dataset(clips, one)), cache.Work(one).text_key("a cat")
+    before = cache.CacheBuild(one).clip_keys(dataset(clips, one)), cache.CacheBuild(one).text_key("a cat")
     other, reading = one, scan.Reading(fps=16)
     if changed == "file":
         (clips / "0.mp4").write_bytes((clips / "1.mp4").read_bytes())
@@ -113,7 +113,7 @@ def test_everything_a_sample_depends_on_changes_its_name(
     elif changed == "frames taken":
         reading = scan.Reading(sampling="even")
         tiny.write_video(clips / "0.mp4", frames=30)
-        before = cache.Work(one).clip_keys(dataset(clips, one)), before[1]
+        before = cache.CacheBuild(one).clip_keys(dataset(clips, one)), before[1]
     elif changed in ("dtype", "stored", "tiling"):
         change = {
             "dtype": {"vae_dtype": "bf16", "text_encoder_dtype": "bf16"},
@@ -129,7 +129,7 @@ def test_everything_a_sample_depends_on_changes_its_name(
         path.write_text(path.read_text().replace("dog", "cow"))
     elif changed == "version":
         monkeypatch.setattr(Family, "encoding", 2)
-    work = cache.Work(other)
+    work = cache.CacheBuild(other)
     after = work.clip_keys(scan.read(clips, other.profile, other.job, reading)), work.text_key("a cat")
     assert (after[0][0] != before[0][0]) == (changed != "tokenizer")
     assert (after[1] != before[1]) == (changed in ("dtype", "stored", "tokenizer", "version"))
@@ -237,7 +237,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_is_there(model: Path, clips: Pa
     one = setting(model, tmp_path / "cache")
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    work = cache.Work(one)
+    work = cache.CacheBuild(one)
     work.encode("captions", work.text_turns, {work.text_key("a cat"): "a cat"})
     before = files(tmp_path / "cache")
     dataset(clips, one)

@@ -103,7 +103,7 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
         torch.isfinite(each.grad).all() for each in step.trainable_parameters(model).values() if each.grad is not None
     )
     if family.captioned:
-        work = cache.Work(one)
+        work = cache.CacheBuild(one)
         assert load_file(work.store.path(work.text_key(""))).keys() == load_file(entries[0].text).keys()
     if name in UNDONE and precision == "none":
         vae, expected = posterior_of(folder, profile, tmp_path / "clips" / "0.mp4", frames, entries[0])
@@ -148,7 +148,7 @@ def test_captions_are_encoded_as_the_whole_pipeline_does(tmp_path: Path, name: s
     folder = tiny.folder(tmp_path / "model", profile)
     plan = job_for(profile, {"height": 64, "width": 64})
     strategy = FP32.replace(autocast="none", weights_dtype="fp32")
-    work = cache.Work(setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
+    work = cache.CacheBuild(setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
     key = work.text_key("a red cat")
     work.encode("captions", work.text_turns, {key: "a red cat"})
     kind, arguments, names = PROMPTS[name]
@@ -193,7 +193,7 @@ REFUSED_FAMILIES = (
 def test_what_cannot_be_encoded_is_refused_by_name(model: Path, tmp_path: Path, name: str) -> None:
     profile = lookup.model(name)
     with pytest.raises(VplanError, match=f"{name}.* cannot be encoded yet"):
-        cache.Work(setting(model, tmp_path / "cache", profile, job=job_for(profile, {})))
+        cache.CacheBuild(setting(model, tmp_path / "cache", profile, job=job_for(profile, {})))
 
 
 @pytest.mark.parametrize("name", lookup.model_names())
@@ -256,7 +256,7 @@ def test_the_video_that_steers_a_sample_is_encoded_as_the_pipeline_does(tmp_path
 def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:
     klein, kontext = tiny.profile("flux.2-klein-4b"), tiny.profile("flux.1-kontext-dev")
     with pytest.raises(VplanError, match="2 reference images a sample"):
-        cache.Work(setting(model, tmp_path / "cache", klein, job=job_for(klein, {"references": 2})))
+        cache.CacheBuild(setting(model, tmp_path / "cache", klein, job=job_for(klein, {"references": 2})))
     with pytest.raises(VplanError, match="no reference_file_name in its row"):
         scan.read(clips, kontext, job_for(kontext, {"height": 64, "width": 64}))
     pairs = tiny.write_pairs(tmp_path / "pairs", 3)

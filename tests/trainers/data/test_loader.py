@@ -19,7 +19,7 @@ from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.spec.job import Bucket, Job  # noqa: E402
 from trainers.data import loader  # noqa: E402
-from trainers.data.loader import Entry, Loader, Sampler, Stacker, read_entries, write_entries  # noqa: E402
+from trainers.data.loader import BatchSampler, CachedSample, Loader, Stacker, read_entries, write_entries  # noqa: E402
 from trainers.families import family  # noqa: E402
 from trainers.families.common import random_draws  # noqa: E402
 from trainers.families.common.random_draws import SEEDS  # noqa: E402
@@ -27,10 +27,10 @@ from trainers.families.common.random_draws import SEEDS  # noqa: E402
 JOB = Job(model="wan2.1-t2v-1.3b", frames=5, height=32, width=32)
 
 
-def entries(*counts: int, batch_size: int | None = None) -> list[Entry]:
+def entries(*counts: int, batch_size: int | None = None) -> list[CachedSample]:
     """So many samples of each of several shapes."""
     return [
-        Entry(
+        CachedSample(
             Path(f"{shape}-{number}"),
             Path("text"),
             Bucket(frames=1 + 4 * shape, height=32, width=32, batch_size=batch_size),
@@ -51,7 +51,7 @@ def entries(*counts: int, batch_size: int | None = None) -> list[Entry]:
 def test_every_sample_comes_in_every_epoch_and_steps_have_one_shape(
     counts: list[int], batch: int, world: int, accumulation: int, seed: int
 ) -> None:
-    sampler = Sampler(entries(*counts, batch_size=batch), JOB, world, accumulation, seed)
+    sampler = BatchSampler(entries(*counts, batch_size=batch), JOB, world, accumulation, seed)
     for epoch in range(2):
         first = epoch * sampler.steps_per_epoch
         steps = [sampler.step(first + number) for number in range(sampler.steps_per_epoch)]
@@ -67,7 +67,7 @@ def test_every_sample_comes_in_every_epoch_and_steps_have_one_shape(
 
 def test_the_order_is_of_the_seed_and_the_epoch() -> None:
     def order(seed: int, epoch: int) -> list[Any]:
-        sampler = Sampler(entries(20, 20), JOB, 1, 1, seed)
+        sampler = BatchSampler(entries(20, 20), JOB, 1, 1, seed)
         return [sampler.step(epoch * sampler.steps_per_epoch + number) for number in range(sampler.steps_per_epoch)]
 
     assert order(1, 0) == order(1, 0)
@@ -77,19 +77,19 @@ def test_the_order_is_of_the_seed_and_the_epoch() -> None:
 
 @pytest.mark.parametrize(("batch", "world", "accumulation"), [(2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1)])
 def test_the_global_batch_is_the_same_however_it_is_split(batch: int, world: int, accumulation: int) -> None:
-    whole = Sampler(entries(10, batch_size=4), JOB, 1, 1, 0)
-    split = Sampler(entries(10, batch_size=batch), JOB, world, accumulation, 0)
+    whole = BatchSampler(entries(10, batch_size=4), JOB, 1, 1, 0)
+    split = BatchSampler(entries(10, batch_size=batch), JOB, world, accumulation, 0)
     assert [whole.step(number).samples for number in range(9)] == [split.step(number).samples for number in range(9)]
 
 
 def test_a_position_is_taken_up_by_the_same_order_only() -> None:
-    sampler = Sampler(entries(5, 3), JOB, 1, 1, 0)
+    sampler = BatchSampler(entries(5, 3), JOB, 1, 1, 0)
     position = sampler.position(7)
-    assert Sampler(entries(5, 3), JOB, 1, 1, 0).resume(position) == 7
+    assert BatchSampler(entries(5, 3), JOB, 1, 1, 0).resume(position) == 7
     for other in (
-        Sampler(entries(5, 4), JOB, 1, 1, 0),
-        Sampler(entries(5, 3), JOB, 2, 1, 0),
-        Sampler(entries(5, 3), JOB, 1, 1, 1),
+        BatchSampler(entries(5, 4), JOB, 1, 1, 0),
+        BatchSampler(entries(5, 3), JOB, 2, 1, 0),
+        BatchSampler(entries(5, 3), JOB, 1, 1, 1),
     ):
         with pytest.raises(VplanError, match="another than that of the checkpoint"):
             other.resume(position)
@@ -97,7 +97,7 @@ def test_a_position_is_taken_up_by_the_same_order_only() -> None:
 
 def test_no_sample_is_refused() -> None:
     with pytest.raises(VplanError, match="not one sample"):
-        Sampler([], JOB, 1, 1, 0)
+        BatchSampler([], JOB, 1, 1, 0)
 
 
 # ---- files
@@ -110,7 +110,7 @@ def stacker(name: str) -> Stacker:
     return Stacker(profile, job, family(profile), torch.bfloat16)
 
 
-def write(folder: Path, made: Stacker, count: int) -> list[Entry]:
+def write(folder: Path, made: Stacker, count: int) -> list[CachedSample]:
     bucket = Bucket(frames=made.job.frames, height=64, width=64)
     found = []
     for number in range(count):
@@ -118,7 +118,7 @@ def write(folder: Path, made: Stacker, count: int) -> list[Entry]:
         sample = {name: torch.full(tensor.shape, float(number)).to(tensor.dtype) for name, tensor in template.items()}
         save_file({"latents": sample.pop("latents")}, folder / f"{number}.l")
         save_file(sample, folder / f"{number}.t")
-        found.append(Entry(folder / f"{number}.l", folder / f"{number}.t", bucket))
+        found.append(CachedSample(folder / f"{number}.l", folder / f"{number}.t", bucket))
     return found
 
 
@@ -174,8 +174,8 @@ def test_ranks_and_micro_batches_share_samples_and_seeds(tmp_path: Path) -> None
     found = write(tmp_path, made, 8)
 
     def seen(batch_size: int, world: int, accumulation: int) -> list[tuple[float, int, float]]:
-        split = [Entry(e.path, e.text, e.bucket.replace(batch_size=batch_size)) for e in found]
-        sampler = Sampler(split, made.job, world, accumulation, 3)
+        split = [CachedSample(e.path, e.text, e.bucket.replace(batch_size=batch_size)) for e in found]
+        sampler = BatchSampler(split, made.job, world, accumulation, 3)
         rows = []
         for rank in range(world):
             own = Loader(sampler, made, rank, torch.device("cpu"), 2)
@@ -216,7 +216,7 @@ def test_every_sample_draws_from_a_generator_of_its_own() -> None:
 
 
 def test_lists_of_entries_may_be_moved_with_their_folder(tmp_path: Path) -> None:
-    made = [Entry(tmp_path / "a" / "x", Path("/elsewhere/y"), Bucket(frames=1, height=32, width=32))]
+    made = [CachedSample(tmp_path / "a" / "x", Path("/elsewhere/y"), Bucket(frames=1, height=32, width=32))]
     (tmp_path / "a").mkdir()
     write_entries(tmp_path / "a" / "entries.jsonl", made)
     assert read_entries(tmp_path / "a" / "entries.jsonl") == made

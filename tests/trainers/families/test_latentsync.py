@@ -20,7 +20,7 @@ from planner.commands._shared import own_model as own  # noqa: E402
 from planner.dataset import clips, scan  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import checkpoints  # noqa: E402
-from planner.launch.launch import Request  # noqa: E402
+from planner.launch.launch import RunRequest  # noqa: E402
 from planner.launch.supported import settled  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
@@ -59,16 +59,16 @@ class Place:
         self.entries = root / "cache" / "entries.jsonl"
         loader.write_entries(self.entries, cache.cached(self.dataset, self.setting))
 
-    def request(self, output: Path, **said: Any) -> Request:
+    def request(self, output: Path, **said: Any) -> RunRequest:
         output.mkdir(parents=True, exist_ok=True)
         asked = {"plan": self.plan, "entries": str(self.entries), "weights": str(self.root / "model")}
         asked |= {"output": str(output), "run": checkpoints.run_id(output), "device": "cpu", "steps": 2}
-        return Request(**{**asked, "learning_rate": 1e-3, "checkpoint_every": 1, "keep": 2, **said})
+        return RunRequest(**{**asked, "learning_rate": 1e-3, "checkpoint_every": 1, "keep": 2, **said})
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The batch of a step."""
         kind = families.family(self.profile)
-        sampler = loader.Sampler(loader.read_entries(self.entries), self.plan.job, 1, 1, 0)
+        sampler = loader.BatchSampler(loader.read_entries(self.entries), self.plan.job, 1, 1, 0)
         stacker = loader.Stacker(self.profile, self.plan.job, kind, torch.float32)
         one = loader.Loader(sampler, stacker, 0, torch.device("cpu"), 1)
         (found,) = one.batches(step)
@@ -193,5 +193,5 @@ def test_samples_are_refused_before_anything_is_encoded(place: Place) -> None:
 def test_what_a_folder_lacks_is_named_with_where_it_is(place: Place, tmp_path: Path, part: str) -> None:
     model = shutil.copytree(place.root / "model", tmp_path / "model", ignore=shutil.ignore_patterns(part))
     with pytest.raises(VplanError, match=f"has no {part}/") as caught:
-        cache.Work(cache.Setting(place.profile, place.plan.job, PLAIN, str(model), tmp_path / "cache"))
+        cache.CacheBuild(cache.Setting(place.profile, place.plan.job, PLAIN, str(model), tmp_path / "cache"))
     assert "put " in caught.value.fix

@@ -113,7 +113,7 @@ def test_a_model_that_predicts_what_training_asks_for_samples_the_clip_it_was_tr
             vae.encode(pixels if made.profile.vae.takes_clips else pixels[:, :, 0]).latent_dist.mode()
         )
     made.model = Oracle(made, latents, monkeypatch)
-    asked = pipelines.Asked(vae=lambda: vae, steps=3)
+    asked = pipelines.SampleInputs(vae=lambda: vae, steps=3)
     found = validate.sample(made.model, made.profile, made.job, FP32, CPU, asked)
     assert len(made.model.levels) == 3
     picture = expected.sample.reshape(3, -1, 64, 64).permute(1, 2, 3, 0)[:frames].clamp(-1, 1) / 2 + 0.5

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import checkpoints, launch  # noqa: E402
-from planner.launch.launch import Request  # noqa: E402
+from planner.launch.launch import RunRequest  # noqa: E402
 from planner.worker_process import Ended  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.parallel import checkpoint  # noqa: E402
@@ -174,7 +174,7 @@ def test_a_state_of_another_form_is_refused_by_name(
     assert told["outcome"] == "refused" and named in told["message"]
 
 
-def resumed(place: runs.Place, tmp_path: Path, plan: Any) -> tuple[Request, Path, Path]:
+def resumed(place: runs.Place, tmp_path: Path, plan: Any) -> tuple[RunRequest, Path, Path]:
     """A run of four steps, and one of two that went on for two more."""
     once, twice = tmp_path / "once", tmp_path / "twice"
     assert runs.train(place.request(once, plan))["outcome"] == "ok"
@@ -219,14 +219,14 @@ def test_weights_that_are_no_numbers_are_never_written(
     """A step can end in NaN weights with a good loss: the next loss would show it, and the checkpoint comes first."""
     from trainers import train as worker
 
-    step = worker.Training._step
+    step = worker.TrainingRun._step
 
     def poisoned(self: Any, number: int) -> None:
         step(self, number)
         if number == 7:
             next(iter(self.trainee.trainable.values())).data.fill_(float("nan"))
 
-    monkeypatch.setattr(worker.Training, "_step", poisoned)
+    monkeypatch.setattr(worker.TrainingRun, "_step", poisoned)
     told = runs.train(place.request(output, steps=8, resume=str(output / "checkpoints" / "step-00000006")))
     assert told["outcome"] == "nan" and "after step 8 " in told["message"]
     assert newest(output) == ("step-00000006", [])

@@ -28,7 +28,7 @@ from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording import tapes
 from trainers.recording.compress import compress
-from trainers.recording.record import Trace, record_optimizer, record_step
+from trainers.recording.record import RawRecording, record_optimizer, record_step
 
 MODEL = "wan2.1-t2v-1.3b"
 PROFILE = lookup.model(MODEL)
@@ -80,13 +80,13 @@ def config(blocks: int) -> dict[str, Any]:
     return {**PROFILE.config, "num_layers": blocks}
 
 
-def direct(name: str, blocks: int) -> Trace:
+def direct(name: str, blocks: int) -> RawRecording:
     job, strategy, shape = ordinary(name)
     make = record_step if name in STEPS else record_optimizer
     return make(PROFILE, job, strategy, shape, config(blocks))
 
 
-def piece(trace: Trace, name: str) -> list[int]:
+def piece(trace: RawRecording, name: str) -> list[int]:
     """The events of a piece on the GPU."""
     names = [found for found, _ in trace.pieces]
     index = names.index(name)
@@ -190,11 +190,11 @@ def test_an_optimizer_tape_is_what_is_recorded_at_another_depth(name: str) -> No
         assert unfolded.allocated_bytes == real.allocated_bytes
 
 
-def op_of(trace: Trace, number: int) -> str:
+def op_of(trace: RawRecording, number: int) -> str:
     return trace.allocs[number].op.removeprefix("aten.")
 
 
-def gradient_pieces(trace: Trace) -> list[list[int]]:
+def gradient_pieces(trace: RawRecording) -> list[list[int]]:
     bounds = itertools.pairwise(trace.pieces)
     return [trace.events[start:stop] for (name, start), (_, stop) in bounds if name == "gradients"]
 

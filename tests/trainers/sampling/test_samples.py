@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for name in ("a", "b", "empty"):
             save_file({"prompt": torch.randn(512, width)}, root / f"{name}.safetensors")
         wishes = [
-            samples.Wish(name, str(root / f"{name}.safetensors"), str(root / "empty.safetensors"))._asdict()
+            samples.PreparedSample(name, str(root / f"{name}.safetensors"), str(root / "empty.safetensors"))._asdict()
             for name in ("a", "b")
         ]
         (root / "validation.json").write_text(json.dumps({"about": {}, "samples": wishes}))

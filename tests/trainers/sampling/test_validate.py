@@ -58,7 +58,7 @@ class Made:
         yield
 
     def sample(self, strategy: Strategy | None = None, **said: object) -> numpy.ndarray:
-        asked = pipelines.Asked(**{"vae": self.vae, "steps": 2, **said})
+        asked = pipelines.SampleInputs(**{"vae": self.vae, "steps": 2, **said})
         torch.manual_seed(2)
         return validate.sample(
             self.model, self.profile, self.job, strategy or self.strategy, CPU, asked, phase=self.phase

@@ -26,7 +26,7 @@ from tests.trainers import runs  # noqa: E402
 from trainers.memory import quantise  # noqa: E402
 from trainers.sampling import samples  # noqa: E402
 from trainers.step import experts  # noqa: E402
-from trainers.train import Training  # noqa: E402
+from trainers.train import TrainingRun  # noqa: E402
 
 STEPS = 4
 
@@ -70,7 +70,7 @@ def test_each_expert_learns_what_it_learns_alone_from_the_same_steps(
     order = turns(both)
     assert {"high", "low"} == set(order)
     for which, part in experts.PARTS.items():
-        alone = Training(place.request(tmp_path / which, place.plan(experts=which), steps=STEPS), runs.Told())
+        alone = TrainingRun(place.request(tmp_path / which, place.plan(experts=which), steps=STEPS), runs.Told())
         own_steps = [number for number, turn in enumerate(order) if turn == which]
         for number in own_steps:
             alone._step(number)
@@ -116,7 +116,7 @@ def wished(place: runs.Pair) -> str:
         width = lookup.model(place.model).config["text_dim"]
         save_file({"prompt": torch.randn(512, width)}, place.root / f"{name}.safetensors")
     files = (str(place.root / f"{name}.safetensors") for name in ("prompt", "empty"))
-    (place.root / "wished.json").write_text(json.dumps({"samples": [samples.Wish("one", *files)._asdict()]}))
+    (place.root / "wished.json").write_text(json.dumps({"samples": [samples.PreparedSample("one", *files)._asdict()]}))
     return str(place.root / "wished.json")
 
 
@@ -150,7 +150,7 @@ def test_host_ram_holds_one_expert_whichever_runs(
     monkeypatch.setattr(experts, "PIECE", 4096)
     strategy = {"inactive_expert": "cpu", "weights_dtype": dtype, "swap_blocks": swapped}
     plan = place.plan({**strategy, "gradient_checkpointing": "full"}, experts="both")
-    training = Training(place.request(tmp_path, plan, steps=1), runs.Told())
+    training = TrainingRun(place.request(tmp_path, plan, steps=1), runs.Told())
     training.loader.close()
     pair = training.experts
     assert isinstance(pair, experts.Experts) and len(pair.waiting) > 1

@@ -16,12 +16,12 @@ torch = pytest.importorskip("torch")
 
 from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
-from planner.launch.launch import Request  # noqa: E402
+from planner.launch.launch import RunRequest  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.memory.offload import InputsOnHost  # noqa: E402
 from trainers.step import attention_kernels, loss_scaling, step  # noqa: E402
 from trainers.step.optimizers import OnHost  # noqa: E402
-from trainers.train import Training  # noqa: E402
+from trainers.train import TrainingRun  # noqa: E402
 
 STEPS = 4
 
@@ -45,8 +45,8 @@ def own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 class Held:
     """Bytes of one step of a run: kept by autograd on the device, sent to the host, and held by the optimizer."""
 
-    def __init__(self, request: Request) -> None:
-        self.training = Training(request, runs.Told())
+    def __init__(self, request: RunRequest) -> None:
+        self.training = TrainingRun(request, runs.Told())
         self.saved, self.packed = 0, 0
         storages: dict[int, int] = {}
 
@@ -155,7 +155,7 @@ def test_ways_to_step_learn_the_same(place: runs.Place, tmp_path: Path, how: str
 
 
 def test_a_step_inside_backward_leaves_no_gradient_behind(place: runs.Place, tmp_path: Path) -> None:
-    found = Training(
+    found = TrainingRun(
         place.request(tmp_path, place.plan({"optimizer_step": "backward"}, method="full"), steps=1), runs.Told()
     )
     (batch,) = found.loader.batches(0)
@@ -201,9 +201,9 @@ def test_accumulation_keeps_one_micro_batch_and_learns_the_same(place: runs.Plac
     whole = losses(place, tmp_path / "whole", {}, batch_size=4)
     parts = losses(place, tmp_path / "parts", {"gradient_accumulation": 4})
     assert parts == pytest.approx(whole, abs=1e-5)
-    once = Training(place.request(tmp_path / "a", place.plan(batch_size=4), steps=1), runs.Told())
+    once = TrainingRun(place.request(tmp_path / "a", place.plan(batch_size=4), steps=1), runs.Told())
     (batch,) = once.loader.batches(0)
-    split = Training(place.request(tmp_path / "b", place.plan({"gradient_accumulation": 4}), steps=1), runs.Told())
+    split = TrainingRun(place.request(tmp_path / "b", place.plan({"gradient_accumulation": 4}), steps=1), runs.Told())
     pieces = list(split.loader.batches(0))
     assert len(pieces) == 4 and pieces[0]["latents"].numel() * 4 == batch["latents"].numel()
     assert torch.equal(torch.cat([piece["latents"] for piece in pieces]), batch["latents"])
@@ -219,7 +219,7 @@ def test_an_average_is_fp32_of_all_that_trains_and_changes_no_loss(
     assert losses(place, tmp_path / "with", strategy) == losses(
         place, tmp_path / "without", {**strategy, "ema": "none"}
     )
-    training = Training(place.request(tmp_path / "held", place.plan(strategy), steps=1), runs.Told())
+    training = TrainingRun(place.request(tmp_path / "held", place.plan(strategy), steps=1), runs.Told())
     assert training.average is not None
     shadow = training.average.shadow
     assert sum(tensor.numel() * tensor.element_size() for tensor in shadow.values()) == 4 * sum(
@@ -239,7 +239,7 @@ def test_an_optimizer_on_the_host_holds_what_the_plan_says(place: runs.Place, tm
     """There a weight, its gradient and two states, in the format they are trained in; of gradients that leave at once
     nothing is left where the model is."""
     bf16 = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "offload_optimizer": "cpu", "offload_gradients": "cpu"}
-    training = Training(place.request(tmp_path, place.plan(bf16, method="full"), steps=1), runs.Told())
+    training = TrainingRun(place.request(tmp_path, place.plan(bf16, method="full"), steps=1), runs.Told())
     (batch,) = training.loader.batches(0)
     step.forward(training.trainee, training.kind, batch, training.strategy).backward()
     training.loader.close()

@@ -15,8 +15,8 @@ from torch.nn import functional
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job
 from trainers.families.common import noise_levels, random_draws
-from trainers.families.common.encoding import Turn
-from trainers.families.common.sampling import Sampler
+from trainers.families.common.encoding import EncoderTurn
+from trainers.families.common.sampling import FamilyPipeline
 
 Grid = Mapping[str, int]
 """The integer atoms of a shape: B, F, H, W, T, R (see planner.catalog.lookup.grid)."""
@@ -97,15 +97,15 @@ class Family:
         last = f"{self.profile.stacks[-1].list}.{blocks - 1}."
         return name.startswith(last) and name.removeprefix(last).startswith(self.idle)
 
-    def clip_turns(self) -> tuple[Turn, ...]:
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
         """The encoders that clips go through, the VAE last; none where caching them is not built."""
         return ()
 
-    def text_turns(self) -> tuple[Turn, ...]:
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
         """The encoders that captions go through, the largest last. What one turn leaves the next may add to."""
         return ()
 
-    def sampler(self) -> Sampler | None:
+    def sampler(self) -> FamilyPipeline | None:
         """The pipeline that makes samples; None where nobody has said how."""
         return None
 

@@ -69,7 +69,7 @@ Sample = Any
 """Frames of a clip, a uint8 tensor (F, H, W, 3), or a caption."""
 
 
-class Turn(NamedTuple):
+class EncoderTurn(NamedTuple):
     """One encoder's turn over all clips, or over all captions."""
 
     part: str

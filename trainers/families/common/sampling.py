@@ -18,7 +18,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Sampler:
+class FamilyPipeline:
     """A family's pipeline. Guidance and denoising steps are its own defaults where nobody says."""
 
     pipeline: str
