@@ -13,16 +13,16 @@ from libcpp.map cimport map as ordered
 from libcpp.pair cimport pair
 from libcpp.vector cimport vector
 
-from planner import replay
+from planner.allocator import caching
 from planner.errors import VplanError
 
-cdef long long BLOCK_ROUND_BYTES = replay.BLOCK_ROUND_BYTES
-cdef long long SMALL_LIMIT_BYTES = replay.SMALL_LIMIT_BYTES
-cdef long long SMALL_SEGMENT_BYTES = replay.SMALL_SEGMENT_BYTES
-cdef long long LARGE_SEGMENT_BYTES = replay.LARGE_SEGMENT_BYTES
-cdef long long LARGE_LIMIT_BYTES = replay.LARGE_LIMIT_BYTES
-cdef long long LARGE_ROUND_BYTES = replay.LARGE_ROUND_BYTES
-cdef long long UNLIMITED_BYTES = replay.UNLIMITED_BYTES
+cdef long long BLOCK_ROUND_BYTES = caching.BLOCK_ROUND_BYTES
+cdef long long SMALL_LIMIT_BYTES = caching.SMALL_LIMIT_BYTES
+cdef long long SMALL_SEGMENT_BYTES = caching.SMALL_SEGMENT_BYTES
+cdef long long LARGE_SEGMENT_BYTES = caching.LARGE_SEGMENT_BYTES
+cdef long long LARGE_LIMIT_BYTES = caching.LARGE_LIMIT_BYTES
+cdef long long LARGE_ROUND_BYTES = caching.LARGE_ROUND_BYTES
+cdef long long UNLIMITED_BYTES = caching.UNLIMITED_BYTES
 
 cdef enum:
     FREE, IN_USE, UNMAPPED
@@ -248,7 +248,7 @@ cdef class CachingAllocator:
         self.allocated_bytes = allocated
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, allocated_peak)
         self.reserved_peak_bytes = max(earlier_reserved_peak, reserved_peak)
-        return replay.Replayed(
+        return caching.Replayed(
             allocated_peak,
             reserved_peak,
             allocated_peak_at,
