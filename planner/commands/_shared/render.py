@@ -15,6 +15,8 @@ from planner.catalog.shapes import in_words
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
 from planner.spec.job import Machine, Strategy
+from planner.spec.plan import Estimate, Plan
+from planner.spec.wording import ways
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from planner.commands._shared.request import Request
     from planner.search.objectives import Relaxed
     from planner.search.question import Suggestion, Switch
-    from planner.spec.wording import ways
-from planner.spec.plan import Estimate, Plan
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 BAR_WIDTH = 48
