@@ -1,0 +1,1 @@
+accelerate launch src/musubi_tuner/wan_train_network.py --task t2v-A14B --dataset_config dataset.toml --mixed_precision bf16 --network_module networks.lora_wan --gradient_checkpointing --sdpa --fp8_base --offload_inactive_dit --dit low.safetensors --dit_high_noise high.safetensors
