@@ -13,7 +13,7 @@ from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
 from planner.dialects.base import cli_words
 from planner.estimate import timeline as step_timeline
-from planner.estimate.estimate import after_step_bytes, estimate, judged
+from planner.estimate.estimate import after_step_bytes, assess, estimate
 from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
@@ -130,7 +130,7 @@ class Builder:
         if plan.estimate is not None:
             return plan.estimate
         known = self._facts(plan.job, plan.strategy, plan.machine)
-        return judged(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
+        return assess(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
 
     def looks(self) -> tuple[Look, ...]:
         """All candidates, and the plan's own way."""

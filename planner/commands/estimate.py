@@ -19,7 +19,7 @@ from planner.commands._shared.verb import (
     write_report,
 )
 from planner.errors import VplanError
-from planner.estimate.estimate import judged
+from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.layout.inputs import facts
 from planner.spec.plan import Plan, write_plan
@@ -50,7 +50,7 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
         raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
     known = facts(request.job, request.strategy, request.machine, request.model, request.gpu)
     known = with_learned(known, asked.trainer)
-    found = judged(request.job, request.strategy, request.machine, known, asked.trainer).estimate
+    found = assess(request.job, request.strategy, request.machine, known, asked.trainer).estimate
     found = found.replace(assumptions=(*request.assumptions, *found.assumptions))
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)

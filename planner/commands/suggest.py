@@ -26,9 +26,9 @@ from planner.commands._shared.verb import (
     write_report,
 )
 from planner.errors import VplanError
-from planner.estimate.estimate import judged
+from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
-from planner.layout.correction import Learned
+from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import facts
 from planner.layout.run import Facts
 from planner.parallel import spread
@@ -143,14 +143,14 @@ class _Wanted:
         self.prefer = prefer
         self.allow_lossy = allow_lossy
         self.cards: dict[str, GpuProfile] = {}
-        self.known: dict[tuple[str, str], Learned] = {}
+        self.known: dict[tuple[str, str], ModelMeasurements] = {}
         self.screen = Screen(self._facts, asked.trainer)
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
         found = facts(job, strategy, machine, None, self.cards[machine.gpu])
-        return replace(found, learned=self._learned(found.model.name, found.gpu))
+        return replace(found, measurements=self._learned(found.model.name, found.gpu))
 
-    def _learned(self, model: str, gpu: GpuProfile) -> Learned:
+    def _learned(self, model: str, gpu: GpuProfile) -> ModelMeasurements:
         """What measurements say, looked up once."""
         key = model, gpu.name
         if key not in self.known:
@@ -180,7 +180,7 @@ class _Wanted:
                 continue
             machine = request.machine.replace(gpu=card.name)
             known = facts(plan.job, plan.strategy, machine, request.model, card)
-            there = judged(plan.job, plan.strategy, machine, known, self.asked.trainer, self.screen.lay_out, like=there)
+            there = assess(plan.job, plan.strategy, machine, known, self.asked.trainer, self.screen.lay_out, like=there)
             if there.estimate.verdict != plan.verdict:
                 found.append(there.estimate)
         return tuple(found)

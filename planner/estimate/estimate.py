@@ -14,7 +14,7 @@ from planner.allocator.implementation import alive, held
 from planner.catalog.shapes import grid
 from planner.estimate import fragmentation, host_ram
 from planner.estimate.roofline import step_seconds, total_flops
-from planner.estimate.stages import Played, again, play
+from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import step_work, traffic
 from planner.layout import attention_kernel, margin
 from planner.layout.correction import Correction
@@ -47,7 +47,7 @@ BREAKDOWN = {
 """A buffer's category -> its part of the breakdown."""
 
 
-NAMED = {
+PHASE_MOMENTS = {
     "load": "loading the weights",
     "encode": "encoding prompts and clips",
     "denoise": "denoising a validation sample",
@@ -56,7 +56,7 @@ NAMED = {
 }
 """Phases whose moment needs no other name."""
 
-SAMPLING = {"denoise": "denoising", "decode": "decoding the samples"}
+SAMPLING_MOMENTS = {"denoise": "denoising", "decode": "decoding the samples"}
 """The same where sampling is all there is."""
 
 
@@ -67,20 +67,20 @@ def estimate(
 
     ``layout`` may give runs from a cache, as a search does.
     """
-    return of_run(*replayed(job, strategy, machine, facts, trainer, layout), trainer)
+    return estimate_run(*replay(job, strategy, machine, facts, trainer, layout), trainer)
 
 
-class Judged(NamedTuple):
+class Assessment(NamedTuple):
     """What is told of one plan: its run replayed, the estimate, and what pieces of memory leave out of it."""
 
     run: Run
-    played: list[Played]
+    played: list[ReplayedStage]
     estimate: Estimate
     kept_bytes: int = 0
     """on the device with what torch's allocator, as it comes, leaves in pieces; 0 where that decides too"""
 
 
-def judged(
+def assess(
     job: Job,
     strategy: Strategy,
     machine: Machine,
@@ -88,8 +88,8 @@ def judged(
     trainer: str = "vplan",
     layout: Layout = lay_out,
     cached: bool = True,
-    like: Judged | None = None,
-) -> Judged:
+    like: Assessment | None = None,
+) -> Assessment:
     """One plan's estimate and verdict, as every command that answers for plans tells it.
 
     Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
@@ -98,25 +98,25 @@ def judged(
     because that is what people measure. ``cached``: whether what is encoded before training is asked about too.
     ``like``: the same plan on another card, whose replay holds where the very same is allocated here.
     """
-    run, played = replayed(job, strategy, machine, facts, trainer, layout, cached, like.played if like else ())
-    found = of_run(run, played, trainer)
+    run, played = replay(job, strategy, machine, facts, trainer, layout, cached, like.played if like else ())
+    found = estimate_run(run, played, trainer)
     expected = found.verdict == "tight" and found.limit is None and found.peak.device_bytes <= found.budget_bytes
     if not expected or found.strategy.expandable_segments or found.basis == "measured":
-        return Judged(run, played, found)
+        return Assessment(run, played, found)
     expandable = strategy.replace(expandable_segments=True)
-    lean = of_run(*replayed(job, expandable, machine, facts, trainer, layout, cached), trainer)
+    lean = estimate_run(*replay(job, expandable, machine, facts, trainer, layout, cached), trainer)
     if lean.verdict != "fits":
-        return Judged(run, played, found)
+        return Assessment(run, played, found)
     kept = found.peak.device_bytes
     pieces = (
         f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
         "gives unused memory back where it runs short (expandable_segments:True keeps less)"
     )
     told = lean.replace(strategy=found.strategy, assumptions=(pieces, *lean.assumptions))
-    return Judged(run, played, told, kept)
+    return Assessment(run, played, told, kept)
 
 
-def replayed(
+def replay(
     job: Job,
     strategy: Strategy,
     machine: Machine,
@@ -124,8 +124,8 @@ def replayed(
     trainer: str = "vplan",
     layout: Layout = lay_out,
     cached: bool = True,
-    known: Sequence[Played] = (),
-) -> tuple[Run, list[Played]]:
+    known: Sequence[ReplayedStage] = (),
+) -> tuple[Run, list[ReplayedStage]]:
     """The run at the worst of the job's buckets, and its stages replayed in the order they run.
 
     ``known``: of a run that may be the same to the byte.
@@ -133,13 +133,15 @@ def replayed(
     strategy = resolve(job, strategy, machine)
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
-        return runs[0], again(runs[0], known, cached=cached) or play(runs[0], cached=cached)
+        return runs[0], reused_replay(runs[0], known, cached=cached) or replay_stages(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
-    runs.sort(key=lambda run: _reserved(play(run, cached=cached)))
-    return runs[-1], max(play(*runs, cached=cached), play(*reversed(runs), cached=cached), key=_reserved)
+    runs.sort(key=lambda run: _reserved(replay_stages(run, cached=cached)))
+    return runs[-1], max(
+        replay_stages(*runs, cached=cached), replay_stages(*reversed(runs), cached=cached), key=_reserved
+    )
 
 
-def _reserved(played: list[Played]) -> int:
+def _reserved(played: list[ReplayedStage]) -> int:
     return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 
@@ -147,19 +149,19 @@ def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Fact
     """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
     strategy = resolve(job, strategy, machine)
     run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)
-    return next(entry for entry in reversed(play(run)) if entry.phase == "optimizer").allocated_after_bytes
+    return next(entry for entry in reversed(replay_stages(run)) if entry.phase == "optimizer").allocated_after_bytes
 
 
-def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
+def estimate_run(run: Run, played: list[ReplayedStage], trainer: str = "vplan") -> Estimate:
     """The estimate of a replayed run."""
     job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
-    correction, outside = facts.learned.correction, outside_bytes(run)
+    correction, outside = facts.measurements.correction, outside_bytes(run)
     phases = {
-        phase: highest(phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
+        phase: counter_maxima(phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
     }
     top = peak_stage(played)
-    peak = highest(phases.values())
+    peak = counter_maxima(phases.values())
     work = step_work(run)
     seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
@@ -174,7 +176,7 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         job=job,
         strategy=strategy,
         machine=machine,
-        peak=Peak(**peak.__dict__, phase=top.phase, moment=describe(top, strategy)),
+        peak=Peak(**peak.__dict__, phase=top.phase, moment=describe_moment(top, strategy)),
         phases=phases,
         breakdown=breakdown_at(top, peak, correction),
         host_ram_bytes=ram.nbytes,
@@ -193,11 +195,11 @@ def of_run(run: Run, played: list[Played], trainer: str = "vplan") -> Estimate:
         attention_kernel=attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops),
         assumptions=(*correction.words, *_splitting(at_most, most - peak.device_bytes), *_assumptions(run, played)),
     )
-    return facts.learned.proved(found, trainer)
+    return facts.measurements.with_proofs(found, trainer)
 
 
 def _sides(
-    played: list[Played], correction: Correction, where: PhaseName, device_bytes: int, most_bytes: int
+    played: list[ReplayedStage], correction: Correction, where: PhaseName, device_bytes: int, most_bytes: int
 ) -> margin.Sides:
     """How sure the device peak is: what measurements or recordings say, around what holes may make of it, and the most
     that may be there."""
@@ -207,17 +209,17 @@ def _sides(
     return fragmentation.widened(correction.sides_of(where), device_bytes, round(share * (found - lowest)), more)
 
 
-def _most(played: list[Played], correction: Correction, outside: int) -> tuple[Played, int]:
+def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> tuple[ReplayedStage, int]:
     """The stage with the most device bytes where a VAE's split convolutions take the most that they can; and these."""
 
-    def most(entry: Played) -> int:
+    def most(entry: ReplayedStage) -> int:
         return phase_peak(entry, outside, correction).device_bytes + entry.run.split_bytes.get(entry.phase, 0)
 
-    highest = max(played, key=most)
-    return highest, most(highest)
+    top_stage = max(played, key=most)
+    return top_stage, most(top_stage)
 
 
-def _splitting(stage: Played, more_bytes: int) -> tuple[str, ...]:
+def _splitting(stage: ReplayedStage, more_bytes: int) -> tuple[str, ...]:
     """That a VAE's convolutions may make the peak so much higher, in words."""
     if more_bytes <= 0:
         return ()
@@ -235,13 +237,13 @@ def outside_bytes(run: Run) -> int:
     return run.facts.gpu.context_bytes + run.outside_bytes + communicators * NCCL_BYTES
 
 
-def highest(peaks: Iterable[PhasePeak]) -> PhasePeak:
+def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
     """The highest of each counter."""
     known = list(peaks)
     return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})
 
 
-def _assumptions(run: Run, played: list[Played]) -> tuple[str, ...]:
+def _assumptions(run: Run, played: list[ReplayedStage]) -> tuple[str, ...]:
     """What the estimate does not count, and what it takes for granted, in words."""
     layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
     words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
@@ -285,13 +287,13 @@ def _verdict(
     return ("tight" if verdict == "fits" and _left_out(run) else verdict), None
 
 
-def phase_peak(entry: Played, outside: int, correction: Correction) -> PhasePeak:
+def phase_peak(entry: ReplayedStage, outside: int, correction: Correction) -> PhasePeak:
     """The counters of one replayed stage; ``outside``: device bytes beside torch."""
-    replayed = entry.replayed
-    return correction.peak(replayed.allocated_peak_bytes, replayed.reserved_peak_bytes, outside, entry.phase)
+    replay = entry.replayed
+    return correction.peak(replay.allocated_peak_bytes, replay.reserved_peak_bytes, outside, entry.phase)
 
 
-def peak_stage(played: list[Played]) -> Played:
+def peak_stage(played: list[ReplayedStage]) -> ReplayedStage:
     """The stage whose tensors peak highest, the later among equals.
 
     Reserved is no guide: what was reserved once stays.
@@ -299,7 +301,7 @@ def peak_stage(played: list[Played]) -> Played:
     return max(reversed(played), key=lambda entry: entry.replayed.allocated_peak_bytes)
 
 
-def describe(played: Played, strategy: Strategy) -> str:
+def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
     """The moment of a stage's allocated peak, in words."""
     index = played.replayed.allocated_peak_at
     moment: Moment = played.stage.moment(max(index, 0))
@@ -310,15 +312,15 @@ def describe(played: Played, strategy: Strategy) -> str:
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"
     if played.stage is played.run.leaving:  # all is still there that was loaded
-        return NAMED["load"]
-    if played.run.samples and played.phase in SAMPLING:
-        return SAMPLING[played.phase]
-    if played.phase in NAMED:
-        return NAMED[played.phase]
+        return PHASE_MOMENTS["load"]
+    if played.run.samples and played.phase in SAMPLING_MOMENTS:
+        return SAMPLING_MOMENTS[played.phase]
+    if played.phase in PHASE_MOMENTS:
+        return PHASE_MOMENTS[played.phase]
     return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
 
 
-def breakdown_at(top: Played, peak: PhasePeak, correction: Correction) -> Breakdown:
+def breakdown_at(top: ReplayedStage, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
     category = top.run.program.category
     there: dict[str, list[int]] = {}
@@ -329,5 +331,5 @@ def breakdown_at(top: Played, peak: PhasePeak, correction: Correction) -> Breakd
         parts[BREAKDOWN[kind]] += held(buffers, top.run.sizes)[0]
     share = correction.share(top.phase)
     counted = {name: int(nbytes * share) for name, nbytes in parts.items()}
-    fragmentation = peak.reserved_bytes - sum(counted.values())
-    return Breakdown(**counted, fragmentation=fragmentation, context=peak.device_bytes - peak.reserved_bytes)
+    lost = peak.reserved_bytes - sum(counted.values())
+    return Breakdown(**counted, fragmentation=lost, context=peak.device_bytes - peak.reserved_bytes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from planner.estimate.stages import Played, play
+from planner.estimate.stages import ReplayedStage, replay_stages
 from planner.layout.margin import Sides
 from planner.units import MIB
 
@@ -24,7 +24,7 @@ SEGMENT_BYTES = 2 * MIB
 """What the allocator rounds segments to (c10/cuda/CUDACachingAllocator.cpp, ``kRoundLarge``)."""
 
 
-def reserved_range(played: Sequence[Played]) -> tuple[int, int]:
+def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
     """The least and the most that the run's peak reserves, in bytes, over replays with other holes."""
     found = _reserved(played)
     strategy = played[-1].run.strategy
@@ -34,7 +34,7 @@ def reserved_range(played: Sequence[Played]) -> tuple[int, int]:
     runs = list({id(entry.run): entry.run for entry in played if entry.phase != "encode"}.values())
     known = {id(run) for run in runs}
     apart = max((entry.replayed.reserved_peak_bytes for entry in played if id(entry.run) not in known), default=0)
-    others = [_reserved(play(*runs, cached=False, spare=spare)) for spare in _spare(found)]
+    others = [_reserved(replay_stages(*runs, cached=False, spare=spare)) for spare in _spare(found)]
     return max(apart, min(found, *others)), max(found, *others)
 
 
@@ -45,7 +45,7 @@ def widened(sides: Sides, device_bytes: int, less_bytes: int, more_bytes: int) -
     return 1 - (1 - below) * lowest, (1 + above) * highest - 1
 
 
-def _reserved(played: Sequence[Played]) -> int:
+def _reserved(played: Sequence[ReplayedStage]) -> int:
     return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 

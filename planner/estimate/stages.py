@@ -16,7 +16,7 @@ from planner.spec.plan import PhaseName
 from planner.tape.program import Stage
 
 
-class Played(NamedTuple):
+class ReplayedStage(NamedTuple):
     """One stage replayed: its phase, its peaks, and what stayed allocated behind it."""
 
     run: Run
@@ -32,7 +32,7 @@ class Played(NamedTuple):
     allocated_after_bytes: int
 
 
-def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Played]:
+def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[ReplayedStage]:
     """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
     fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
     ``cached``: with what is encoded before training. ``spare``: bytes of segments that lie free in the cache when the
@@ -46,13 +46,13 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
         later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
     if len(runs) > 1:
         stages = [entry for entry in stages if entry[0] is first] + later + later
-    played: list[Played] = []
+    played: list[ReplayedStage] = []
     flat: dict[int, list[int]] = {}
     with without_garbage_collection():
         for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
             assert encoding.encode is not None
-            replayed = replayed_alone(encoding)
-            played.append(Played(encoding, "encode", encoding.encode, encoding.encode.ops, [], replayed, 0))
+            replayed = replay_encoding(encoding)
+            played.append(ReplayedStage(encoding, "encode", encoding.encode, encoding.encode.ops, [], replayed, 0))
         for run, phase, stage in stages:
             around = phase == "encode" and run.empty_cache_around_encode
             if around:
@@ -66,7 +66,7 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
             ops = flat[id(stage)]
             before = allocator.live
             replayed = allocator.run(ops, run.sizes)
-            played.append(Played(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
+            played.append(ReplayedStage(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
             emptied = any(stage is entry for entry in run.emptied_after)
             loaded = phase == "load" and run.empty_cache_after_load
             trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation
@@ -75,7 +75,7 @@ def play(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[Pla
     return played
 
 
-def again(run: Run, known: Sequence[Played], cached: bool = True) -> list[Played]:
+def reused_replay(run: Run, known: Sequence[ReplayedStage], cached: bool = True) -> list[ReplayedStage]:
     """The replay of a run in which stage by stage the same happens as in one that is known; empty where it does not."""
     here: list[tuple[Run, PhaseName, Stage]] = []
     for encoding in caching(run) if cached else ():
@@ -89,14 +89,14 @@ def again(run: Run, known: Sequence[Played], cached: bool = True) -> list[Played
     return [entry._replace(run=each, stage=stage) for (each, _, stage), entry in zip(here, known, strict=True)]
 
 
-def replayed_alone(encoding: Run) -> Replayed:
+def replay_encoding(encoding: Run) -> Replayed:
     """What is encoded before training, on an allocator of its own."""
     assert encoding.encode is not None
-    return _alone(encoding.strategy.expandable_segments, tuple(encoding.encode.ops), tuple(encoding.sizes))
+    return _replay_alone(encoding.strategy.expandable_segments, tuple(encoding.encode.ops), tuple(encoding.sizes))
 
 
 @functools.lru_cache(maxsize=16)
-def _alone(expandable: bool, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
+def _replay_alone(expandable: bool, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
     """Encoders do the same whatever the strategy of training, which a search asks about again and again."""
     return CachingAllocator(expandable_segments=expandable).run(ops, sizes)
 

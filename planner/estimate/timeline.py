@@ -11,8 +11,16 @@ from dataclasses import dataclass
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.allocator.implementation import CachingAllocator
 from planner.catalog.shapes import grid
-from planner.estimate.estimate import BREAKDOWN, NAMED, breakdown_at, describe, highest, outside_bytes, phase_peak
-from planner.estimate.stages import play
+from planner.estimate.estimate import (
+    BREAKDOWN,
+    PHASE_MOMENTS,
+    breakdown_at,
+    counter_maxima,
+    describe_moment,
+    outside_bytes,
+    phase_peak,
+)
+from planner.estimate.stages import replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.spec.job import Job, Machine, Strategy
@@ -78,15 +86,15 @@ def laid_out(job: Job, strategy: Strategy, machine: Machine, facts: Facts, train
 
 def phases(run: Run) -> tuple[PhaseParts, ...]:
     """Every phase at its highest, in the order they run."""
-    strategy, correction = run.strategy, run.facts.learned.correction
-    played, outside = play(run), outside_bytes(run)
+    strategy, correction = run.strategy, run.facts.measurements.correction
+    played, outside = replay_stages(run), outside_bytes(run)
     found = []
     for phase in dict.fromkeys(entry.phase for entry in played):
         own = [entry for entry in played if entry.phase == phase]
         top = max(reversed(own), key=lambda entry: entry.replayed.allocated_peak_bytes)
-        peak = highest(phase_peak(entry, outside, correction) for entry in own)
+        peak = counter_maxima(phase_peak(entry, outside, correction) for entry in own)
         parts = breakdown_at(top, peak, correction)
-        moment = describe(top, strategy) if top.stage.ops else NAMED.get(phase, phase)
+        moment = describe_moment(top, strategy) if top.stage.ops else PHASE_MOMENTS.get(phase, phase)
         found.append(PhaseParts(phase, moment, parts))
     return tuple(found)
 

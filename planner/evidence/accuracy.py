@@ -14,7 +14,7 @@ from planner.catalog import lookup
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence.published import Counter, Interval, Row
 from planner.layout import margin
-from planner.layout.correction import APART
+from planner.layout.correction import SEPARATE_PHASES
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import RAN, RAN_OUT, Estimate, PhaseName, PhasePeak, Verdict
 from planner.spec.rules import check, resolve
@@ -199,7 +199,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
     try:
         job, strategy, machine, family = _settle(row)
         prediction = predict(job, strategy, machine, row.trainer)
-        skipped = APART - row.phases if row.phases else frozenset()
+        skipped = SEPARATE_PHASES - row.phases if row.phases else frozenset()
         if prediction.peaks_in(skipped):  # a probe of ours encodes nothing, so that cannot be what it ran out of
             prediction = prediction.during(prediction.phases.keys() - skipped, judged=True)
         prediction = prediction.during(_seen(row, strategy), judged=row.states_come_last)

@@ -22,7 +22,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, held_out, is_of_a_gpu, peaks_of, phases_of
-from planner.layout.correction import APART, NOTHING, Learned, MeasuredRun, Proof, fit
+from planner.layout.correction import NO_MEASUREMENTS, SEPARATE_PHASES, MeasuredRun, ModelMeasurements, Proof, fit
 from planner.layout.inputs import facts
 from planner.layout.run import Facts
 from planner.spec.plan import RAN_OUT, Environment, Measured, PhaseName, PhasePeak
@@ -74,20 +74,22 @@ def _read(path: Path, written_ns: int, model: str) -> list[ProbeRow]:
     return Ledger(path).rows(OURS, model)
 
 
-def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence[ProbeRow] | None = None) -> Learned:
+def learned(
+    model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence[ProbeRow] | None = None
+) -> ModelMeasurements:
     """What measurements say about a bundled or own model on a card; nothing about other people's trainers.
 
     `known` in place of the ledgers' rows. Simulated rows, and those without numbers of a GPU, say nothing; the half of
     a grid that is held out says only what became of the very plan.
     """
     if trainer != "vplan":
-        return NOTHING
+        return NO_MEASUREMENTS
     name = lookup.model(model).name
     found = [row for row in (rows(name) if known is None else known) if row.job.model == name and is_of_a_gpu(row)]
     found = [row for row in found if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
     told = [(row, own) for row in found if (own := stands_for(row, gpu)) is not None][-NEWEST:]
     if not told:
-        return NOTHING
+        return NO_MEASUREMENTS
     said = _Said(gpu)
     runs = [each for row, own in told if not held_out(row) for each in _seen(row, own, said)]
     said.keep()
@@ -98,7 +100,7 @@ def learned(model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence
     encoded = [each for part, each in runs if part == "encode"]
     encoding = fit(encoded, gpu.title, "its encoders") if encoded else None
     correction = fit([each for part, each in runs if part == "step"], gpu.title)
-    return Learned(replace(correction, encoding=encoding), proofs)
+    return ModelMeasurements(replace(correction, encoding=encoding), proofs)
 
 
 def _minor(version: str) -> list[str]:
@@ -146,19 +148,19 @@ def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, Mea
 def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
     """A row's numbers, those of encoding apart from those of the steps, which did not run where it ran out before."""
     seen = row.measured
-    if not APART.intersection(phases_of(row.details)):
+    if not SEPARATE_PHASES.intersection(phases_of(row.details)):
         yield "step", seen
         return
-    early = seen.outcome in RAN_OUT and seen.phase in APART
+    early = seen.outcome in RAN_OUT and seen.phase in SEPARATE_PHASES
     if not early:
-        yield "step", seen.replace(**peaks_of(row.details, APART, apart=True))
+        yield "step", seen.replace(**peaks_of(row.details, SEPARATE_PHASES, apart=True))
     nothing = {"step_seconds": None, "outcome": seen.outcome if early else "ok"}
-    yield "encode", seen.replace(**nothing, **peaks_of(row.details, APART))
+    yield "encode", seen.replace(**nothing, **peaks_of(row.details, SEPARATE_PHASES))
 
 
 def with_learned(known: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
     """The facts of a question with what measurements say: the ledgers', or these."""
-    return replace(known, learned=learned(known.model.name, known.gpu, trainer, from_rows))
+    return replace(known, measurements=learned(known.model.name, known.gpu, trainer, from_rows))
 
 
 class _Said:
@@ -204,7 +206,7 @@ def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
         return None
     went = phases_of(row.details)
     through = {phase: peak for phase, peak in found.phases.items() if phase in went} or found.phases
-    apart = {phase: peak for phase, peak in through.items() if phase in APART and phase in went}
+    apart = {phase: peak for phase, peak in through.items() if phase in SEPARATE_PHASES and phase in went}
     step = {phase: peak for phase, peak in through.items() if phase not in apart}
     return {"step": _highest(step), "encode": _highest(apart), "seconds": found.step_seconds}
 

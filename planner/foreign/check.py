@@ -29,7 +29,7 @@ from planner.dialects.base.bindings import (
     write,
 )
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate.estimate import NAMED, describe, judged, outside_bytes
+from planner.estimate.estimate import PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case, settle
 from planner.layout import margin
 from planner.layout.inputs import facts
@@ -150,7 +150,7 @@ class Pricing:
     def outcome(self, case: Case) -> CheckedEstimate:
         """What happens, and where it ends if it does not fit."""
         known = self.facts(case.job, case.strategy, case.machine)
-        run, played, found, kept = judged(case.job, case.strategy, case.machine, known, case.trainer)
+        run, played, found, kept = assess(case.job, case.strategy, case.machine, known, case.trainer)
         if kept:
             return CheckedEstimate(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         if found.verdict == "no" and found.limit == "host" and found.host:
@@ -160,7 +160,7 @@ class Pricing:
         ended = next(over, None) if found.verdict != "fits" else None
         if ended is None:
             return CheckedEstimate(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
-        moment = describe(ended, found.strategy)
+        moment = describe_moment(ended, found.strategy)
         phase = _phase(ended.phase, moment)
         first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
         if first is not ended:  # it had room before there were gradients and states beside it
@@ -170,8 +170,8 @@ class Pricing:
 
 def _phase(phase: str, moment: str) -> str:
     """The phase as people count: the first step's own are training and its optimizer step."""
-    if phase != "first_step" or moment == NAMED["load"]:
-        return "load" if moment == NAMED["load"] else phase
+    if phase != "first_step" or moment == PHASE_MOMENTS["load"]:
+        return "load" if moment == PHASE_MOMENTS["load"] else phase
     return "optimizer" if "optimizer" in moment else "train"
 
 

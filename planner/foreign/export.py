@@ -15,7 +15,7 @@ from planner.catalog.shapes import check_blocks, check_job
 from planner.dialects.base import bindings, config_text
 from planner.dialects.base.bindings import Dialect, Fields, NotSaidError, Settings
 from planner.errors import NotEstimatedError, VplanError, quoted
-from planner.estimate.estimate import judged
+from planner.estimate.estimate import assess
 from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
 from planner.layout.inputs import facts
@@ -122,7 +122,7 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         known = facts(plan.job, plan.strategy, plan.machine, profile, card)
-        return judged(plan.job, plan.strategy, plan.machine, known, trainer).estimate
+        return assess(plan.job, plan.strategy, plan.machine, known, trainer).estimate
     except NotEstimatedError:
         return None
 

@@ -23,8 +23,8 @@ from planner.allocator.caching import (
     SMALL_SEGMENT_BYTES,
 )
 from planner.errors import VplanError
-from planner.estimate.estimate import describe
-from planner.estimate.stages import Played
+from planner.estimate.estimate import describe_moment
+from planner.estimate.stages import ReplayedStage
 from planner.units import GIB, KIB, MIB, format_gib
 
 LONGEST = 16 << 20
@@ -237,12 +237,12 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB"
 
 
-def asked_for(message: OomMessage, played: Sequence[Played], most: int = 3) -> tuple[MatchingTensor, ...]:
+def asked_for(message: OomMessage, played: Sequence[ReplayedStage], most: int = 3) -> tuple[MatchingTensor, ...]:
     """The tensors of a job that may have asked, the likeliest first: printed alike, at about as much allocated."""
     found: dict[tuple[str, str, str, int], list[int]] = {}
     for entry, at, buffer, allocated in _requests(message.requested_text, played):
         here = entry._replace(replayed=entry.replayed._replace(allocated_peak_at=at))
-        moment = describe(here, entry.run.strategy)
+        moment = describe_moment(here, entry.run.strategy)
         program = entry.run.program
         tensor = f"{program.category[buffer]} ({program.op[buffer]})"
         found.setdefault((entry.phase, moment, tensor, entry.run.sizes[buffer]), []).append(allocated)
@@ -255,7 +255,7 @@ def asked_for(message: OomMessage, played: Sequence[Played], most: int = 3) -> t
     return tuple(ranked[:most])
 
 
-def _requests(printed: str, played: Sequence[Played]) -> Iterator[tuple[Played, int, int, int]]:
+def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[ReplayedStage, int, int, int]]:
     """Every allocation that would be printed so: stage, index of its event, buffer, bytes allocated before it."""
     shown: dict[int, bool] = {}
     allocated = 0
@@ -292,9 +292,9 @@ BY_PHASE = {
 """What to switch on, the lossless first, by where it died."""
 
 
-def explain(message: OomMessage, played: Sequence[Played] | None = None) -> Explanation:
-    """What a message means; with the stages of its job replayed (`planner.estimate.stages.play`), which tensor it
-    was."""
+def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) -> Explanation:
+    """What a message means; with the stages of its job replayed (`planner.estimate.stages.replay_stages`), which
+    tensor it was."""
     asked = None if played is None else asked_for(message, played)
     cause, why = _cause(message)
     phase = asked[0].phase if asked else message.hint
@@ -310,7 +310,7 @@ def explain(message: OomMessage, played: Sequence[Played] | None = None) -> Expl
     return Explanation(message, cause, why, tuple(advice), asked)
 
 
-def _by_phase(phase: str, played: Sequence[Played] | None) -> str:
+def _by_phase(phase: str, played: Sequence[ReplayedStage] | None) -> str:
     """What helps in a phase, without what the job has switched on already."""
     if not played:
         return BY_PHASE.get(phase, "gradient checkpointing, an 8-bit optimizer, cached latents and prompts")

@@ -4,7 +4,7 @@ row of this very plan takes its place (`measured`). Pure: records in, records ou
 A correction has two causes, told apart because they carry over differently to another plan: what torch's allocator
 reserves is off by a share, and what is on the device beside it (CUDA context, kernels) by a number of bytes. Each is
 the median of what was seen; of the share, what recordings alone expect (the middle of their margin) counts as one run
-more. How sure it is comes from the errors that are left: what a further run may show after them (`further`), the
+more. How sure it is comes from the errors that are left: what a further run may show after them (`error_bound`), the
 recordings' own margin being what is believed before the first; all that was seen is within.
 
 Encoding has a correction of its own: it runs other models, in an allocator of their own.
@@ -23,18 +23,18 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import RAN, RAN_OUT, Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
 from planner.units import MIB, gib
 
-EXPECTED = 1 + (margin.RECORDED[1] - margin.RECORDED[0]) / 2
+PRIOR_RATIO = 1 + (margin.RECORDED[1] - margin.RECORDED[0]) / 2
 """Measured over predicted, where nothing was measured: what recordings do not know of only adds."""
 
 HALF_WIDTH = sum(margin.RECORDED) / 2
 
-SURE = 1.6448536
+NORMAL_90 = 1.6448536
 """Standard deviations to each side that hold 90 % of a normal distribution."""
 
 SEGMENT_BYTES = 2 * MIB
 """The least that the allocator asks the driver for: what ran out needed so much more than it could have."""
 
-APART = frozenset({"encode"})
+SEPARATE_PHASES = frozenset({"encode"})
 """Phases with other models, in an allocator of their own where they are cached: training says nothing of them."""
 
 
@@ -86,7 +86,7 @@ class Correction:
     said: tuple[str, ...] = ()
     """the correction in words"""
     encoding: Correction | None = None
-    """of the phases in `APART`; None where nobody measured them: then only what is beside torch's is corrected"""
+    """of the phases in `SEPARATE_PHASES`; None where nobody measured them: only what is beside torch's is corrected"""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -95,23 +95,23 @@ class Correction:
 
     def basis(self, phase: str = "train") -> Literal["recorded", "nearby"]:
         """What an estimate rests on whose peak is in this phase."""
-        of = self.encoding if phase in APART else self
+        of = self.encoding if phase in SEPARATE_PHASES else self
         return "nearby" if of and of.said else "recorded"
 
     def sides_of(self, phase: str) -> tuple[float, float]:
         """How sure the peak is, where it is in this phase."""
-        of = self.encoding if phase in APART else self
+        of = self.encoding if phase in SEPARATE_PHASES else self
         return of.sides if of else margin.RECORDED
 
     def share(self, phase: str) -> float:
         """Measured over predicted, of what the allocator reserves in this phase."""
-        of = self.encoding if phase in APART else self
+        of = self.encoding if phase in SEPARATE_PHASES else self
         return of.reserved if of else 1.0
 
     def peak(self, allocated_bytes: int, reserved_bytes: int, outside_bytes: int, phase: str = "train") -> PhasePeak:
         """The counters as corrected, given what recordings say of a phase and what is on the device beside torch's."""
         share = self.share(phase)
-        beside = self.encoding.outside if phase in APART and self.encoding else self.outside
+        beside = self.encoding.outside if phase in SEPARATE_PHASES and self.encoding else self.outside
         reserved = round(reserved_bytes * share)
         return PhasePeak(
             allocated_bytes=min(reserved, round(allocated_bytes * share)),
@@ -131,7 +131,7 @@ class Correction:
         return low * usual, low * longest + self.share_kept * (high - low) * usual
 
 
-def further(errors: Sequence[float]) -> float:
+def error_bound(errors: Sequence[float]) -> float:
     """Within which share of the prediction a further run's error is nine times in ten, after runs with these errors.
 
     Under a normal law of unknown spread, of which the recordings' margin is believed as much as one run, that is
@@ -139,14 +139,14 @@ def further(errors: Sequence[float]) -> float:
     Analysis, sections 2.6 and 3.2).
     """
     values = len(errors) + 1
-    variance = ((HALF_WIDTH / SURE) ** 2 + math.fsum(error**2 for error in errors)) / values
+    variance = ((HALF_WIDTH / NORMAL_90) ** 2 + math.fsum(error**2 for error in errors)) / values
     return _student(values) * math.sqrt(variance * (1 + 1 / values))
 
 
 def _student(freedom: int) -> float:
     """What holds 90 % of Student's t between itself and its negative, within 0.3 % from 3 degrees of freedom on
     (Abramowitz and Stegun 1964, 26.7.5)."""
-    z = SURE
+    z = NORMAL_90
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -160,7 +160,7 @@ def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Cor
     ran = [each for each in seen if each.ran]
     out = [each for each in seen if each.measured.outcome == "oom"]
     kept = len(ran) ** -0.5 if ran else 1.0
-    reserved = statistics.median([EXPECTED, *(each.share for each in ran)]) if ran else 1.0
+    reserved = statistics.median([PRIOR_RATIO, *(each.share for each in ran)]) if ran else 1.0
     own = [each.beside_bytes for each in ran if each.own_card]
     outside = round(statistics.median(own)) if own else 0
     correction = Correction(reserved=reserved, outside_bytes=outside)
@@ -168,7 +168,7 @@ def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Cor
     lowest, highest = min([0.0, *errors]), max([0.0, *errors])
     below, above = margin.RECORDED
     if ran:  # what was seen is within, and no more than the recordings' own margin is added to it
-        below, above = (max(seen, min(further(errors), seen + HALF_WIDTH)) for seen in (-lowest, highest))
+        below, above = (max(seen, min(error_bound(errors), seen + HALF_WIDTH)) for seen in (-lowest, highest))
     # One that ran out needed more than it could have: that is all it says.
     needed = ((each.budget_bytes + SEGMENT_BYTES) / _expected(each, correction).device_bytes for each in out)
     short = max(needed, default=0.0) - 1
@@ -177,7 +177,7 @@ def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Cor
     timed = ((each.measured.step_seconds or 0, each.predicted_seconds) for each in ran if _is_timed(each))
     paces = [seconds / predicted for seconds, predicted in timed]
     spread = f"they spread from {100 * lowest:+.1f} to {100 * highest:+.1f} %"
-    words = f"{TOLD[0]}{len(ran)} measurements of {what} on {where}: allocator {100 * (reserved - 1):+.1f} %, "
+    words = f"{NOTE_PREFIXES[0]}{len(ran)} measurements of {what} on {where}: allocator {100 * (reserved - 1):+.1f} %, "
     words += f"beside it {gib(outside):+.2f} GiB; {spread}"
     ooms = f"{len(out)} of {what} that ran out of memory on {where} widened the upper end" if short > above else ""
     return Correction(
@@ -220,14 +220,14 @@ class Proof(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Learned:
+class ModelMeasurements:
     """What is known from measurements about one model on one card."""
 
     correction: Correction = field(default_factory=Correction)
     proofs: Mapping[str, tuple[Proof, ...]] = field(default_factory=dict)
     """by `row_id`"""
 
-    def proved(self, found: Estimate, trainer: str = "vplan") -> Estimate:
+    def with_proofs(self, found: Estimate, trainer: str = "vplan") -> Estimate:
         """The estimate as runs of this very plan leave it; itself when there are none."""
         ran, out = self._split(found.job, found.strategy, found.machine, trainer)
         if ran:
@@ -239,7 +239,7 @@ class Learned:
             found = _ran_out(found, out)
         return found
 
-    def told(
+    def past_outcome(
         self, job: Job, strategy: Strategy, machine: Machine, trainer: str = "vplan"
     ) -> Literal["ran", "ran out"] | None:
         """What became of runs of this very plan; None when there are none, or some of each kind."""
@@ -257,9 +257,9 @@ class Learned:
         return ran, [each for each in proofs if each.measured.outcome in RAN_OUT]
 
 
-NOTHING = Learned()
+NO_MEASUREMENTS = ModelMeasurements()
 
-TOLD = ("corrected by ", "measured: ")
+NOTE_PREFIXES = ("corrected by ", "measured: ")
 """How the assumptions begin that say what measurements did to an estimate."""
 
 
@@ -285,7 +285,7 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
     seconds = [each.step_seconds for each in seen if each.step_seconds]
     ram = [each.host_bytes for each in seen if each.host_bytes]
     short = found.limit == "host" and not (ram and max(ram) <= (found.machine.host_ram or max(ram)))
-    words = f"{TOLD[1]}{len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
+    words = f"{NOTE_PREFIXES[1]}{len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
     changes = {"step_seconds": statistics.median(seconds), "step_seconds_high": max(seconds)} if seconds else {}
     return with_peak(found, top).replace(
         low_bytes=min(device),
@@ -293,7 +293,7 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
         basis="measured",
         verdict="no" if short else "fits",
         limit="host" if short else None,
-        assumptions=(words, *(each for each in found.assumptions if not each.startswith(TOLD))),
+        assumptions=(words, *(each for each in found.assumptions if not each.startswith(NOTE_PREFIXES))),
         **changes,
     )
 
@@ -301,7 +301,7 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
 def _ran_out(found: Estimate, out: Sequence[Proof]) -> Estimate:
     """An estimate that says no, because the plan ran out of memory when it was tried."""
     basis = "measured" if any(each.own_card for each in out) else "nearby"
-    said = (f"{TOLD[1]}this very plan ran out of memory", *found.assumptions)
+    said = (f"{NOTE_PREFIXES[1]}this very plan ran out of memory", *found.assumptions)
     if all(each.measured.outcome == "host-oom" for each in out):
         return found.replace(basis=basis, verdict="no", limit="host", assumptions=said)
     needed = found.budget_bytes + 1

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from planner.allocator.implementation import alive
 from planner.catalog.components import calls
 from planner.catalog.profiles import GpuProfile, ModelProfile
-from planner.layout.correction import NOTHING, Learned
+from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import PhaseName
 from planner.tape.format import Tape
@@ -55,7 +55,7 @@ class Facts:
     checkpointed: Tape | None = None
     """beside a step without checkpointing, the one with it, where only some blocks are checkpointed"""
 
-    learned: Learned = NOTHING
+    measurements: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
 
 

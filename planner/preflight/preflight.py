@@ -15,7 +15,7 @@ from typing import Literal
 from planner.catalog import lookup
 from planner.catalog.shapes import check_blocks, check_job
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate.estimate import judged
+from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.evidence.ledger import Ledger, default_path
 from planner.hardware import doctor
@@ -131,7 +131,7 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
         known = with_learned(facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
-        found = judged(plan.job, plan.strategy, machine, known, plan.trainer).estimate
+        found = assess(plan.job, plan.strategy, machine, known, plan.trainer).estimate
     except NotRecordedError as error:
         if must:
             raise

@@ -14,7 +14,7 @@ from planner.estimate.estimate import estimate
 from planner.evidence.measurement import ProbeRow, phases_of
 from planner.launch.supported import settled
 from planner.layout import margin
-from planner.layout.correction import APART
+from planner.layout.correction import SEPARATE_PHASES
 from planner.layout.inputs import facts
 from planner.probe.grid_file import GridEntry
 from planner.spec.job import Machine
@@ -102,7 +102,7 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
 
 def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
     """Why a plan cannot fit; None where it may. A probe that only trains encodes nothing."""
-    needed = max(peak.device_bytes for phase, peak in found.phases.items() if encodes or phase not in APART)
+    needed = max(peak.device_bytes for phase, peak in found.phases.items() if encodes or phase not in SEPARATE_PHASES)
     if margin.verdict(needed, found.budget_bytes, found.strategy.compile != "none") != "no":
         return None
     return f"it needs {gib(needed):.1f} GiB, and the card gives {gib(found.budget_bytes):.1f}"
@@ -110,7 +110,7 @@ def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
 
 def _capped(entry: GridEntry, found: Estimate) -> Machine:
     """The machine with all of the card in reserve but what the plan may have."""
-    if found.peak.phase in APART:
+    if found.peak.phase in SEPARATE_PHASES:
         raise VplanError("its peak is in encoding, so a cap at it says nothing of training")
     budget = found.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-found.high_bytes // MIB) * MIB
     card = lookup.parse_gpus(found.machine.gpu)[1].allocatable_bytes

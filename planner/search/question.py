@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.catalog.profiles import GpuProfile, ModelProfile
-from planner.layout.correction import NOTHING, Learned
+from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
 
@@ -21,7 +21,7 @@ class Question:
     gpu: GpuProfile
     fixed: frozenset[str] = frozenset()
     allow_lossy: bool = False
-    learned: Learned = NOTHING
+    learned: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
 
     @property

@@ -17,7 +17,7 @@ from planner.errors import NotEstimatedError, NotRecordedError
 from planner.estimate import host_ram
 from planner.estimate.estimate import outside_bytes
 from planner.estimate.roofline import StepWork, Traffic, step_seconds
-from planner.estimate.stages import replayed_alone
+from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import Passes, passes_work, step_work, traffic
 from planner.layout.phases import caching
 from planner.layout.pipeline import choose_kernels, end_of_step, kernels, transforms
@@ -101,13 +101,13 @@ class Screen:
             lower_bounds.parameter_bytes(job, strategy, facts.model.parameters),
             max((walked.device_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0),
         )
-        return facts.learned.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
+        return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
     def parameter_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """The same of weights, gradients and states, known at once."""
         facts = self.facts(job, strategy, machine)
         nbytes = lower_bounds.parameter_bytes(job, strategy, facts.model.parameters)
-        return facts.learned.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
+        return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
     def largest_block_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int | None:
         """The most that one swapped block more takes off the device; None where that is not known."""
@@ -115,7 +115,7 @@ class Screen:
             return None
         copies = 2 if strategy.inactive_expert == "gpu" else 1
         nbytes = copies * max(max(each.frozen_blocks, default=0) for each in walked)
-        return self.facts(job, strategy, machine).learned.correction.peak(nbytes, nbytes, 0).reserved_bytes
+        return self.facts(job, strategy, machine).measurements.correction.peak(nbytes, nbytes, 0).reserved_bytes
 
     def swapped_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """What the swapped blocks of the expert that runs would take on the GPU beyond the ring they come through."""
@@ -164,7 +164,7 @@ class Screen:
 
     def told(self, job: Job, strategy: Strategy, machine: Machine) -> Told:
         """What this very plan did where it was tried."""
-        return self.facts(job, strategy, machine).learned.told(job, strategy, machine, self.trainer)
+        return self.facts(job, strategy, machine).measurements.past_outcome(job, strategy, machine, self.trainer)
 
     def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """Host RAM alone, for less than a look."""
@@ -179,9 +179,9 @@ class Screen:
         facts = self.facts(job, strategy, machine)
         runs = [Run(job, strategy, machine, facts, grid=grid(facts.model, job, shape)) for shape in job.shapes]
         each = [encoding for run in runs for encoding in caching(run)]
-        peaks = (replayed_alone(one).reserved_peak_bytes + one.split_bytes["encode"] for one in each)
+        peaks = (replay_encoding(one).reserved_peak_bytes + one.split_bytes["encode"] for one in each)
         reserved = max(peaks, default=0)
-        return facts.learned.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
+        return facts.measurements.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
 
     def allocated_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """The peak that a look begins with, at the job's own shape: what tensors hold once loading has begun, without
@@ -196,7 +196,7 @@ class Screen:
         where = grid(facts.model, job, shape)
         run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
         allocated, in_optimizer = allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))
-        correction, outside = facts.learned.correction, outside_bytes(run)
+        correction, outside = facts.measurements.correction, outside_bytes(run)
         device = correction.peak(allocated, allocated, outside).device_bytes
         encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:

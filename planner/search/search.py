@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
-from planner.estimate.estimate import Judged, judged
+from planner.estimate.estimate import Assessment, assess
 from planner.layout import margin
 from planner.search.cost import TIGHTEST, WORTH_LOSS, loss, slowness
 from planner.search.pruning import Hopeless, Known
@@ -43,9 +43,9 @@ class Search:
         self.missing: NotEstimatedError | None = None
         """Why the first strategy that could not be looked at could not."""
         self._considered: set[tuple[Job, Strategy]] = set()
-        self.chosen: Judged | None = None
+        self.chosen: Assessment | None = None
         """The plan of the last `best`, with its replay."""
-        self._latest: Judged | None = None
+        self._latest: Assessment | None = None
         self._strategies: dict[tuple[Job, bool], dict[Strategy, bool]] = {}
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._tiled: dict[Job, bool] = {}
@@ -233,9 +233,9 @@ class Search:
         return self._estimates[key]
 
     def judged(self, job: Job, strategy: Strategy, cached: bool = True) -> Estimate:
-        """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `judged`."""
+        """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `assess`."""
         screen, known = self.screen, (job, strategy, self.question.machine)
-        self._latest = judged(*known, screen.facts(*known), screen.trainer, screen.lay_out, cached)
+        self._latest = assess(*known, screen.facts(*known), screen.trainer, screen.lay_out, cached)
         return self._latest.estimate
 
     # ---- what is told about a plan

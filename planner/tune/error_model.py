@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.layout import margin
-from planner.layout.correction import SURE
+from planner.layout.correction import NORMAL_90
 from planner.search.space import switched
 from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Measured
@@ -65,7 +65,7 @@ class Belief:
     def __init__(self, seen: Sequence[FinishedProbe]) -> None:
         self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]
         below, above = margin.RECORDED
-        centre, width = 1 + (above - below) / 2, (above + below) / 2 / SURE
+        centre, width = 1 + (above - below) / 2, (above + below) / 2 / NORMAL_90
         logs = np.log(_normal((RATIOS - centre) / width) + SURPRISE)
         for each in seen:
             logs = logs + self._likelihood(each)

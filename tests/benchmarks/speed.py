@@ -21,7 +21,7 @@ import numpy as np
 import vplan
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
-from planner.estimate.stages import play
+from planner.estimate.stages import replay_stages
 from planner.layout.inputs import facts
 from planner.layout.pipeline import lay_out
 from planner.search.batched_peaks import peak_forms
@@ -129,7 +129,7 @@ def main() -> int:
         _, run = laid_out("wan2.1-t2v-14b", gradient_checkpointing=checkpointing)
         line(
             f"replay of a 14B tape, five stages, checkpointing {checkpointing}",
-            median_seconds(lambda run=run: play(run), times),
+            median_seconds(lambda run=run: replay_stages(run), times),
             0.5,
             "s",
         )

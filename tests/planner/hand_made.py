@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.catalog import lookup
-from planner.estimate.stages import Played, play
+from planner.estimate.stages import ReplayedStage, replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.spec.job import Job, Machine, Strategy
@@ -137,12 +137,12 @@ def peaks(run: Run) -> dict[str, int]:
     return {entry.stage.name: entry.replayed.allocated_peak_bytes for entry in trained(run)}
 
 
-def trained(run: Run) -> list[Played]:
-    return [entry for entry in play(run) if entry.phase in ("load", "first_step", "train", "optimizer")]
+def trained(run: Run) -> list[ReplayedStage]:
+    return [entry for entry in replay_stages(run) if entry.phase in ("load", "first_step", "train", "optimizer")]
 
 
 def after(run: Run) -> int:
-    return play(run)[-1].allocated_after_bytes
+    return replay_stages(run)[-1].allocated_after_bytes
 
 
 LOADED = STEM + BLOCKS * (WEIGHTS + ADAPTER) + CUBLAS

@@ -10,7 +10,7 @@ from typing import Any
 from planner import dialects
 from planner.dialects.base.script import Script
 from planner.errors import VplanError
-from planner.estimate.estimate import replayed
+from planner.estimate.estimate import replay
 from planner.foreign.check import settle
 from planner.foreign.oom_message import LONGEST, Explanation, explain, parse
 from planner.layout.inputs import facts
@@ -35,5 +35,5 @@ def explained(path: str, script: Script | None, told: Mapping[str, Any], machine
     dialect, given = dialects.recognise(script)
     case = settle(dialect, given, told, machine)
     known = facts(case.job, case.strategy, case.machine, case.model, case.gpu)
-    _, played = replayed(case.job, case.strategy, case.machine, known, case.trainer)
+    _, played = replay(case.job, case.strategy, case.machine, known, case.trainer)
     return explain(message, played)

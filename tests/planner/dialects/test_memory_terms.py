@@ -13,7 +13,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate import host_ram
 from planner.estimate.estimate import estimate
-from planner.estimate.stages import play
+from planner.estimate.stages import replay_stages
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoint_inputs import block_inputs
@@ -168,7 +168,7 @@ def test_easyanimate_validates_with_a_second_transformer() -> None:
     run = laid_out()
     run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
     easyanimate.second_transformer(run)
-    found = {entry.phase: entry for entry in play(run)}
+    found = {entry.phase: entry for entry in replay_stages(run)}
     weights = LOADED - CUBLAS
     more = found["denoise"].replayed.allocated_peak_bytes - LOADED - STATES - weights
     assert 0 <= more - component_bytes(run, "cached") < 512
@@ -182,7 +182,7 @@ def test_encoders_leave_the_gpu_before_the_first_step_of_the_tables() -> None:
     plain, run = done_by("diffusers"), done_by("diffusers@2024-10")
     encoders = component_bytes(run, "cached")
     assert run.leaving is not None and encoders > 2 * MODEL.vae.parameters
-    played = [entry for entry in play(run) if entry.run is run]
+    played = [entry for entry in replay_stages(run) if entry.run is run]
     leaving = next(at for at, entry in enumerate(played) if entry.stage is run.leaving)
     assert played[leaving].phase == "first_step"
     # Each of the two parts is rounded to 512 bytes.
@@ -198,7 +198,7 @@ def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
     run.strategy = run.strategy.replace(validation_mode=mode)
     run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
     diffusers.validation_prompts(run)
-    found = {entry.phase: entry for entry in play(run)}
+    found = {entry.phase: entry for entry in replay_stages(run)}
     encoders = component_bytes(run, "cached") - 2 * MODEL.vae.parameters
     weights = LOADED - CUBLAS
     before = LOADED + STATES - (weights if mode == "offload" else 0)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
-from planner.estimate.estimate import estimate, replayed
+from planner.estimate.estimate import estimate, replay
 from planner.estimate.fragmentation import reserved_range, widened
-from planner.estimate.stages import play
+from planner.estimate.stages import replay_stages
 from planner.layout import margin
 from planner.layout.inputs import facts
 from planner.spec.job import Job, Machine, Strategy
@@ -31,7 +31,7 @@ def asked(expandable: bool) -> tuple[Job, Strategy]:
 def test_the_estimate_is_within_and_the_interval_is_around(expandable: bool) -> None:
     job, strategy = asked(expandable)
     known = facts(job, strategy, MACHINE)
-    _, played = replayed(job, strategy, MACHINE, known)
+    _, played = replay(job, strategy, MACHINE, known)
     found = estimate(job, strategy, MACHINE, known)
     lowest, highest = reserved_range(played)
     assert reserved_range(played) == (lowest, highest)
@@ -45,9 +45,9 @@ def test_the_estimate_is_within_and_the_interval_is_around(expandable: bool) -> 
 
 def test_what_lies_free_is_there_once_and_needs_no_more_tensors() -> None:
     job, strategy = asked(False)
-    run, plain = replayed(job, strategy, MACHINE, facts(job, strategy, MACHINE))
+    run, plain = replay(job, strategy, MACHINE, facts(job, strategy, MACHINE))
     spare = [64 * MIB, 300 * MIB]
-    other = play(run, spare=spare)
+    other = replay_stages(run, spare=spare)
     assert [entry.stage for entry in other] == [entry.stage for entry in plain]
     begins = next(index for index, entry in enumerate(plain) if entry.stage is run.begins)
     assert [entry.replayed.reserved_peak_bytes for entry in other[:begins]] == [

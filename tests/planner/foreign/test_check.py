@@ -13,7 +13,7 @@ from planner.dialects.base.bindings import Translation
 from planner.dialects.base.script import of_file
 from planner.dialects.base.shell import joined
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate.estimate import judged
+from planner.estimate.estimate import assess
 from planner.foreign.case import settle
 from planner.foreign.check import Pricing, check_case, smaller_batches
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
@@ -158,7 +158,7 @@ def test_a_smaller_batch_with_as_many_samples_a_step_is_offered(tmp_path: Path) 
     assert Pricing(case).outcome(larger).estimate.verdict == "no"
     plan = plan_from_toml(plan_to_toml(Plan.of(fix.outcome.estimate, trainer=fix.case.trainer)))
     known = Pricing(case).facts(plan.job, plan.strategy, plan.machine)
-    again = judged(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
+    again = assess(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
     assert (again.verdict, again.peak) == (fix.outcome.estimate.verdict, fix.outcome.estimate.peak)
 
 

@@ -15,7 +15,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.estimate.stages import play
+from planner.estimate.stages import replay_stages
 from planner.foreign.oom_message import allocation_bytes, explain, format_size, parse, render
 from planner.layout import inputs
 from planner.layout.pipeline import lay_out
@@ -173,7 +173,7 @@ def test_the_tensor_and_the_moment_are_found_in_the_job() -> None:
 def test_a_request_is_found_with_what_was_allocated_before_it() -> None:
     """Every request of a run, told as torch would tell it, is found at its own moment."""
     run = laid_out()
-    (stage,) = [entry for entry in play(run) if entry.phase == "optimizer"]
+    (stage,) = [entry for entry in replay_stages(run) if entry.phase == "optimizer"]
     message = dataclasses.replace(parse(TORCH_2_0), requested_text="2.00 MiB", allocated_bytes=0)
     found = explain(message, [stage]).asked
     assert found and all(one.phase == "optimizer" for one in found)
@@ -220,6 +220,6 @@ def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> No
     known = inputs.facts(job, strategy, machine, model, lookup.gpu("rtx4090"))
     run = lay_out(job, strategy, machine, known, grid(model, job), "latentsync")
     message = dataclasses.replace(parse(TORCH_2_0), allocated_bytes=None)
-    found = explain(message, play(run))
+    found = explain(message, replay_stages(run))
     assert found.asked and found.asked[0].phase == "decode" and found.asked[0].nbytes == 16 * 256 * 256 * 256 * 4
     assert "slicing" in " ".join(found.advice)

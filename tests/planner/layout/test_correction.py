@@ -20,16 +20,16 @@ from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow
 from planner.layout import margin
 from planner.layout.correction import (
-    EXPECTED,
     HALF_WIDTH,
-    NOTHING,
-    SURE,
+    NO_MEASUREMENTS,
+    NORMAL_90,
+    PRIOR_RATIO,
     Correction,
-    Learned,
     MeasuredRun,
+    ModelMeasurements,
     Proof,
+    error_bound,
     fit,
-    further,
     with_peak,
 )
 from planner.layout.inputs import facts
@@ -90,15 +90,15 @@ def test_what_two_causes_do_carries_over_to_another_plan(share: float, beside: i
 def test_runs_that_agree_narrow_it(share: float, count: int) -> None:
     fewer, more = (fit([seen(share)] * runs, "a card").sides for runs in (count, count + 1))
     assert all(after <= before for before, after in zip(fewer, more, strict=True))
-    assert fewer == pytest.approx([min(HALF_WIDTH, further([0.0] * count))] * 2, abs=1e-6)
+    assert fewer == pytest.approx([min(HALF_WIDTH, error_bound([0.0] * count))] * 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(3, 2.353), (4, 2.132), (5, 2.015), (10, 1.812), (20, 1.725), (200, 1.653)])
 def test_what_a_further_run_may_show_is_student_s(freedom: int, t: float) -> None:
     """t as any table has it; a prediction of one more value among so many has its deviation and that of their mean."""
-    spread = HALF_WIDTH / SURE * ((freedom + 1) / freedom) ** 0.5 / freedom**0.5
-    assert further([0.0] * (freedom - 1)) == pytest.approx(t * spread, rel=0.004)
-    assert further([0.02, -0.01] * freedom) > further([0.01, -0.01] * freedom)
+    spread = HALF_WIDTH / NORMAL_90 * ((freedom + 1) / freedom) ** 0.5 / freedom**0.5
+    assert error_bound([0.0] * (freedom - 1)) == pytest.approx(t * spread, rel=0.004)
+    assert error_bound([0.02, -0.01] * freedom) > error_bound([0.01, -0.01] * freedom)
 
 
 @given(SHARES, st.floats(0.5, 1.5))
@@ -117,15 +117,15 @@ def test_further_runs_are_inside(count: int) -> None:
     """Errors a little worse than those of published peaks: 1 % above on average, 1.5 % around that (seeded)."""
     draw, inside = random.Random(count), 0
     for _ in range(400):
-        *shares, further = (draw.gauss(1.01, 0.015) for _ in range(count + 1))
+        *shares, error_bound = (draw.gauss(1.01, 0.015) for _ in range(count + 1))
         correction = fit([seen(share) for share in shares], "a card")
         low, high = margin.interval(correction.peak(10 * GIB, 10 * GIB, GIB // 2).device_bytes, sides=correction.sides)
-        inside += low <= round(10 * GIB * further) + GIB // 2 <= high
+        inside += low <= round(10 * GIB * error_bound) + GIB // 2 <= high
     assert inside >= 0.89 * 400  # 0.91 and more at any number (6,000 draws each)
 
 
 def test_without_runs_nothing_changes() -> None:
-    assert fit([], "a card") == Correction() == NOTHING.correction
+    assert fit([], "a card") == Correction() == NO_MEASUREMENTS.correction
     assert fit([seen(1.0, outcome="crash"), seen(1.0, outcome="oom", budget_bytes=5 * GIB)], "a card") == Correction()
     assert Correction().peak(5, 7, 3) == PhasePeak(allocated_bytes=5, reserved_bytes=7, device_bytes=10)
     assert Correction().basis() == "recorded"
@@ -133,8 +133,8 @@ def test_without_runs_nothing_changes() -> None:
 
 def test_one_run_moves_the_middle_by_half_and_narrows_nothing() -> None:
     correction = fit([seen(1.1)], "a card")
-    assert correction.reserved == pytest.approx((1.1 + EXPECTED) / 2)
-    assert fit([seen(EXPECTED)], "a card").sides == pytest.approx([HALF_WIDTH] * 2, abs=1e-6)
+    assert correction.reserved == pytest.approx((1.1 + PRIOR_RATIO) / 2)
+    assert fit([seen(PRIOR_RATIO)], "a card").sides == pytest.approx([HALF_WIDTH] * 2, abs=1e-6)
 
 
 def test_a_card_that_stands_in_tells_nothing_of_another_s_context_or_speed() -> None:
@@ -155,14 +155,14 @@ def test_seconds_are_the_usual_run_s_and_the_slowest_s(paces: list[float]) -> No
 
 @pytest.fixture(scope="module")
 def recorded() -> Estimate:
-    return priced(NOTHING)
+    return priced(NO_MEASUREMENTS)
 
 
-def priced(known: Learned, strategy: Strategy = STRATEGY) -> Estimate:
-    return estimate(JOB, strategy, MACHINE, replace(facts(JOB, strategy, MACHINE), learned=known))
+def priced(known: ModelMeasurements, strategy: Strategy = STRATEGY) -> Estimate:
+    return estimate(JOB, strategy, MACHINE, replace(facts(JOB, strategy, MACHINE), measurements=known))
 
 
-def proof(device: float, outcome: Any = "ok", **fields: Any) -> Learned:
+def proof(device: float, outcome: Any = "ok", **fields: Any) -> ModelMeasurements:
     """One run of the plan, at so many GiB."""
     size = int(device * GIB)
     measured = Measured(
@@ -170,13 +170,13 @@ def proof(device: float, outcome: Any = "ok", **fields: Any) -> Learned:
         step_seconds=3.0, host_bytes=GIB,
     )  # fmt: skip
     name = row_id(Plan(job=JOB, strategy=STRATEGY, machine=MACHINE))
-    return Learned(proofs={name: (Proof(measured, **{"phases": TRAINED, **fields}),)})
+    return ModelMeasurements(proofs={name: (Proof(measured, **{"phases": TRAINED, **fields}),)})
 
 
 def test_a_correction_moves_peaks_phases_and_breakdown_together() -> None:
     plain = STRATEGY.replace(gradient_checkpointing="none")
-    recorded = priced(NOTHING, plain)
-    found = priced(Learned(fit([seen(1.1, beside=GIB)] * 5, "a card")), plain)
+    recorded = priced(NO_MEASUREMENTS, plain)
+    found = priced(ModelMeasurements(fit([seen(1.1, beside=GIB)] * 5, "a card")), plain)
     assert found.basis == "nearby"
     assert found.peak.reserved_bytes == pytest.approx(1.1 * recorded.peak.reserved_bytes, rel=1e-6)
     assert found.peak.device_bytes - found.peak.reserved_bytes == recorded.breakdown.context + GIB
@@ -189,7 +189,7 @@ def test_a_correction_moves_peaks_phases_and_breakdown_together() -> None:
 
 def test_training_says_nothing_of_encoding(recorded: Estimate) -> None:
     """Here the text encoder takes more than training: its bytes and its margin are left, but for the context's."""
-    known = Learned(fit([seen(1.1, beside=GIB)] * 5, "a card"))
+    known = ModelMeasurements(fit([seen(1.1, beside=GIB)] * 5, "a card"))
     found = priced(known)
     assert recorded.phases["encode"].device_bytes == recorded.peak.device_bytes == found.peak.device_bytes - GIB
     assert found.basis == "recorded"
@@ -219,7 +219,7 @@ def test_a_plan_that_ran_out_is_no(recorded: Estimate) -> None:
     assert priced(proof(3.0, "host-oom")).limit == "host"
     both = [priced_proofs for learnt in (proof(12.0), proof(3.0, "oom")) for priced_proofs in learnt.proofs.values()]
     name = next(iter(proof(12.0).proofs))
-    assert priced(Learned(proofs={name: both[0] + both[1]})).verdict == "tight"
+    assert priced(ModelMeasurements(proofs={name: both[0] + both[1]})).verdict == "tight"
 
 
 def test_what_was_not_measured_is_not_called_so(recorded: Estimate) -> None:
@@ -227,7 +227,7 @@ def test_what_was_not_measured_is_not_called_so(recorded: Estimate) -> None:
     for known in (proof(12.0, "crash"), proof(12.0, own_card=False), proof(1.0, phases=frozenset({"load"}))):
         assert priced(known) == recorded
     other = STRATEGY.replace(gradient_checkpointing="offload")
-    assert priced(proof(12.0), other) == priced(NOTHING, other)
+    assert priced(proof(12.0), other) == priced(NO_MEASUREMENTS, other)
 
 
 @given(st.integers(0, 100 * GIB), st.integers(0, 100 * GIB), st.integers(0, GIB))
@@ -300,9 +300,9 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
         return row(12.0, env=row(12.0).env.replace(**changes))
 
     card = lookup.gpu("24GB")
-    assert learned(JOB.model, card, known=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NOTHING
-    assert learned(JOB.model, card, known=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NOTHING
-    assert learned(JOB.model, card, "diffsynth", known=[row(12.0)]) is NOTHING
+    assert learned(JOB.model, card, known=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NO_MEASUREMENTS
+    assert learned(JOB.model, card, known=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NO_MEASUREMENTS
+    assert learned(JOB.model, card, "diffsynth", known=[row(12.0)]) is NO_MEASUREMENTS
     newer = learned(JOB.model, card, known=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
     assert Here(None, None, None, None).agrees(row(12.0).env)
@@ -327,7 +327,7 @@ def test_a_run_that_encoded_too_corrects_each_part_by_its_own(own: Ledger, recor
     assert of_both.encoding is not None and of_steps.encoding is None
     assert replace(of_both, encoding=None) == of_steps  # encoding says nothing of training
     assert of_both.encoding.reserved == pytest.approx(1.1, abs=0.001)
-    found = priced(Learned(of_both))
+    found = priced(ModelMeasurements(of_both))
     assert found.basis == "nearby" and found.peak.phase == "encode"
     assert gib(found.phases["encode"].reserved_bytes) == pytest.approx(1.1 * encode, rel=0.001)
     assert found.low_bytes <= found.peak.device_bytes <= found.high_bytes < 1.05 * found.peak.device_bytes
@@ -340,32 +340,32 @@ def test_what_ran_out_while_it_encoded_says_nothing_of_steps(own: Ledger, record
     ran_out = seen.replace(measured=seen.measured.replace(outcome="oom", phase="encode"))
     found = learned(JOB.model, lookup.gpu("24GB"), known=[ran_out]).correction
     assert found.encoding is not None and replace(found, encoding=None) == Correction()
-    assert priced(Learned(found)).verdict != "fits"
+    assert priced(ModelMeasurements(found)).verdict != "fits"
 
 
 # ---- a search
 
 
-def search(known: Learned = NOTHING) -> Search:
+def search(known: ModelMeasurements = NO_MEASUREMENTS) -> Search:
     """For CogVideoX-2B at a small size on a card of 8 GB."""
     model, card = lookup.model("cogvideox-2b"), lookup.gpu("8GB")
     job = lookup.job_for(model, {"frames": 9, "height": 240, "width": 352})
     machine = Machine(gpu="8GB", host_ram=32 * GIB)
 
     def find(job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        return replace(facts(job, strategy, machine), learned=known)
+        return replace(facts(job, strategy, machine), measurements=known)
 
     return Search(Question(job, Strategy(), machine, model, card, learned=known), Screen(find))
 
 
-def tried(plan: Estimate, outcome: Any) -> Learned:
+def tried(plan: Estimate, outcome: Any) -> ModelMeasurements:
     """That plan was run, and took what was estimated."""
     measured = Measured(
         outcome=outcome, allocated_bytes=plan.peak.allocated_bytes, reserved_bytes=plan.peak.reserved_bytes,
         device_bytes=plan.peak.device_bytes, step_seconds=plan.step_seconds,
     )  # fmt: skip
     name = row_id(Plan(job=plan.job, strategy=plan.strategy, machine=plan.machine))
-    return Learned(proofs={name: (Proof(measured, frozenset(plan.phases)),)})
+    return ModelMeasurements(proofs={name: (Proof(measured, frozenset(plan.phases)),)})
 
 
 def test_a_search_proposes_what_ran_and_never_what_ran_out() -> None:
@@ -384,7 +384,7 @@ def test_a_search_proposes_what_ran_and_never_what_ran_out() -> None:
 
 def test_a_search_goes_by_the_margin_that_was_seen() -> None:
     """Where runs took a quarter more than recordings say, a plan that would fit by recordings alone does not."""
-    known = Learned(fit([seen(1.25)] * 10, "a card"))
+    known = ModelMeasurements(fit([seen(1.25)] * 10, "a card"))
     found, after = search(), search(known)
     plain, careful = (each.best(each.question.job, explain=False) for each in (found, after))
     assert plain is not None and careful is not None

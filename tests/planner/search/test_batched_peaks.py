@@ -6,7 +6,7 @@ import pytest
 
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
-from planner.estimate.stages import play
+from planner.estimate.stages import replay_stages
 from planner.layout.inputs import facts
 from planner.layout.pipeline import lay_out
 from planner.search.batched_peaks import peak_forms
@@ -43,7 +43,9 @@ def test_forms_equal_the_replay(model: str, method: str, strategy: Strategy, bat
     grids = [grid(profile, job) for job in jobs]
     for job, peak in zip(jobs, forms.at(grids), strict=True):
         _, own = laid_out(job, strategy)
-        assert peak == max(entry.replayed.allocated_peak_bytes for entry in play(own) if entry.phase != "encode")
+        assert peak == max(
+            entry.replayed.allocated_peak_bytes for entry in replay_stages(own) if entry.phase != "encode"
+        )
 
 
 def test_a_clip_of_more_frames_never_needs_less() -> None:

@@ -14,8 +14,8 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_shape, grid
 from planner.commands import cli
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate.estimate import Judged, estimate, judged
-from planner.estimate.stages import again
+from planner.estimate.estimate import Assessment, assess, estimate
+from planner.estimate.stages import reused_replay
 from planner.layout.inputs import facts
 from planner.search.objectives import PREFERRED, frames, largest, relaxed, smaller_sizes
 from planner.search.question import Question, Suggestion
@@ -425,15 +425,15 @@ def test_a_plan_on_another_card_of_its_class_is_told_from_one_replay_as_from_its
     """Where the same is allocated; the clip that is longer is another matter."""
     job = lookup.job_for(MODEL, SHORT)
     fields = {"gradient_checkpointing": "full", "text_encoder": "cached", "vae": "resident"}
-    first: Judged | None = None
+    first: Assessment | None = None
     for name in ("24GB", "l4", "a10"):
         machine = Machine(gpu=name, host_ram=32 * GIB)
         strategy = resolve(job, Strategy.read(fields), machine)
         known = job, strategy, machine, facts(job, strategy, machine)
-        alone, like = judged(*known), judged(*known, like=first)
+        alone, like = assess(*known), assess(*known, like=first)
         assert like.estimate == alone.estimate
-        assert first is None or again(like.run, first.played)
+        assert first is None or reused_replay(like.run, first.played)
         first = like
     larger = job.replace(frames=job.frames + 8)
-    other = judged(larger, strategy, machine, facts(larger, strategy, machine), like=first)
-    assert first is not None and again(other.run, first.played) == []
+    other = assess(larger, strategy, machine, facts(larger, strategy, machine), like=first)
+    assert first is not None and reused_replay(other.run, first.played) == []
