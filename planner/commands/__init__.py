@@ -21,21 +21,21 @@ from planner.commands._shared.flag_aliases import meant
 from planner.errors import VplanError, did_you_mean
 
 VERBS = {
-    "suggest": "The best way to train on a card, and what it saves and costs.",
-    "estimate": "What one way of training needs, phase by phase.",
-    "tune": "Finds the best plan by measuring, and proves it.",
-    "probe": "What a plan really takes, measured on this machine's GPU.",
-    "preflight": "Whether a plan can start on this machine as it is now.",
-    "train": "Trains: a plan or a model, from clips to finished weights.",
-    "check": "Where another trainer's command dies, and what to change.",
-    "export": "A plan as another trainer's own files.",
-    "report": "A page to look at: what a plan needs, and how far the card goes.",
-    "models": "What we know by name: models, their sizes and usual shapes.",
-    "gpus": "What we know by name: cards, and what each can give.",
-    "record": "Records a model of your own, or our tapes again.",
-    "calibrate": "Measures this machine's GPU, so that estimates rest on it.",
-    "accuracy": "How near the estimates come to what was measured.",
-    "doctor": "What this machine has, and what it lacks for training.",
+    "suggest": "Find the fastest way to train that fits a card.",
+    "estimate": "Estimate one configuration, phase by phase.",
+    "tune": "Find the best plan by measuring on the GPU.",
+    "probe": "Run a few steps of a plan and measure them.",
+    "preflight": "Check whether a plan can start on this machine now.",
+    "train": "Train a plan or a model, from clips to finished weights.",
+    "check": "Check another trainer's command for out-of-memory errors.",
+    "export": "Write a plan as another trainer's files.",
+    "report": "Write an HTML report about a plan.",
+    "models": "List the known models, their sizes and usual shapes.",
+    "gpus": "List the known cards and their usable memory.",
+    "record": "Record a model of your own, or the bundled tapes again.",
+    "calibrate": "Measure this machine's GPU to improve its estimates.",
+    "accuracy": "Compare estimates with measurements.",
+    "doctor": "Report what this machine has and lacks for training.",
 }
 """Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""
 
@@ -168,4 +168,4 @@ def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -
 )
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
 def cli() -> None:
-    """Says before a fine-tuning run of a diffusion model whether it fits the GPU, and what to switch on if not."""
+    """Predict whether fine-tuning a diffusion model fits the GPU, and what to change if not."""

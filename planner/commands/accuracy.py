@@ -55,18 +55,22 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 @click.option(
     "--allocator",
     type=click.Choice(["expandable", "classic"]),
-    help="The allocator of published rows that do not say which ran.  [default: classic]",
+    help="Allocator assumed for published rows that do not name it.  [default: classic]",
 )
 @click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
 @click.option(
     "--calibrated",
     is_flag=True,
-    help="Price our own rows with what `vplan calibrate` measured of their GPU: context, rates.",
+    help="Estimate our own rows with the context and speeds that `vplan calibrate` measured.",
 )
 @click.option(
-    "--history", metavar="FILE", help="Compare what `vplan probe --record-history FILE` wrote with the tape's events."
+    "--history",
+    metavar="FILE",
+    help="Compare the history that `vplan probe --record-history FILE` wrote with the tape.",
 )
-@click.option("--least", metavar="SIZE", default="1MiB", show_default=True, help="With --history: events from this on.")
+@click.option(
+    "--least", metavar="SIZE", default="1MiB", show_default=True, help="With --history: ignore smaller events."
+)
 @report_option
 @json_option
 def command(
@@ -79,15 +83,15 @@ def command(
     report: str | None,
     as_json: bool,
 ) -> int | None:
-    """Compare the estimates with measurements.
+    """Compare estimates with measurements.
 
-    FILE holds one measured run a line (JSON), as published by others or as our probes write them; without FILE, the
-    rows that come with vplan are read, and your own probes. An error is the distance to what was measured, in per cent
-    of it, and negative where the estimate is too low. A run that ended out of memory is met by the verdicts "tight" and
-    "no". Of our own probes it is also told how near estimates come that learn from all the others; of a grid's rows
-    (`vplan calibrate --grid`), both halves: one that estimates may learn from, and one that is held out.
+    FILE holds one measured run per line (JSON), as published by others or as our probes write them; without FILE, the
+    bundled rows and your own probes are used. An error is the distance to the measured value in percent, negative where
+    the estimate is too low. For a run that ended out of memory, the verdicts "tight" and "no" are correct. For our own
+    probes the answer also says how close estimates are that learn from all the others; for the rows of a grid (`vplan
+    calibrate --grid`), both halves: one that estimates may learn from, and one that is held out.
 
-    --history finds the cause of an error: the first event in which a recorded run and its tape differ.
+    --history finds the cause of an error: the first event where a recorded run and its tape differ.
     """
     if history is not None:
         from planner.commands._shared.allocator_diff import differences

@@ -46,20 +46,20 @@ def _grid_options(function: Any) -> Any:
     """Options that go with --grid."""
     said = {"cls": GridOption}
     for option in reversed((
-        click.option("--grid", metavar="FILE", help="Measure the plans of a grid, and nothing else.", **said),
-        click.option("-o", "--output", metavar="ROWS.jsonl", help="Where each row is added as it is taken.", **said),
+        click.option("--grid", metavar="FILE", help="Measure only the plans of a grid.", **said),
+        click.option("-o", "--output", metavar="ROWS.jsonl", help="File to append each row to.", **said),
         click.option("--max-minutes", type=FiniteRange(0.1, 10_000), metavar="MINUTES",
-                     help="Begin no plan that would end after this.", **said),
-        click.option("--dry-run", is_flag=True, help="Show the order and the seconds, and measure nothing.", **said),
-        click.option("--retry", is_flag=True, help="Take rows again that crashed or ran out of time.", **said),
+                     help="Start no plan that would end after this many minutes.", **said),
+        click.option("--dry-run", is_flag=True, help="Print the order and expected seconds; measure nothing.", **said),
+        click.option("--retry", is_flag=True, help="Repeat rows that crashed or timed out.", **said),
         click.option("--histories", metavar="DIR",
-                     help="Run what is off its estimate by 1 % allocated or 3 % device once more, for "
-                     "`vplan accuracy --history DIR/ID.json`.", **said),
+                     help="Run plans that are off by 1 % allocated or 3 % device again, to record their "
+                     "history for `vplan accuracy --history DIR/ID.json`.", **said),
         click.option("--runner", "runner_name", type=click.Choice(["real", "simulate"]), default="real",
-                     help="simulate: no GPU, a machine that is drawn from --seed.  [default: real]", **said),
-        click.option("--gpu", metavar="CARD", help="The card that is simulated.", **said),
+                     help="simulate: use no GPU, but a simulated machine drawn from --seed.  [default: real]", **said),
+        click.option("--gpu", metavar="CARD", help="Card to simulate.", **said),
         click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N",
-                     help="Of the simulated machine.", **said),
+                     help="Seed of the simulated machine.", **said),
     )):  # fmt: skip
         function = option(function)
     return function
@@ -89,15 +89,15 @@ class GridOption(click.Option):
     default=600,
     show_default=True,
     metavar="SECONDS",
-    help="End a probe that takes longer.",
+    help="Kill a probe after this many seconds.",
 )
-@click.option("--share", metavar="FILE", help="Write this GPU's measurements to FILE, to hand to others.")
+@click.option("--share", metavar="FILE", help="Write this GPU's measurements to FILE, for sharing.")
 @_grid_options
 @click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
-    help="cpu tries it out at a tiny size: nothing of a GPU is measured.  [default: cuda]",
+    help="cpu is a trial run at a tiny size: no GPU is measured.  [default: cuda]",
 )
 @json_option
 def command(
@@ -109,16 +109,16 @@ def command(
     as_json: bool,
     **grid: Any,
 ) -> int:
-    """Measure this machine's GPU, so that estimates for it rest on it: a few minutes.
+    """Measure this machine's GPU to improve estimates for it (a few minutes).
 
-    First what a process takes beside tensors (CUDA context, kernels, workspaces), then how fast matrix products,
-    attention and copies are; `--gpu auto` plans with these numbers. Then a short grid of probes of MODEL (by default a
-    small one), from which estimates of that model on such a card learn. All of it is kept in your own folder, under
-    this GPU, driver and torch.
+    First the memory a process uses besides tensors (CUDA context, kernels, workspaces), then the speed of matrix
+    products, attention and copies; `--gpu auto` plans with these numbers. Then a short grid of probes of MODEL (by
+    default a small one), which improve estimates of that model on such a card. Everything is kept in your data folder,
+    per GPU, driver and torch version.
 
-    With --grid, nothing of that, but the real plans of a grid (a name that comes with vplan, or a file), one process
-    each, what tells most in the least time first: every row is written to ROWS.jsonl as it is taken, and the same line
-    goes on where it was stopped. `vplan accuracy ROWS.jsonl` says how near the estimates come.
+    With --grid, only the plans of a grid are measured (a bundled name, or a file), one process each, the most
+    informative per second first. Each row is appended to ROWS.jsonl at once, and the same command resumes where it
+    stopped. `vplan accuracy ROWS.jsonl` shows how close the estimates are.
     """
     _refuse_mixed(grid["grid"] is not None)
     if grid["grid"] is not None:

@@ -51,26 +51,26 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
     ),
 )
 @click.argument("words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED)
-@click.option("--from-file", "path", metavar="FILE", help="The file with the command, as FILE alone.")
-@click.option("--error", metavar="FILE", help="A log with torch's out-of-memory message (- for what is piped): "
-              "what it was, and of which tensor of the command, if there is one.")  # fmt: skip
-@click.option("--model", metavar="NAME", help="The model, where the command does not tell.")
+@click.option("--from-file", "path", metavar="FILE", help="File with the command; same as FILE.")
+@click.option("--error", metavar="FILE", help="Log with PyTorch's out-of-memory message (- for stdin): explain it, and "
+              "find its tensor in the command, if there is one.")  # fmt: skip
+@click.option("--model", metavar="NAME", help="Model, if the command does not name it.")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")
 @click.option("--width", type=int, metavar="N", help="Width of a sample in pixels, instead of the command's.")
-@click.option("--no-fixes", is_flag=True, help="Only say what happens: search for no change.")
-@click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
+@click.option("--no-fixes", is_flag=True, help="Only print the verdict; do not search for fixes.")
+@click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @field_options(Machine, without=("links", "unified"), show_defaults=False)
-@output_option("the plan that the command is")
+@output_option("the command as a plan")
 @report_option
 @json_option
 def command(
     words: tuple[str, ...], path: str | None, error: str | None, output: str | None, as_json: bool, **said: Any
 ) -> int:
-    """Say whether another trainer's command runs out of memory, in which phase, and what to change.
+    """Check whether another trainer's command runs out of memory, in which phase, and what to change.
 
-    Give the command behind `--`, or a file: a shell script, a trainer's TOML, YAML or JSON, or a Python file. It is
-    read as text; nothing of it runs.
+    Pass the command after `--`, or a file: a shell script, a trainer's TOML, YAML or JSON, or a Python file. It is
+    read as text and never run.
     """
     script = None if error and not words and path is None else _script(words, path)
     strict, search, report = said.pop("strict"), not said.pop("no_fixes"), said.pop("report")

@@ -23,10 +23,10 @@ STYLES = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "dim"}
 @click.command(cls=Verb, epilog=examples("vplan doctor", "vplan doctor --json > machine.json"))
 @json_option
 def command(as_json: bool) -> None:
-    """Say what this machine has, and what is wrong or missing for training here.
+    """Report what this machine has, and what is wrong or missing for training here.
 
-    The text is made to be pasted into a bug report: it holds no host or user name, no path and no secret. Nothing is
-    changed, and no GPU is used. It exits 0 whatever it finds.
+    The text is safe to paste into a bug report: it holds no host or user name, no path and no secret. Nothing is
+    changed, and no GPU is used. The exit code is always 0.
     """
     facts = examine()
     found = findings(facts)

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     ),
 )
 @request_options()
-@click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
+@click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @output_option("the plan")
 @report_option
 @json_option
 def command(asked: TypedQuestion, strict: bool, output: str | None, report: str | None, as_json: bool) -> int:
-    """Say what one way of training needs: peak by phase, what it is made of, host RAM, seconds a step.
+    """Estimate one configuration: peak memory by phase, its breakdown, host RAM, seconds per step.
 
-    Nothing is searched: what you do not set is vplan's default (`vplan suggest` chooses instead).
+    Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead).
     """
     request = asked.settle()
     if request.frames_max:

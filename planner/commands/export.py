@@ -34,20 +34,21 @@ def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> N
     ),
 )
 @click.argument("plan", metavar="PLAN")
-@click.option("--to", "name", required=True, metavar="TRAINER", help="The trainer to write for; `accelerate` writes "
-              "accelerate's and DeepSpeed's configs for a script of your own.")  # fmt: skip
-@click.option("-o", "--output", required=True, metavar="DIR", help="Write the files into DIR.")
-@click.option("--nearest", is_flag=True, help="Where the trainer cannot do the plan, export the nearest it can do.")
+@click.option("--to", "name", required=True, metavar="TRAINER", help="Trainer to write for; "
+              "`accelerate` writes accelerate and DeepSpeed configs for your own script.")  # fmt: skip
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
+@click.option(
+    "--nearest", is_flag=True, help="If the trainer does not support the plan, export the nearest one it supports."
+)
 @click.option("--markdown", is_flag=True, is_eager=True, expose_value=False, callback=_page,
-              help="Print docs/trainers.md: what each trainer can be told of a plan.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace files that are there already.")
+              help="Print docs/trainers.md: which plan fields each trainer supports.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
 @json_option
 def command(plan: str, name: str, output: str, nearest: bool, force: bool, as_json: bool) -> int:
-    """Write the files that make another trainer do what PLAN says: complete, ready to start, with a comment for each
-    field of the plan.
+    """Write a plan as another trainer's files: complete, ready to start, with a comment for each field of the plan.
 
-    What that trainer cannot express is refused by name, and the nearest plan that it can do is offered. What only you
-    know (paths of data and weights) stands at the top, to be filled in.
+    What that trainer does not support is refused by name, and the nearest plan it supports is offered. What only you
+    know (paths of data and weights) is at the top, to be filled in.
     """
     if name not in targets():
         listed = "plans are exported to " + ", ".join(targets())

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 @markdown_option("docs/gpus.md")
 @json_option
 def command(as_markdown: bool, as_json: bool) -> None:
-    """List the cards we know.
+    """List the known cards.
 
-    A plan may use what a card can give to a process ("gives"), which is less than what it is sold as and less than what
-    nvidia-smi shows ("total"). Cards with a star stand for their class: --gpu 24GB is the one of them that gives least.
-    For any other card name the memory itself, as --gpu 23.5GiB.
+    A plan may use what a process can allocate ("gives"), which is less than the card's nominal size and less than
+    nvidia-smi shows ("total"). Cards with a star define their class: --gpu 24GB is the one of them that gives least.
+    For any other card, pass its memory, as in --gpu 23.5GiB.
     """
     if as_markdown:
         from planner.foreign.docs_pages import gpus_page
@@ -40,7 +40,7 @@ def command(as_markdown: bool, as_json: bool) -> None:
 def _table(console: Console, cards: list[GpuProfile]) -> None:
     columns = ("class", "name", "chip", ">gives GiB", ">total GiB", ">bf16 TFLOPS", ">GB/s")
     console.print(table(columns, [_row(card) for card in cards]))
-    console.print("* stands for its class: --gpu 24GB means the one of them that gives least", style="dim")
+    console.print("* defines its class: --gpu 24GB means the one of them that gives least", style="dim")
 
 
 def _row(card: GpuProfile) -> list[Any]:

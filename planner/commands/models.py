@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 @markdown_option("docs/models.md")
 @json_option
 def command(as_markdown: bool, as_json: bool) -> None:
-    """List the models we know.
+    """List the known models.
 
-    "params" counts the part that is trained (the transformer or UNet), in billions. "frames" is the length trained by
-    default, and the rule for others: 4n+1 takes 1, 5, 9 and so on. Sizes are height x width. Models of your own
-    (`vplan record FOLDER`) come last.
+    "params" counts the part that is trained (the transformer or UNet), in billions. "frames" is the default clip
+    length, and the rule for others: 4n+1 allows 1, 5, 9 and so on. Sizes are height x width. Your own models (`vplan
+    record FOLDER`) come last.
     """
     if as_markdown:
         from planner.foreign.docs_pages import models_page

@@ -35,23 +35,32 @@ STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim", "ok": "g
     ),
 )
 @click.argument("path", metavar="PLAN.toml", required=False)
-@click.option("--plan", "named", metavar="FILE", help="The same as PLAN.toml.")
-@click.option("--data", metavar="DIR", help="Also hold the clips of this folder against the plan's shapes.")
-@click.option("--output", metavar="DIR", help="Where the run will write.  [default: here]")
-@click.option("--keep", type=click.IntRange(1, 10**5), default=2, show_default=True, metavar="N", help="Checkpoints.")
-@click.option("--wait", default="0", metavar="TIME", help="Wait so long for memory to become free: 90s, 10m, 2h.")
-@click.option("--probe/--no-probe", default=False, help="Run a few real steps, when all else is well.")
-@click.option("--skip-bad/--no-skip-bad", default=False, help="Leave out clips that cannot be used.")
+@click.option("--plan", "named", metavar="FILE", help="Same as PLAN.toml.")
+@click.option("--data", metavar="DIR", help="Also check the clips in this folder against the plan's shapes.")
+@click.option("--output", metavar="DIR", help="Output folder of the run.  [default: current folder]")
 @click.option(
-    "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu: all but the GPU.  [default: cuda]"
+    "--keep",
+    type=click.IntRange(1, 10**5),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Checkpoints the run will keep.",
+)
+@click.option(
+    "--wait", default="0", metavar="TIME", help="Wait up to this long for memory to become free: 90s, 10m, 2h."
+)
+@click.option("--probe/--no-probe", default=False, help="Run a few real steps if all other checks pass.")
+@click.option("--skip-bad/--no-skip-bad", default=False, help="Skip unusable clips.")
+@click.option(
+    "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu: skip the GPU checks.  [default: cuda]"
 )
 @json_option
 def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> int:
-    """Say whether a plan can start on this machine as it is now, and what stands against it.
+    """Check whether a plan can start on this machine now, and what prevents it.
 
-    Looks at the memory that is free on each card and who holds the rest, host RAM and its limits, disk, the versions
-    it was measured with, and the data. Exit code 0: it can start; 1: something is wrong; 3: it does not fit; 4: a
-    probe failed.
+    Checks the free memory of each card and which processes hold the rest, host RAM and its limits, disk space, the
+    versions the plan was measured with, and the data. Exit code 0: it can start; 1: something is wrong; 3: it does not
+    fit; 4: a probe failed.
     """
     if (path is None) == (named is None):
         raise VplanError("name one plan", "as vplan preflight plan.toml", USAGE)

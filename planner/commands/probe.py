@@ -52,7 +52,12 @@ class _How(TypedDict):
 )
 @click.argument("paths", metavar="PLAN.toml...", nargs=-1, required=True)
 @click.option(
-    "--steps", type=click.IntRange(1, 1000), default=STEPS, show_default=True, metavar="N", help="Steady steps to time."
+    "--steps",
+    type=click.IntRange(1, 1000),
+    default=STEPS,
+    show_default=True,
+    metavar="N",
+    help="Steady-state steps to time.",
 )
 @click.option(
     "--time-limit",
@@ -60,25 +65,26 @@ class _How(TypedDict):
     default=int(TIME_LIMIT),
     show_default=True,
     metavar="SECONDS",
-    help="End a probe that takes longer.",
+    help="Kill a probe after this many seconds.",
 )
-@click.option("--weights", metavar="DIR", help="Folder of the published weights.  [default: random ones]")
+@click.option("--weights", metavar="DIR", help="Folder with the published weights.  [default: random weights]")
 @click.option(
     "--gpu",
     metavar="CARD",
-    help="The card that the plans are for, when not their own; of a larger one only as much is used.",
+    help="Card to probe for, instead of the plan's own; a larger card is capped to it.",
 )
 @click.option(
-    "--encode/--no-encode", help="Go through text encoders and VAE too, which are cached before.  [default: no-encode]"
+    "--encode/--no-encode",
+    help="Also run the text encoders and the VAE, as encoding the data does.  [default: no-encode]",
 )
-@click.option("--record-history", "history", metavar="FILE", help="Write every event of torch's allocator to FILE.")
+@click.option("--record-history", "history", metavar="FILE", help="Write every event of PyTorch's allocator to FILE.")
 @click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
-    help="cpu is for tiny models: nothing of the GPU is measured.  [default: cuda]",
+    help="cpu is for tiny models: no GPU memory is measured.  [default: cuda]",
 )
-@output_option("the rows, one JSON object a line,", plan=False)
+@output_option("the rows, one JSON object per line,", plan=False)
 @json_option
 def command(
     paths: tuple[str, ...],
@@ -89,13 +95,13 @@ def command(
     as_json: bool,
     **how: Unpack[_How],
 ) -> int:
-    """Run a few real training steps of a plan, and say what they took.
+    """Run a few real training steps of a plan and measure them.
 
     Weights and data are random: memory and speed are the same, and nothing is downloaded. Each plan runs in fresh
-    processes, one for each GPU; a card that gives more than the plan's gives no more than that. Every measurement is
-    kept, and estimates learn from it. Several plans run one after another; with -o what is done stays done: plans whose
-    row is in FILE are left out, so the same line goes on where it was stopped. Exit code 3: out of memory; 4: a crash,
-    the time limit, or a loss that is no number.
+    processes, one per GPU; a larger card is capped to the memory of the plan's card. Every measurement is kept, and
+    estimates learn from it. Several plans run one after another; with -o, plans that already have a row in FILE are
+    skipped, so the same command resumes where it stopped. Exit code 3: out of memory; 4: a crash, a timeout, or a
+    non-finite loss.
     """
     weights, device = how["weights"], how["device"]
     if how["history"] and len(paths) > 1:

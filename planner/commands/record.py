@@ -85,14 +85,18 @@ class RecordedTape(NamedTuple):
     ),
 )
 @click.argument("models", nargs=-1, metavar="[FOLDER|CONFIG.json|MODEL]...")
-@click.option("--name", metavar="NAME", help="What to call the model in FOLDER.  [default: as its folder]")
+@click.option("--name", metavar="NAME", help="Name for the model in FOLDER.  [default: the folder's name]")
 @click.option(
-    "--variant", "texts", metavar="TEXT", multiple=True, help="Only the variant TEXT, or those with TEXT in their name."
+    "--variant",
+    "texts",
+    metavar="TEXT",
+    multiple=True,
+    help="Only the variant named TEXT, or those with TEXT in their name.",
 )
-@click.option("--all", "everything", is_flag=True, help="All variants of an own model, not just the first needed.")
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 at the first tape that is recorded otherwise now.")
-@click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes at once.")
-@click.option("-o", "--output", metavar="FOLDER", help="Folder of the tapes.  [default: vplan's own]")
+@click.option("--all", "everything", is_flag=True, help="All variants of your own model, not only those needed first.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 at the first tape that would change.")
+@click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Number of processes.")
+@click.option("-o", "--output", metavar="FOLDER", help="Folder for the tapes.  [default: vplan's own]")
 @json_option
 def command(
     models: Sequence[str],
@@ -104,14 +108,15 @@ def command(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Record the tapes that estimates are read from.
+    """Record the tapes that estimates are computed from.
 
-    A tape is every allocation of one real training step, recorded with fake tensors: no GPU, no weights, no download.
-    It needs what training needs: pip install 'vplan[train]'.
+    A tape holds every allocation of one real training step, recorded with fake tensors: no GPU, no weights, no
+    download. Recording needs the training dependencies: pip install 'vplan[train]'.
 
-    FOLDER is a model of your own in diffusers' layout, or its config.json. It is kept in your data folder (VPLAN_HOME
-    says which) and then known everywhere by its name and its folder. What is recorded already is not recorded again.
-    MODEL is one we know; without any, all that come with vplan are recorded: 80 to 180 tapes each, of 2 to 40 seconds.
+    FOLDER is a model of your own in diffusers format, or its config.json. It is kept in your data folder (set
+    VPLAN_HOME to change it) and then known everywhere by its name and its folder. Existing tapes are not recorded
+    again. MODEL is a known model; without any, all bundled models are recorded: 80 to 180 tapes each, 2 to 40 seconds
+    per tape.
     """
     folders = [model for model in models if own_model.is_folder(model)]
     _check_use(models, folders, name, check, output)

@@ -27,13 +27,13 @@ MOST = 6
     ),
 )
 @click.argument("paths", metavar="PLAN.toml...", nargs=-1, required=True)
-@click.option("--rows", metavar="FILE", multiple=True, help="Show and compare the measured rows of FILE too.")
-@click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="The page.")
+@click.option("--rows", metavar="FILE", multiple=True, help="Also show and compare the measured rows in FILE.")
+@click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="File to write.")
 def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str) -> None:
-    """Write a page about a plan: what it needs and when, what each switch saved, how far the card goes.
+    """Write an HTML report about a plan: what it needs and when, what each option saved, how far the card goes.
 
-    One file that loads nothing: it can be mailed, printed, and read without JavaScript. Several plans stand side by
-    side. Your own probes of these models are on it. Nothing is opened.
+    The report is one self-contained file: it can be mailed, printed, and read without JavaScript. Several plans are
+    shown side by side. It includes your own probes of these models. No browser is opened.
     """
     if len(paths) > MOST:
         raise VplanError(f"{len(paths)} plans do not fit on a page", f"name up to {MOST}", USAGE)

@@ -61,10 +61,12 @@ OTHER_CARD = 0.02
     "--prefer",
     type=click.Choice(["speed", *PREFERRED]),
     default="speed",
-    help="What to have most of, at your other wishes.  [default: speed]",
+    help="What to maximise, subject to your other options.  [default: speed]",
 )
-@click.option("--allow", "allow", type=click.Choice(["lossy"]), help="Let lossy switches in where lossless plans fit.")
-@click.option("--strict", is_flag=True, help="Exit 3 when it is tight.")
+@click.option(
+    "--allow", "allow", type=click.Choice(["lossy"]), help="Also consider lossy options when a lossless plan fits."
+)
+@click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @output_option("the plan")
 @report_option
 @json_option
@@ -77,10 +79,10 @@ def command(
     report: str | None,
     as_json: bool,
 ) -> int:
-    """Choose how to train: the fastest way that fits, lossless if any does.
+    """Find the fastest way to train that fits, lossless if possible.
 
-    What you type is never traded; the rest is searched. Without --gpu it answers for every class of card, without
-    --model for every model that can train at that length.
+    Options you set stay fixed; the rest is searched. Without --gpu the answer covers every card class, without --model
+    every model that can train at that length.
     """
     started = time.perf_counter()
     wanted = _Wanted(asked, "frames" if asked.job.get("frames") == "max" else prefer, allow is not None)

@@ -53,9 +53,16 @@ RATES = {"lora": 1e-4, "full": 1e-5}
 )
 @request_options(searched=True)
 @click.option("--data", required=True, metavar="DIR", help="Clips or images with their captions.")
-@click.option("--output", required=True, metavar="DIR", help="Where the run keeps all it writes.")
-@click.option("--weights", metavar="DIR", help="The model as diffusers saves it; an own model's folder by itself.")
-@click.option("--steps", type=click.IntRange(1, 10**5), default=1000, show_default=True, metavar="N", help="In all.")
+@click.option("--output", required=True, metavar="DIR", help="Folder for everything the run writes.")
+@click.option("--weights", metavar="DIR", help="Model folder in diffusers format; not needed for your own models.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1, 10**5),
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="Total optimizer steps.",
+)
 @click.option(
     "--learning-rate", type=FiniteRange(0, min_open=True), metavar="X", help="[default: 1e-4 for lora, 1e-5 for full]"
 )
@@ -67,47 +74,71 @@ RATES = {"lora": 1e-4, "full": 1e-5}
     metavar="NAME",
     help=f"One of {', '.join(SCHEDULES)}.",
 )
-@click.option("--warmup-steps", type=click.IntRange(0, 10**5), default=0, metavar="N", help="Steps of rising rate.")
+@click.option(
+    "--warmup-steps", type=click.IntRange(0, 10**5), default=0, metavar="N", help="Learning-rate warm-up steps."
+)
 @click.option("--seed", type=click.IntRange(0, 10**5), default=0, show_default=True, metavar="N")
 @click.option(
-    "--checkpoint-every", type=click.IntRange(1, 10**5), default=50, show_default=True, metavar="N", help="Steps."
+    "--checkpoint-every",
+    type=click.IntRange(1, 10**5),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Steps between checkpoints.",
 )
-@click.option("--keep", type=click.IntRange(1, 10**5), default=2, show_default=True, metavar="N", help="Checkpoints.")
+@click.option(
+    "--keep", type=click.IntRange(1, 10**5), default=2, show_default=True, metavar="N", help="Checkpoints to keep."
+)
 @click.option(
     "--resume",
     default="auto",
     show_default=True,
     metavar="auto|no|DIR",
-    help="Go on from the newest whole checkpoint, begin anew, or go on from this one.",
+    help="Resume from the newest complete checkpoint, start over, or resume from DIR.",
 )
-@click.option("--validate-every", type=click.IntRange(1, 10**5), metavar="N", help="Samples; else at the end only.")
-@click.option("--validation-prompt", multiple=True, metavar="TEXT", help="Of a sample; may be repeated.")
-@click.option("--validation-prompts", metavar="FILE", help="The same, one a line.  [default: a caption of the data]")
-@click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps of a sample.")
-@click.option("--validation-guidance", type=FiniteRange(0, 100), metavar="X", help="Guidance scale of a sample.")
-@click.option("--skip-bad", is_flag=True, help="Leave out clips that cannot be used instead of refusing them all.")
+@click.option(
+    "--validate-every",
+    type=click.IntRange(1, 10**5),
+    metavar="N",
+    help="Steps between validation samples (default: only at the end).",
+)
+@click.option(
+    "--validation-prompt", multiple=True, metavar="TEXT", help="Prompt of a validation sample; may be repeated."
+)
+@click.option(
+    "--validation-prompts", metavar="FILE", help="File with one prompt per line.  [default: a caption from the data]"
+)
+@click.option(
+    "--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps per validation sample."
+)
+@click.option(
+    "--validation-guidance", type=FiniteRange(0, 100), metavar="X", help="Guidance scale of validation samples."
+)
+@click.option("--skip-bad", is_flag=True, help="Skip unusable clips instead of refusing to start.")
 @click.option(
     "--log-with",
     type=click.Choice(launch.TRACKERS),
     metavar="NAME",
-    help="Also tell one of accelerate's trackers: tensorboard, wandb, ...",
+    help="Also log to one of accelerate's trackers: tensorboard, wandb, ...",
 )
-@click.option("--node-rank", type=click.IntRange(0), default=0, metavar="N", help="This computer's number, from 0.")
-@click.option("--main-address", metavar="HOST", help="The first computer's address, where there are --nodes.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, metavar="N", help="Rank of this node, from 0.")
+@click.option("--main-address", metavar="HOST", help="Address of the first node, with --nodes.")
 @click.option(
-    "--main-port", type=click.IntRange(1, 65_535), default=launch.PORT, metavar="N", help="A free port there."
+    "--main-port", type=click.IntRange(1, 65_535), default=launch.PORT, metavar="N", help="Free port on the first node."
 )
-@click.option("--print-command", is_flag=True, help="Do all but start the ranks; print how to, for a shell.")
-@click.option("--slurm", metavar="FILE", help="Train nothing: write a batch script that does, for sbatch.")
+@click.option(
+    "--print-command", is_flag=True, help="Prepare everything and print the launch command without running it."
+)
+@click.option("--slurm", metavar="FILE", help="Write a batch script for sbatch instead of training.")
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
 )
 @json_option
 def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said: Any) -> int:
-    """Train a plan, or a model that is planned for first.
+    """Train from a plan, or plan a model and train it.
 
-    The plan is checked against what is free now, the data is encoded once and kept, and training goes on from its last
-    checkpoint when the same command is given again. Exit code 3: it does not fit; 4: it ended for another reason.
+    The plan is checked against what is free now, and the data is encoded once and cached. The same command again
+    resumes training from its last checkpoint. Exit code 3: it does not fit; 4: it failed for another reason.
     """
     place = Path(output).expanduser().absolute()
     if not Path(data).expanduser().is_dir():

@@ -75,38 +75,45 @@ NO_GPU = (
     "--prefer",
     type=click.Choice(["speed", *PREFERRED]),
     default="speed",
-    help="What to have most of, at your other wishes.  [default: speed]",
+    help="What to maximise, subject to your other options.  [default: speed]",
 )
-@click.option("--allow", type=click.Choice(["lossy"]), help="Let lossy switches in where lossless plans run.")
+@click.option("--allow", type=click.Choice(["lossy"]), help="Also consider lossy options when a lossless plan fits.")
 @click.option(
     "--max-probes",
     type=click.IntRange(1, 1000),
     default=12,
     show_default=True,
     metavar="N",
-    help="Probes of the study.",
+    help="Maximum number of probes in the study.",
 )
 @click.option(
     "--max-minutes", type=FiniteRange(0.1, 10_000), default=120.0, show_default=True, metavar="MINUTES",
-    help="Start no probe after this.",
+    help="Start no probe after this many minutes.",
 )  # fmt: skip
-@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, metavar="N", help="Steady steps.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1, 1000),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Steady-state steps to time.",
+)
 @click.option(
     "--time-limit", type=click.IntRange(1, 86_400), metavar="SECONDS",
-    help="End a probe that takes longer.  [default: 900, and three times what is estimated]",
+    help="Kill a probe after this many seconds.  [default: 900, and three times what is estimated]",
 )  # fmt: skip
 @click.option(
-    "--storage", metavar="FILE|URL", help="Where the study is kept: a file, or a database that several workers share."
+    "--storage", metavar="FILE|URL", help="Where to store the study: a file, or a database shared by several workers."
 )
-@click.option("--study", metavar="NAME", help="The study's name.  [default: one for each question]")
+@click.option("--study", metavar="NAME", help="Name of the study.  [default: one per question]")
 @click.option(
     "--runner",
     "runner_name",
     type=click.Choice(["real", "simulate"]),
     default="real",
-    help="simulate: no GPU, a machine that is drawn from --seed.  [default: real]",
+    help="simulate: use no GPU, but a simulated machine drawn from --seed.  [default: real]",
 )
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N", help="Of the simulated machine.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N", help="Seed of the simulated machine.")
 @output_option("the plan")
 @report_option
 @json_option
@@ -121,10 +128,10 @@ def command(
 ) -> int:
     """Find the best plan by measuring: probe the suggested plan, correct the estimate, try what could be 5 % better.
 
-    What you type is never traded; the rest is searched. Every probe is a fresh process of real steps. The study goes on
-    where it was stopped; the same line on several nodes, with one --storage URL, shares the work (on a node with
-    several GPUs, give each worker its own: CUDA_VISIBLE_DEVICES). Exit code 3: nothing fits; 4: probes failed for
-    another reason.
+    Options you set stay fixed; the rest is searched. Each probe runs real steps in a fresh process. Run the same
+    command again to resume the study; run it on several nodes with one --storage URL to share the work (on a node with
+    several GPUs, give each worker its own with CUDA_VISIBLE_DEVICES). Exit code 3: nothing fits; 4: the probes failed
+    for another reason.
     """
     real = said["runner_name"] == "real"
     gpu = _own_gpu() if real else None

@@ -70,13 +70,13 @@ class Job(Record):
     method: Method = "lora"
     """lora trains small adapters, full trains the weights, sample only generates (no gradients)"""
     trainable: tuple[str, ...] = ()
-    """weights that full training trains, by parts of their names (attn1, blocks.0, *norm*); all when not given"""
+    """weights to train in full training, by parts of their names (attn1, blocks.0, *norm*); all by default"""
     lora_rank: Rank = 16
     """rank of the LoRA adapters"""
     lora_targets: tuple[str, ...] | None = None
-    """layer names that get an adapter; the model's usual attention projections when not given"""
+    """layers that get an adapter, by name; the model's usual attention projections by default"""
     lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
-    """dropout in front of the adapters, 0 to 1; above 0 it keeps one more activation per adapter"""
+    """dropout before the adapters, 0 to 1; above 0 it keeps one more activation per adapter"""
     frames: Frames
     """frames per clip (1 = image)"""
     height: Side
@@ -86,15 +86,15 @@ class Job(Record):
     batch_size: BatchSize = 1
     """samples per GPU in one forward pass"""
     buckets: tuple[Bucket, ...] = ()
-    """several shapes instead of one; the plan must fit the worst of them"""
+    """several shapes instead of one; the plan must fit all of them"""
     text_tokens: Count | None = None
-    """length the prompt is padded to; the model's own length when not given"""
+    """length prompts are padded to; the model's own by default"""
     references: CountOrZero = 0
     """conditioning images per sample"""
     experts: Literal["high", "low", "both"] | None = None
     """which experts of a two-expert model to train (high or low noise)"""
     validation: ValidationShape | None = None
-    """shape of the validation sample; the job's own shape when not given. With sample only its guidance counts"""
+    """shape of the validation sample; the job's by default. With method sample, only its guidance is used"""
 
     @property
     def guided(self) -> bool:
@@ -122,48 +122,48 @@ class Strategy(Record):
     }
 
     weights_dtype: WeightsDtype | None = None
-    """how the weights are stored: the frozen base in lora (bf16 when not given), the trained weights in full (fp32)"""
+    """how the weights are stored: the frozen base in lora (bf16 by default), the trained weights in full (fp32)"""
     compute_dtype: FloatDtype = "bf16"
-    """number format of the model's inputs and outputs"""
+    """dtype of the model's inputs and outputs"""
     master_weights: Literal["none", "fp32"] = "none"
     """keep an fp32 copy of the trained weights for the optimizer, so that small updates are not lost"""
     adapter_dtype: FloatDtype = "fp32"
-    """number format of the LoRA adapters"""
+    """dtype of the LoRA adapters"""
     autocast: Literal["none", "bf16", "fp16"] = "bf16"
-    """let torch run matrix products in this half format, whatever the weights are stored in"""
+    """run matrix products in this 16-bit dtype, whatever dtype the weights are stored in"""
     gradient_checkpointing: Literal["none", "full", "offload", "partial"] = "none"
-    """drop activations and compute them again in backward: of every block (full), of the first blocks (partial), or of
+    """drop activations and recompute them in backward: of every block (full), of the first blocks (partial), or of
     every block with what must be kept in host RAM (offload)"""
     checkpointed_blocks: Count | None = None
-    """how many blocks `--gradient-checkpointing partial` covers, counted in the order they run"""
+    """number of blocks that `--gradient-checkpointing partial` covers, in execution order"""
     optimizer: Optimizer = "adamw"
     """optimizer; the 8-bit and factored ones (adafactor, came) keep smaller states and lose some precision"""
     optimizer_step: Literal["foreach", "fused", "loop", "backward"] = "foreach"
     """foreach = all weights at once, with a temporary copy; fused = one kernel; loop = one weight at a time; backward =
-    inside the backward pass, each gradient freed at once"""
+    inside the backward pass, freeing each gradient at once"""
     gradient_accumulation: Count = 1
     """forward and backward passes per optimizer step"""
     ema: Literal["none", "gpu", "cpu"] = "none"
     """keep a moving average of the trained weights, on the GPU or in host RAM"""
     sharding: Sharding = "none"
-    """what is split over the GPUs: nothing (ddp, the default for several), optimizer states (zero-1), gradients too
+    """what is sharded across GPUs: nothing (ddp, the default for several), optimizer states (zero-1), gradients too
     (zero-2), weights too (zero-3, fsdp)"""
     grad_buckets: Literal["copy", "view"] = "view"
-    """ddp's communication buckets: a second copy of all gradients, or the gradients themselves (view)"""
+    """DDP's communication buckets: a second copy of all gradients, or the gradients themselves (view)"""
     offload_optimizer: Offload = "none"
-    """keep the optimizer's states and do its step in host RAM, or on an NVMe disk"""
+    """keep the optimizer states and run the optimizer step in host RAM, or on an NVMe disk"""
     offload_gradients: Offload = "none"
-    """move gradients to host RAM as they are made; needs an offloaded optimizer"""
+    """move gradients to host RAM as they are computed; needs an offloaded optimizer"""
     offload_params: Offload = "none"
     """keep the sharded weights in host RAM or on an NVMe disk; needs zero-3 or fsdp"""
     swap_blocks: CountOrZero = 0
-    """transformer blocks kept in host RAM and brought to the GPU when their turn comes"""
+    """transformer blocks kept in host RAM and copied to the GPU when they run"""
     text_encoder: Residence = "cached"
-    """cached = prompts are encoded before training, then the encoder is gone; resident = stays on the GPU; swapped =
-    comes to the GPU when it is needed"""
+    """cached = prompts are encoded before training, then the encoder is unloaded; resident = stays on the GPU;
+    swapped = moves to the GPU when needed"""
     vae: Residence = "cached"
-    """cached = samples are encoded before training, then the VAE is gone; resident = stays on the GPU; swapped =
-    comes to the GPU when it is needed"""
+    """cached = samples are encoded before training, then the VAE is unloaded; resident = stays on the GPU;
+    swapped = moves to the GPU when needed"""
     text_encoder_dtype: WeightsDtype = "bf16"
     """how the text encoder's weights are stored"""
     vae_dtype: FloatDtype = "bf16"
@@ -173,21 +173,21 @@ class Strategy(Record):
     vae_slicing: Flag = False
     """encode and decode one sample of the batch at a time"""
     inactive_expert: Literal["gpu", "cpu", "absent"] = "absent"
-    """where the expert that does not run is kept, in a two-expert model; the gpu when both are trained"""
+    """where to keep the inactive expert of a two-expert model; on the GPU if both are trained"""
     validation_mode: Literal["off", "on", "offload"] = "off"
-    """make validation samples during training; offload moves each part to the GPU only for its turn"""
+    """make validation samples during training; offload moves each component to the GPU only while it runs"""
     group_offload: Literal["none", "block", "leaf"] = "none"
-    """for sampling: keep weights in host RAM and bring them block by block, or layer by layer (leaf)"""
+    """for sampling: keep weights in host RAM and load them block by block, or layer by layer (leaf)"""
     group_offload_stream: Flag = False
-    """fetch the next group while this one runs: faster, and room for two groups on the GPU"""
+    """prefetch the next group while this one runs: faster, but needs room for two groups on the GPU"""
     attention: Literal["sdpa", "flash", "flash-3", "cudnn", "efficient", "math", "xformers"] = "sdpa"
-    """attention asked for; sdpa lets torch choose the kernel"""
+    """attention backend; sdpa lets torch choose the kernel"""
     expandable_segments: Flag = True
-    """let torch's allocator grow its segments, which wastes less memory (not on native Windows)"""
+    """let PyTorch's allocator grow its segments, which wastes less memory (not on native Windows)"""
     compile: Literal["none", "blocks", "full", "cudagraphs"] = "none"
     """torch.compile: each repeated block, the whole model, or the whole model with CUDA graphs"""
     context_parallel: Count = 1
-    """split each sample's tokens over this many GPUs"""
+    """split each sample's tokens across this many GPUs"""
 
     def weights(self, method: Method) -> WeightsDtype:
         """How the weights are stored: what was asked for, else bf16 for a frozen base and fp32 for trained weights."""
@@ -252,17 +252,17 @@ class Machine(Record):
     gpus: Annotated[int, Field(strict=True, ge=1, le=1_024)] = 1
     """GPUs per node"""
     nodes: Annotated[int, Field(strict=True, ge=1, le=10_000)] = 1
-    """computers that train together"""
+    """number of nodes"""
     host_ram: Bytes | None = None
-    """host RAM per node that the run may use, as 64GiB; by class of card when not given"""
+    """host RAM per node that the run may use, as 64GiB; by card class if not set"""
     reserve: Bytes = 0
-    """GPU memory left to other programs, as 0.3GiB"""
+    """GPU memory left free for other programs, as 0.3GiB"""
     os: Literal["linux", "windows", "wsl"] = "linux"
-    """operating system that will train"""
+    """operating system of the training machine"""
     unified: Flag = False
     """GPU and CPU share one memory"""
     torch: Annotated[str, Field(max_length=100)] | None = None
-    """version of torch that will train, as 2.11; the newest when not given"""
+    """torch version used for training, as 2.11; the newest by default"""
     links: Links | None = None
     """link speeds, where they are known better than from the card's profile"""
 

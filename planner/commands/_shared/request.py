@@ -172,7 +172,7 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
             return function(asked=asked, **others)
 
         flags = job_options(machine_options(strategy_options(searched=searched)(command)))
-        plan = click.option("--plan", "plan_path", metavar="FILE", help="Start from a plan.toml; flags change it.")
+        plan = click.option("--plan", "plan_path", metavar="FILE", help="Start from a plan.toml; options override it.")
         target = click.argument("target", metavar="[MODEL|PLAN.toml]", required=False)
         return target(plan(flags))  # type: ignore[return-value]  # click calls what it gets by its own names
 

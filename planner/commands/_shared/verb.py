@@ -68,7 +68,7 @@ def json_option(function: Function) -> Function:
 
 def markdown_option(page: str) -> Callable[[Function], Function]:
     """Adds `--markdown`; the command gets `as_markdown: bool`. `page` is the page of the docs it prints."""
-    text = f"Print {page} of the docs: all we know of those that come with vplan, with sources."
+    text = f"Print {page} of the docs: every bundled entry, with sources."
     return click.option("--markdown", "as_markdown", is_flag=True, help=text)
 
 
@@ -88,7 +88,7 @@ def _plan_file(_context: click.Context, _option: click.Parameter, path: str | No
 
 def report_option(function: Function) -> Function:
     """Adds `--report FILE.html`; the command gets `report: str | None`, for `write_report`."""
-    return click.option("--report", metavar="FILE.html", help="Write a page to look at to FILE.html.")(function)
+    return click.option("--report", metavar="FILE.html", help="Write an HTML report to FILE.html.")(function)
 
 
 def typed_line(*more: str) -> str:
