@@ -213,7 +213,7 @@ def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> 
     """The stage with the most device bytes where a VAE's split convolutions take the most that they can; and these."""
 
     def most(entry: ReplayedStage) -> int:
-        return phase_peak(entry, outside, correction).device_bytes + entry.run.split_bytes.get(entry.phase, 0)
+        return phase_peak(entry, outside, correction).device_bytes + entry.run.device.split_bytes.get(entry.phase, 0)
 
     top_stage = max(played, key=most)
     return top_stage, most(top_stage)
@@ -233,8 +233,8 @@ def outside_bytes(run: Run) -> int:
 
     To sample, every GPU works alone; but GPUs that share a sample's tokens have a communicator of their own.
     """
-    communicators = int(run.machine.world > 1 and not run.samples) + int(run.strategy.context_parallel > 1)
-    return run.facts.gpu.context_bytes + run.outside_bytes + communicators * NCCL_BYTES
+    communicators = int(run.machine.world > 1 and not run.samples_only) + int(run.strategy.context_parallel > 1)
+    return run.facts.gpu.context_bytes + run.device.outside_bytes + communicators * NCCL_BYTES
 
 
 def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
@@ -245,7 +245,7 @@ def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
 
 def _assumptions(run: Run, played: list[ReplayedStage]) -> tuple[str, ...]:
     """What the estimate does not count, and what it takes for granted, in words."""
-    layers = [entry.run.by_layer for entry in played if entry.run.by_layer]
+    layers = [entry.run.encoding_only.by_layer for entry in played if entry.run.encoding_only.by_layer]
     words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
     compiled = ("torch.compile chooses what backward keeps: priced as without it, 10 % less sure either way",)
     more = compiled if run.strategy.compile != "none" else ()
@@ -256,8 +256,8 @@ def _assumptions(run: Run, played: list[ReplayedStage]) -> tuple[str, ...]:
 def _left_out(run: Run) -> tuple[str, ...]:
     """What the estimate does not count of text encoders and VAEs, in words."""
     components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
-    if run.samples or run.validation:
-        components.append(decoder(run, run.grid if run.samples else validation_grid(run.job, run.facts.model), 1))
+    if run.samples_only or run.phases.validation:
+        components.append(decoder(run, run.grid if run.samples_only else validation_grid(run.job, run.facts.model), 1))
     return tuple(
         f"what {entry.name.partition('-')[0]} takes to {entry.piece} is not recorded: only its weights are counted"
         for entry in components
@@ -311,9 +311,9 @@ def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return "optimizer step"
-    if played.stage is played.run.leaving:  # all is still there that was loaded
+    if played.stage is played.run.phases.unload:  # all is still there that was loaded
         return PHASE_MOMENTS["load"]
-    if played.run.samples and played.phase in SAMPLING_MOMENTS:
+    if played.run.samples_only and played.phase in SAMPLING_MOMENTS:
         return SAMPLING_MOMENTS[played.phase]
     if played.phase in PHASE_MOMENTS:
         return PHASE_MOMENTS[played.phase]

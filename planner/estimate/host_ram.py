@@ -68,7 +68,7 @@ class HostRam(NamedTuple):
 
 def host_ram(run: Run, machine: Machine) -> HostRam:
     """Every phase's need. What each process holds counts for every GPU of the node, what rank 0 alone does once."""
-    each, once = (_sampling(run), {}) if run.samples else (_training(run, machine), _rank_0(run))
+    each, once = (_sampling(run), {}) if run.samples_only else (_training(run, machine), _rank_0(run))
     by_phase: dict[PhaseName, Parts] = {}
     for phase, parts in each.items():
         total = {name: nbytes * machine.gpus for name, nbytes in {"process": PROCESS_BYTES, **parts}.items()}
@@ -122,10 +122,10 @@ def _held(run: Run, machine: Machine) -> Parts:
     """What a process holds throughout training."""
     strategy = run.strategy
     weights = experts.host_bytes(run) + _swapped_encoders(run)
-    activations, optimizer = run.host_bytes, 0
+    activations, optimizer = run.host.extra_bytes, 0
     if strategy.gradient_checkpointing == "offload":  # registered with CUDA as they lie (trainers/memory/pinned.py)
         activations += sum(map(run.total_bytes, block_inputs(run).values()))
-        if run.copies_shared_inputs:
+        if run.host.copies_shared_inputs:
             activations += run.facts.model.blocks * run.total_bytes(shared_inputs(run))
     if strategy.swap_blocks:  # likewise
         weights += _swapped_bytes(run)
@@ -177,7 +177,7 @@ def _data(run: Run) -> int:
     sample = 4 * vae.latent_channels * frames * rows * columns
     if run.strategy.vae != "cached":
         sample = (1 + 4) * RGB * ((frames - 1) * vae.temporal + 1) * rows * columns * vae.spatial**2
-    return (PREFETCHED * run.loader_workers + 1) * grid["B"] * sample
+    return (PREFETCHED * run.host.loader_workers + 1) * grid["B"] * sample
 
 
 def _swapped_bytes(run: Run) -> int:
@@ -195,14 +195,14 @@ def _loading(run: Run) -> int:
     """What the weights pass through on their way to the GPU.
 
     Ours are read one by one out of mapped files (trainers/step/step.py ``materialise``), so it is the largest in the
-    GPU's format. ``from_pretrained`` makes the whole model on the CPU first (``run.loads_on_cpu``), cast shard by shard
-    (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is made,
-    unless a trainer quantises what is loaded (``run.quantises_loaded``).
+    GPU's format. ``from_pretrained`` makes the whole model on the CPU first (``HostTerms.loads_on_cpu``), cast shard
+    by shard (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is
+    made, unless a trainer quantises what is loaded (``HostTerms.quantises_loaded``).
     """
     sizes = list(map(run.sizes.__getitem__, run.named("weight").values()))
-    if run.loads_on_cpu and run.strategy.weights(run.job.method) in ("fp32", "bf16", "fp16"):
+    if run.host.loads_on_cpu and run.strategy.weights(run.job.method) in ("fp32", "bf16", "fp16"):
         return sum(sizes)
-    if run.quantises_loaded:
+    if run.host.quantises_loaded:
         return 2 * run.facts.model.parameters
     if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
         return 2 * max(run.elements.values())
@@ -278,13 +278,13 @@ def _groups(run: Run) -> tuple[int, int]:
 
 def _waiting(run: Run) -> int:
     """The most that a text encoder keeps in host RAM while it encodes before the model is there."""
-    return max((encoding.waiting_bytes for encoding in caching(run, may_wait=True)), default=0)
+    return max((encoding.encoding_only.waiting_bytes for encoding in caching(run, may_wait=True)), default=0)
 
 
 def _swapped_encoders(run: Run) -> int:
     """Encoders and, in training, the VAE that come to the GPU for each batch and wait in between."""
     places = ["swapped"]
-    if run.samples and run.strategy.group_offload != "none":  # a resident one waits too, all but its turn
+    if run.samples_only and run.strategy.group_offload != "none":  # a resident one waits too, all but its turn
         places.append("resident")
     return sum(int(entry.parameters * STORED[entry.dtype]) for place in places for entry in encoders(run, place, 1))
 

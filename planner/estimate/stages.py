@@ -42,7 +42,7 @@ def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) ->
     allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
     stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
     later = [entry for entry in stages if entry[1] in ("train", "optimizer")]
-    if first.samples:
+    if first.samples_only:
         later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
     if len(runs) > 1:
         stages = [entry for entry in stages if entry[0] is first] + later + later
@@ -50,14 +50,16 @@ def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) ->
     flat: dict[int, list[int]] = {}
     with without_garbage_collection():
         for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
-            assert encoding.encode is not None
+            assert encoding.phases.encode is not None
             replayed = replay_encoding(encoding)
-            played.append(ReplayedStage(encoding, "encode", encoding.encode, encoding.encode.ops, [], replayed, 0))
+            played.append(
+                ReplayedStage(encoding, "encode", encoding.phases.encode, encoding.phases.encode.ops, [], replayed, 0)
+            )
         for run, phase, stage in stages:
-            around = phase == "encode" and run.empty_cache_around_encode
+            around = phase == "encode" and run.empty_cache.around_encode
             if around:
                 allocator.empty_cache()
-            if spare and stage is first.begins:
+            if spare and stage is first.first_pass:
                 made = range(len(run.sizes), len(run.sizes) + len(spare))
                 allocator.run([*made, *(~number for number in made)], [*run.sizes, *spare])
                 spare = ()
@@ -67,10 +69,7 @@ def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) ->
             before = allocator.live
             replayed = allocator.run(ops, run.sizes)
             played.append(ReplayedStage(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
-            emptied = any(stage is entry for entry in run.emptied_after)
-            loaded = phase == "load" and run.empty_cache_after_load
-            trained = stage is run.optimizer and run.validation and run.empty_cache_before_validation
-            if emptied or around or loaded or trained:
+            if around or run.empties_cache_after(phase, stage):
                 allocator.empty_cache()
     return played
 
@@ -79,8 +78,8 @@ def reused_replay(run: Run, known: Sequence[ReplayedStage], cached: bool = True)
     """The replay of a run in which stage by stage the same happens as in one that is known; empty where it does not."""
     here: list[tuple[Run, PhaseName, Stage]] = []
     for encoding in caching(run) if cached else ():
-        assert encoding.encode is not None
-        here.append((encoding, "encode", encoding.encode))
+        assert encoding.phases.encode is not None
+        here.append((encoding, "encode", encoding.phases.encode))
     here += [(run, phase, stage) for phase, stage in run.stages]
     if [(phase, stage) for _, phase, stage in here] != [(entry.phase, entry.stage) for entry in known]:
         return []
@@ -91,8 +90,10 @@ def reused_replay(run: Run, known: Sequence[ReplayedStage], cached: bool = True)
 
 def replay_encoding(encoding: Run) -> Replayed:
     """What is encoded before training, on an allocator of its own."""
-    assert encoding.encode is not None
-    return _replay_alone(encoding.strategy.expandable_segments, tuple(encoding.encode.ops), tuple(encoding.sizes))
+    assert encoding.phases.encode is not None
+    return _replay_alone(
+        encoding.strategy.expandable_segments, tuple(encoding.phases.encode.ops), tuple(encoding.sizes)
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -104,7 +105,7 @@ def _replay_alone(expandable: bool, ops: tuple[int, ...], sizes: tuple[int, ...]
 def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:
     """The stages of a run whose model was loaded before."""
     stages = [entry for entry in run.stages if entry[1] is not run.load]
-    return [("load", run.returning), *stages] if run.returning else stages
+    return [("load", run.phases.reload), *stages] if run.phases.reload else stages
 
 
 @contextmanager

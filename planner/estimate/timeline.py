@@ -102,10 +102,10 @@ def phases(run: Run) -> tuple[PhaseParts, ...]:
 def timeline(run: Run, points: int = POINTS) -> Timeline:
     """The steady step of a run: allocated bytes by part, and what is reserved around them."""
     allocator = CachingAllocator(expandable_segments=run.strategy.expandable_segments)
-    steady = ("denoise",) if run.samples else STEADY
+    steady = ("denoise",) if run.samples_only else STEADY
     wanted = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
     # Of sampling, the second of two calls: it finds what the first left.
-    wanted = wanted[-1:] if run.samples else wanted
+    wanted = wanted[-1:] if run.samples_only else wanted
     live: dict[int, None] = {}
     found: list[Point] = []
     marks: list[Mark] = []
@@ -122,7 +122,7 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
         else:
             allocator.run(stage.ops, run.sizes)
         _follow(stage.ops, live)
-        if any(stage is entry for entry in run.emptied_after) or (stage is run.load and run.empty_cache_after_load):
+        if any(stage is entry for entry in run.empty_cache.after) or (stage is run.load and run.empty_cache.after_load):
             allocator.empty_cache()
     peak = max(found, key=lambda point: sum(point.parts))
     used = [place for place in range(len(names)) if any(point.parts[place] for point in found)]

@@ -19,7 +19,7 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     both, forward = passes or passes_work(run)
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
-    own = {(KERNELS, 0): Work(run.optimizer_launches, 0), ("pointwise", 0): Work(0, run.optimizer_bytes)}
+    own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
     return StepWork(both, add(optimizer, own), forward, run.facts.model.head_size)
 
 
@@ -46,14 +46,14 @@ def traffic(run: Run) -> Traffic:
     accumulation = strategy.gradient_accumulation
     gradients = run.total_bytes(run.named("gradient").values())
     host = gpu = host_waiting = gpu_waiting = parameters = 0
-    passes = 1 if run.samples else 2
+    passes = 1 if run.samples_only else 2
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
         swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
         host += passes * accumulation * swapped
     if strategy.gradient_checkpointing == "offload":
         inputs = (buffer for kept in block_inputs(run).values() for buffer in kept)
         host += accumulation * run.total_bytes(inputs)
-        if run.copies_shared_inputs:
+        if run.host.copies_shared_inputs:
             host += accumulation * run.facts.model.blocks * run.total_bytes(shared_inputs(run))
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
@@ -66,10 +66,10 @@ def traffic(run: Run) -> Traffic:
     elif world > 1:  # all-reduce, in the last micro-batch only
         gpu = 2 * gradients * (world - 1) // world
     if (parts := strategy.context_parallel) > 1:  # attention waits for what it is sent
-        gpu_waiting += accumulation * run.exchanged_bytes * (parts - 1) // parts
+        gpu_waiting += accumulation * run.work.exchanged_bytes * (parts - 1) // parts
     if strategy.offload_params != "none":
         host += 2 * accumulation * HALF * sum(run.elements.values()) // world
-    if run.samples and strategy.group_offload != "none":
+    if run.samples_only and strategy.group_offload != "none":
         # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
         weights = run.total_bytes(run.named("weight").values())
         host += weights if strategy.group_offload_stream else 0

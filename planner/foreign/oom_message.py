@@ -261,7 +261,7 @@ def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[R
     allocated = 0
     for entry in played:
         sizes = entry.run.sizes
-        alone = bool(entry.run.encode_peak_bytes)  # what is cached before the run has the card for itself
+        alone = bool(entry.run.encoding_only.peak_bytes)  # what is cached before the run has the card for itself
         before = 0 if alone else allocated
         for at, event in enumerate(entry.stage.ops):
             nbytes = sizes[event if event >= 0 else ~event]

@@ -12,7 +12,7 @@ def block_inputs(run: Run) -> dict[Block, list[int]]:
     The first block's input and what all blocks share (text, modulation) are made outside the blocks and left out: a few
     MiB a block, and one input. Where it is more, it is in `shared_inputs`.
     """
-    return run.once(_block_inputs)
+    return run.shared(_block_inputs)
 
 
 def _block_inputs(run: Run) -> dict[Block, list[int]]:
@@ -37,7 +37,7 @@ def shared_inputs(run: Run) -> list[int]:
     TI2V). A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies it for every block
     (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
     largest = max((run.sizes[buffer] for kept in block_inputs(run).values() for buffer in kept), default=0)
-    return [buffer for buffer in run.once(_made_outside) if run.sizes[buffer] > largest]
+    return [buffer for buffer in run.shared(_made_outside) if run.sizes[buffer] > largest]
 
 
 def _made_outside(run: Run) -> list[int]:

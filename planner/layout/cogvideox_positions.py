@@ -19,9 +19,9 @@ def stored_positions(run: Run) -> None:
 
 def stored_positions_in_validation(run: Run) -> None:
     """The same where validation denoises."""
-    if run.samples or not run.validation or not _has_table(run):
+    if run.samples_only or not run.phases.validation or not _has_table(run):
         return
-    denoise = run.validation[0][1]
+    denoise = run.phases.validation[0][1]
     if _made_for(run.facts.model, validation_grid(run.job, run.facts.model)):
         run.drop(denoise, _making(run.program, denoise))
 
@@ -34,7 +34,7 @@ def table_in_half(run: Run) -> None:
     run.resize(table, run.sizes[table] // 2)
     if not _made_for(run.facts.model, run.grid):
         return
-    stages = [run.step, run.first, run.accumulate, *(stage for _, stage in run.validation[:1])]
+    stages = [run.step, run.first_step, run.accumulate, *(stage for _, stage in run.phases.validation[:1])]
     for stage in filter(None, stages):
         run.drop(stage, [copy for copy in _added(run.program, stage) if run.sizes[copy] == run.sizes[table]])
 

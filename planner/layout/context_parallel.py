@@ -53,7 +53,7 @@ def context_parallel(run: Run) -> None:
         return
     plan = split(run.facts.model, run.grid, parts)
     _divide(run, plan, parts)
-    run.exchanged_bytes = _exchange(run, run.step, plan)
+    run.work.exchanged_bytes = _exchange(run, run.step, plan)
 
 
 def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> SplitPlan:

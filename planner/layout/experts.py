@@ -58,7 +58,7 @@ def experts(run: Run) -> None:
     if not waits(run):
         there = weights - idle_swapped(run)
         run.add(run.load, there, "weight" if both else "residents", "other expert", at=0)
-    if not both or run.samples:
+    if not both or run.samples_only:
         return
     run.add(run.load, adapter, "weight", "other expert's adapter", at=0)
     if strategy.offload_optimizer == "none" and not deepspeed:
@@ -68,7 +68,7 @@ def experts(run: Run) -> None:
 
 def waits(run: Run) -> bool:
     """Whether the other expert is in host RAM: it was sent there, or group offload brings it in turn."""
-    return run.strategy.inactive_expert == "cpu" or (run.samples and run.strategy.group_offload != "none")
+    return run.strategy.inactive_expert == "cpu" or (run.samples_only and run.strategy.group_offload != "none")
 
 
 def waiting_gradients(run: Run) -> None:
@@ -84,7 +84,7 @@ def waiting_gradients(run: Run) -> None:
     if run.strategy.gradient_accumulation == 2:
         again = [(moment, [made.get(event, event) for event in events]) for moment, events in run.step.stretches]
         run.accumulate = Stage("step", again)
-        run.free(run.accumulate, run.left, at=0)
+        run.free(run.accumulate, run.leftovers, at=0)
     else:
         run.place(run.accumulate, list(made.values()), "other expert's gradients", at=0)
     lent = _lent(run) if run.strategy.optimizer_step == "foreach" else 0
@@ -122,7 +122,7 @@ def exchanged_bytes(run: Run) -> int:
     """What passes the link in a step, on average, because the expert that waited in host RAM is to run: what is frozen
     of both but swapped blocks, each time two micro-batches after each other are not the same one's turn."""
     model = run.facts.model
-    if run.job.experts != "both" or run.samples or not waits(run) or model.training.boundary is None:
+    if run.job.experts != "both" or run.samples_only or not waits(run) or model.training.boundary is None:
         return 0
     high = high_share(model.training)
     swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))

@@ -25,6 +25,7 @@ from planner.layout.encoders_vae import (
 )
 from planner.layout.group_offload import model_in_turn
 from planner.layout.run import SERVICE, Facts, Run
+from planner.layout.run_records import EncodingOnly
 from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.spec.job import QUANTISED, Bucket, Job
 from planner.tape.format import Tape
@@ -40,12 +41,12 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentRun]:
     strategy, model = run.strategy, run.facts.model
     found = []
     if strategy.text_encoder == residence:
-        in_turn = strategy.group_offload if run.samples else "none"
+        in_turn = strategy.group_offload if run.samples_only else "none"
         for encoder in model.text_encoders:
             tape = run.facts.around.get(f"{encoder.folder}/encode")
             component = text_component(encoder, tape, strategy, batch)
             found.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
-    if strategy.vae == residence and not run.samples:
+    if strategy.vae == residence and not run.samples_only:
         clip = _clip(model, run.grid, batch)
         found.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
     return found
@@ -77,15 +78,15 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
     """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
 
     One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
-    together, where a trainer holds them so (``run.encoders_together``). ``may_wait``: only those of which some may wait
-    in host RAM, which the VAE does not.
+    together, where a trainer holds them so (``DeviceTerms.encoders_together``). ``may_wait``: only those of which some
+    may wait in host RAM, which the VAE does not.
     """
     components = encoders(run, "cached", 1)
-    if run.samples:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
+    if run.samples_only:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
         components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, samples(run))]
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
-    groups = [tuple(components)] if run.encoders_together else [(component,) for component in components]
+    groups = [tuple(components)] if run.device.encoders_together else [(component,) for component in components]
     found = []
     if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
@@ -97,10 +98,10 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
             program, stage, sizes, peak = _encoding((group[0]._replace(offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
             waiting = weights
-        encoding = Run(run.job, run.strategy, run.machine, run.facts, program, sizes=sizes, by_layer=by_layer)
-        encoding.encode, encoding.encode_peak_bytes = stage, peak
-        encoding.waiting_bytes = waiting
-        encoding.split_bytes = {"encode": max(component.split_bytes for component in group)}
+        encoding = Run(run.configuration, run.facts, program=program, sizes=sizes)
+        encoding.phases.encode = stage
+        encoding.encoding_only = EncodingOnly(peak, waiting, by_layer)
+        encoding.device.split_bytes = {"encode": max(component.split_bytes for component in group)}
         found.append(encoding)
     return found
 
@@ -133,7 +134,10 @@ def residents(run: Run) -> None:
     """
     batch, first = samples(run), len(run.program.buffers)
     together = [*encoders(run, "resident", batch), *encoders(run, "swapped", batch)]
-    run.split_bytes = {**run.split_bytes, "encode": max((entry.split_bytes for entry in together), default=0)}
+    run.device.split_bytes = {
+        **run.device.split_bytes,
+        "encode": max((entry.split_bytes for entry in together), default=0),
+    }
     loads: list[tuple[Moment, list[int]]] = []
     stage = Stage("encode", [])
     for component in encoders(run, "resident", batch):
@@ -141,16 +145,16 @@ def residents(run: Run) -> None:
         done = work(run.program, component, blocks)
         loads += loading.stretches
         stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
-    for component in encoders(run, "swapped", batch) if not run.samples else ():
+    for component in encoders(run, "swapped", batch) if not run.samples_only else ():
         loading, blocks = load(run.program, component)
         done = work(run.program, component, blocks)
         gone = [*alive(done), *alive(loading)]
         stage.stretches += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])]
-    if run.samples and run.strategy.vae == "resident":
+    if run.samples_only and run.strategy.vae == "resident":
         loads += load(run.program, decoder(run, run.grid, batch))[0].stretches
     run.load.stretches[:0] = loads
     take_sizes(run, first)
-    run.encode = stage if stage.ops else None
+    run.phases.encode = stage if stage.ops else None
 
 
 def validation(run: Run) -> None:
@@ -166,8 +170,10 @@ def validation(run: Run) -> None:
     shape, first = validation_grid(run.job, facts.model), len(run.program.buffers)
     batch = together(facts.model, run.job.guided)
     denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
-    if run.gathered_bytes:
-        denoise.stretches.insert(0, (SERVICE, [run.program.buffer(run.gathered_bytes, "buckets", "gathered weights")]))
+    if run.handover.gathered_bytes:
+        denoise.stretches.insert(
+            0, (SERVICE, [run.program.buffer(run.handover.gathered_bytes, "buckets", "gathered weights")])
+        )
     if run.strategy.weights_dtype in QUANTISED:
         whole = run.program.buffer(_dequantised_bytes(run), "temporary", "dequantised weight")
         denoise.stretches.insert(0, (SERVICE, [whole]))
@@ -184,7 +190,7 @@ def validation(run: Run) -> None:
     elif mode == "offload":
         decode.stretches = [leaving, *decode.stretches, (SERVICE, moved)]
     take_sizes(run, first)
-    run.validation = [("denoise", denoise), ("decode", decode)]
+    run.phases.validation = [("denoise", denoise), ("decode", decode)]
 
 
 def _dequantised_bytes(run: Run) -> int:
@@ -197,7 +203,7 @@ def _dequantised_bytes(run: Run) -> int:
 
 def samples(run: Run) -> int:
     """Samples of one batch: where a job only samples, guidance may double them on their way through the model."""
-    return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples else 1)
+    return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples_only else 1)
 
 
 def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentRun:
@@ -219,7 +225,7 @@ def decode_with(run: Run, component: ComponentRun) -> Stage:
     if run.strategy.vae == "resident":
         loading = Stage("load", [])
     done = work(run.program, component, blocks)
-    run.split_bytes = {**run.split_bytes, "decode": component.split_bytes}
+    run.device.split_bytes = {**run.device.split_bytes, "decode": component.split_bytes}
     gone = [*alive(done), *alive(loading)]
     return Stage("decode", [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])])
 
@@ -235,14 +241,14 @@ def saving(run: Run) -> None:
     """A checkpoint: under zero-3 and fsdp the weights are gathered one by one on their way to host RAM (DeepSpeed
     ``_zero3_consolidated_16bit_state_dict``, torch ``get_model_state_dict(full_state_dict=True)``); else they are read
     where they are."""
-    if run.samples:
+    if run.samples_only:
         return
-    run.save = Stage("save", [(SERVICE, [])])
+    run.phases.save = Stage("save", [(SERVICE, [])])
     if run.strategy.sharding in ("zero-3", "fsdp"):
         largest = 2 * max(run.elements.values())
         if run.strategy.sharding == "fsdp" and trained_storage(run.job, run.strategy) == "fp32":
             largest *= 2
-        run.free(run.save, [run.add(run.save, largest, "buckets", "gathered weight")])
+        run.free(run.phases.save, [run.add(run.phases.save, largest, "buckets", "gathered weight")])
 
 
 def take_sizes(run: Run, first: int) -> None:

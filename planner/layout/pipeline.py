@@ -27,6 +27,7 @@ from planner.layout.single_gpu import (
     workspaces_at_first_use,
 )
 from planner.layout.unpriced import refuse_unpriced
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
 TRANSFORMS: tuple[Term, ...] = (
@@ -66,7 +67,7 @@ def lay_out(
 ) -> Run:
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
     refuse_unpriced(job, strategy)
-    run = Run(job, strategy, machine, facts, grid=grid)
+    run = Run(Configuration(job, strategy, machine), facts, grid)
     run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
     run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
@@ -93,8 +94,8 @@ def choose_kernels(run: Run) -> None:
 
 def end_of_step(run: Run) -> None:
     """The loop's variables: the batch, the loss and whatever else a step leaves die when the next one begins."""
-    if run.samples:  # the next call makes its input anew, from what the scheduler made of this prediction
-        run.free(run.step, run.left)
+    if run.samples_only:  # the next call makes its input anew, from what the scheduler made of this prediction
+        run.free(run.step, run.leftovers)
         return
-    run.free(run.optimizer_first, run.left)
-    run.free(run.optimizer, run.left)
+    run.free(run.optimizer_first, run.leftovers)
+    run.free(run.optimizer, run.leftovers)

@@ -16,6 +16,16 @@ from planner.allocator.implementation import alive
 from planner.catalog.components import calls
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
+from planner.layout.run_records import (
+    DeviceTerms,
+    EmptyCache,
+    EncodingOnly,
+    Handover,
+    HostTerms,
+    PhaseStages,
+    WorkTerms,
+)
+from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import PhaseName
 from planner.tape.format import Tape
@@ -61,123 +71,99 @@ class Facts:
 
 @dataclass
 class Run:
-    """The stages of a run in order, over one Program, with what the transformations need to know."""
+    """The stages of a run in order, over one Program, with what the transformations need to know.
 
-    job: Job
-    strategy: Strategy
-    machine: Machine
+    `planner.layout.pipeline.lay_out` makes one from the recordings; the transformations then change it in place.
+    """
+
+    configuration: Configuration
+    """job, resolved strategy and machine; also to be had as attributes of their own"""
+
     facts: Facts
+    grid: dict[str, int] = field(default_factory=dict)
+    """the shape: atoms B, F, H, W, T, R"""
+
     program: Program = field(default_factory=Program)
+    sizes: list[int] = field(default_factory=list)
+    """per buffer of the program: bytes at the run's shape"""
+
     load: Stage = field(default_factory=lambda: Stage("load", []))
     step: Stage = field(default_factory=lambda: Stage("step", []))
-    optimizer_first: Stage = field(default_factory=lambda: Stage("optimizer_first", []))
-    optimizer: Stage = field(default_factory=lambda: Stage("optimizer", []))
-    sizes: list[int] = field(default_factory=list)
-    """Per buffer: bytes at the run's shape."""
+    """forward and backward of one micro-batch as it lasts; of a job that only samples, one call of the model"""
 
-    grid: dict[str, int] = field(default_factory=dict)
-    """The shape: atoms B, F, H, W, T, R."""
-
-    base: Run | None = None
-    """The same recordings before any transformation, where a search laid them out: what takes long to find out of the
-    step, it finds out once."""
-
-    checkpointed: frozenset[Block] = frozenset()
-    """The blocks that are checkpointed, where only some are."""
-
-    empty_cache_after_load: bool = False
-    empty_cache_around_encode: bool = False
-    empty_cache_before_validation: bool = True
-
-    outside_bytes: int = 0
-    """What a trainer takes on the GPU outside torch's allocator, beside the context."""
-
-    copies_shared_inputs: bool = False
-    """Whether offloaded checkpoints hold copies of what all blocks are given alike."""
-
-    host_bytes: int = 0
-    """What a trainer keeps in a process's host RAM beyond what its strategy says."""
-
-    emptied_after: list[Stage] = field(default_factory=list)
-    """Stages behind which the allocator's cache is emptied."""
-
-    gathered_bytes: int = 0
-    """The most that an engine that splits weights gathers in a forward, with its buffers."""
-
-    before: tuple[Stage, ...] = ()
-    """What is on the GPU for a while before the model's weights come, the allocator's cache emptied behind each."""
-
-    leaving: Stage | None = None
-    """What was loaded beside the model and goes before the first step."""
-
-    exchanged_bytes: int = 0
-    """What a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent."""
-
-    encode: Stage | None = None
-    """Text encoders and VAE that work on each batch before the model does."""
-
-    validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
-    returning: Stage | None = None
-    """The model comes back for the next samples, where it made room for the VAE."""
-
-    save: Stage | None = None
-    encoders_together: bool = False
-    """Whether a trainer holds all encoders on the GPU while it caches."""
-
-    split_bytes: dict[PhaseName, int] = field(default_factory=dict)
-    """The most that a VAE's convolutions which work in parts take beyond what is counted, by phase."""
-
-    encode_peak_bytes: int = 0
-    """Of a run that only encodes: allocated."""
-
-    waiting_bytes: int = 0
-    """Of a run that only encodes: weights in host RAM, from which they come in turn."""
-
-    loads_on_cpu: bool = False
-    """Whether a trainer makes the whole model in host RAM before it goes to the GPU."""
-
-    quantises_loaded: bool = False
-    """Whether it is in 16 bits there, and quantised behind that."""
-
-    optimizer_launches: int = 0
-    """Operators that a trainer's own optimizer launches beyond those recorded."""
-
-    optimizer_bytes: int = 0
-    """What these read and write."""
-
-    loader_workers: int = 0
-    """Processes that load data, per GPU."""
-
-    by_layer: str = ""
-    """Of a run that only encodes: the text encoder that is too large for the card as a whole."""
-
-    first: Stage | None = None
-    """The first step's forward and backward, where it differs from later ones: the optimizer steps inside it."""
-
-    workspaces: list[int] = field(default_factory=list)
-    """cuBLAS's, of the thread that runs forward and of autograd's."""
+    first_step: Stage | None = None
+    """the first one, where it differs: the optimizer steps inside it, or cuBLAS takes its workspaces"""
 
     accumulate: Stage | None = None
-    """A further forward and backward before the optimizer steps, its gradients added to those that are there."""
+    """a further one before the optimizer steps, its gradients added to those that are there"""
+
+    optimizer_first: Stage = field(default_factory=lambda: Stage("optimizer_first", []))
+    """the first optimizer step, which makes the states"""
+
+    optimizer: Stage = field(default_factory=lambda: Stage("optimizer", []))
+    checkpointed: frozenset[Block] = frozenset()
+    """the blocks that are checkpointed, where only some are"""
+
+    phases: PhaseStages = field(default_factory=PhaseStages)
+    empty_cache: EmptyCache = field(default_factory=EmptyCache)
+    device: DeviceTerms = field(default_factory=DeviceTerms)
+    host: HostTerms = field(default_factory=HostTerms)
+    work: WorkTerms = field(default_factory=WorkTerms)
+    handover: Handover = field(default_factory=Handover)
+    encoding_only: EncodingOnly = field(default_factory=EncodingOnly)
+    base: Run | None = None
+    """the same recordings before any transformation, where a search laid them out: what takes long to work out of the
+    step is worked out once"""
 
     resized: bool = field(init=False, default=False)
-    """Whether a recorded buffer takes other than what was recorded."""
+    """whether a recorded buffer takes other than what was recorded"""
 
-    known: dict[Callable[[Run], Any], Any] = field(init=False, default_factory=dict)
-    """What `once` found."""
+    _shared: dict[Callable[[Run], Any], Any] = field(init=False, default_factory=dict)
+
+    @property
+    def job(self) -> Job:
+        """What is trained."""
+        return self.configuration.job
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it is made to fit, resolved."""
+        return self.configuration.strategy
+
+    @property
+    def machine(self) -> Machine:
+        """On what."""
+        return self.configuration.machine
 
     @property
     def recording(self) -> Run:
         """The same recordings before any transformation; the run itself where nobody kept them apart."""
         return self.base.recording if self.base is not None else self
 
-    def once(self, find: Callable[[Run], T]) -> T:
-        """What ``find`` finds in the recordings, found once however many runs are laid out of them."""
+    def shared(self, compute: Callable[[Run], T]) -> T:
+        """What ``compute`` gives for the recordings, computed once however many runs are laid out of them."""
         recording = self.recording
-        if find not in recording.known:
-            recording.known[find] = find(recording)
-        found: T = recording.known[find]
-        return found
+        if compute not in recording._shared:
+            recording._shared[compute] = compute(recording)
+        result: T = recording._shared[compute]
+        return result
+
+    def untransformed_copy(self) -> Run:
+        """A copy to apply transformations to. The run itself, which must have had none, then serves as its base."""
+        # Lists of events are shared: a stage's stretches are never changed in place (`planner.tape.program.Stage`).
+        return Run(
+            self.configuration,
+            self.facts,
+            self.grid,
+            self.program.copy(),
+            self.sizes.copy(),
+            load=self.load.copy(),
+            step=self.step.copy(),
+            optimizer_first=self.optimizer_first.copy(),
+            optimizer=self.optimizer.copy(),
+            checkpointed=self.checkpointed,
+            base=self,
+        )
 
     def new(self, nbytes: int, category: str, name: str) -> int:
         """The number of a new buffer that no stage allocates yet."""
@@ -236,19 +222,19 @@ class Run:
         return self.program.named.get(category, {})
 
     @property
-    def samples(self) -> bool:
+    def samples_only(self) -> bool:
         """Whether the run only samples; ``step`` is then one call of the model without gradients."""
         return self.job.method == "sample"
 
     @property
     def calls(self) -> int:
         """Calls of ``step`` that its seconds are asked for: one, or what a noise level takes."""
-        return calls(self.facts.model, self.job.guided) if self.samples else 1
+        return calls(self.facts.model, self.job.guided) if self.samples_only else 1
 
     @property
-    def begins(self) -> Stage:
+    def first_pass(self) -> Stage:
         """The first stage behind loading: forward and backward, or the first call of sampling."""
-        return self.step if self.samples else self.first or self.step
+        return self.step if self.samples_only else self.first_step or self.step
 
     @property
     def stages(self) -> list[tuple[PhaseName, Stage]]:
@@ -257,30 +243,38 @@ class Run:
         The optimizer makes its states at the end of the first step; the later step is what lasts.
         """
         more = [self.accumulate] if self.accumulate else []
-        encode: list[tuple[PhaseName, Stage]] = [("encode", self.encode)] if self.encode else []
-        if self.samples:
+        phases = self.phases
+        encode: list[tuple[PhaseName, Stage]] = [("encode", phases.encode)] if phases.encode else []
+        if self.samples_only:
             # The second call finds what the first one left; all further ones are like it.
-            return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *self.validation]
-        save: list[tuple[PhaseName, Stage]] = [("save", self.save)] if self.save else []
-        leaving: list[tuple[PhaseName, Stage]] = [("first_step", self.leaving)] if self.leaving else []
+            return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *phases.validation]
+        save: list[tuple[PhaseName, Stage]] = [("save", phases.save)] if phases.save else []
+        unload: list[tuple[PhaseName, Stage]] = [("first_step", phases.unload)] if phases.unload else []
         return [
-            *[("load", stage) for stage in self.before],
+            *[("load", stage) for stage in phases.before_load],
             ("load", self.load),
-            *leaving,
+            *unload,
             *encode,
-            *[("first_step", stage) for stage in (self.begins, *more, self.optimizer_first)],
+            *[("first_step", stage) for stage in (self.first_pass, *more, self.optimizer_first)],
             *encode,
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),
-            *self.validation,
+            *phases.validation,
             *save,
         ]
 
+    def empties_cache_after(self, phase: PhaseName, stage: Stage) -> bool:
+        """Whether the trainer empties the allocator's cache behind a stage of ``stages``; around encoding apart."""
+        cache = self.empty_cache
+        loaded = phase == "load" and cache.after_load
+        trained = stage is self.optimizer and bool(self.phases.validation) and cache.before_validation
+        return loaded or trained or any(stage is entry for entry in cache.after)
+
     @functools.cached_property
-    def left(self) -> list[int]:
+    def leftovers(self) -> list[int]:
         """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
         if self.base is not None:
-            return self.base.left
+            return self.base.leftovers
         stay = {*self.named("gradient").values(), *self.named("weight").values()}
         return [buffer for buffer in alive(self.step.ops, []) if buffer not in stay]
 
@@ -331,7 +325,7 @@ class Run:
     @property
     def optimizer_scale(self) -> float:
         """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
-        gradients, shares = self.named("gradient"), self.once(_recorded_shares)
+        gradients, shares = self.named("gradient"), self.shared(_recorded_shares)
         sizes = list(map(self.sizes.__getitem__, gradients.values()))
         recorded = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
         return sum(sizes) / recorded if sizes else 1.0
@@ -350,7 +344,7 @@ class Run:
 
         Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
         """
-        return self.once(_weights_by_block if self.strategy.optimizer_step == "backward" else _frozen_by_block)
+        return self.shared(_weights_by_block if self.strategy.optimizer_step == "backward" else _frozen_by_block)
 
 
 def _weights_by_block(run: Run) -> dict[Block, list[int]]:

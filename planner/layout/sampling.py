@@ -14,17 +14,17 @@ def sampling(run: Run) -> None:
     A VAE that was not there (``cached``) comes to the model's side; one that is ``swapped`` takes its place, and what
     the model leaves goes back to the driver (accelerate ``CpuOffload``, diffusers ``enable_model_cpu_offload``).
     """
-    if not run.samples:
+    if not run.samples_only:
         return
     if run.strategy.group_offload != "none":
         run.drop(run.load, run.named("weight").values())
         model_in_turn(run, run.step)
     first = len(run.program.buffers)
     decode = decode_with(run, decoder(run, run.grid, samples(run)))
-    run.validation = [("decode", decode)]
+    run.phases.validation = [("decode", decode)]
     if run.strategy.vae == "swapped" and (moved := weights_on_gpu(run)):
         leaving = Stage("denoise", [(SERVICE, [~buffer for buffer in moved])])
-        run.validation.insert(0, ("denoise", leaving))
-        run.returning = Stage("load", [(SERVICE, moved)])
-        run.emptied_after.append(leaving)
+        run.phases.validation.insert(0, ("denoise", leaving))
+        run.phases.reload = Stage("load", [(SERVICE, moved)])
+        run.empty_cache.after.append(leaving)
     take_sizes(run, first)

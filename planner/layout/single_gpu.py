@@ -21,21 +21,23 @@ def cublas_workspace(run: Run) -> None:
     """cuBLAS takes a workspace per handle from the caching allocator, when a thread first asks for the handle, and
     keeps it: 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
     getCurrentCUDABlasHandle). One for the thread that runs forward, one for autograd's."""
-    run.workspaces = [run.new(cublas_bytes(run.facts.gpu), "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
-    if run.samples:
-        run.place(run.load, run.workspaces, "cublas")
+    run.handover.workspaces = [
+        run.new(cublas_bytes(run.facts.gpu), "workspace", "cublas") for _ in range(CUBLAS_HANDLES)
+    ]
+    if run.samples_only:
+        run.place(run.load, run.handover.workspaces, "cublas")
 
 
 def workspaces_at_first_use(run: Run) -> None:
     """In training the one of forward's thread comes with the model's first matrix product, and autograd's with
     backward's first. There, among activations, it decides which of the holes around it a large tensor still fits into.
     Last of all terms: the first step is then one of its own."""
-    if run.samples:
+    if run.samples_only:
         return
-    forward, backward = run.workspaces
-    run.first = (run.first or run.step).copy()
-    _before_product(run, run.first, first_backward(run.first), backward)
-    _before_product(run, run.first, 0, forward)
+    forward, backward = run.handover.workspaces
+    run.first_step = (run.first_step or run.step).copy()
+    _before_product(run, run.first_step, first_backward(run.first_step), backward)
+    _before_product(run, run.first_step, 0, forward)
 
 
 CUBLAS_HANDLES = 2
@@ -64,7 +66,7 @@ def checkpoint_offload(run: Run) -> None:
     if run.strategy.gradient_checkpointing != "offload":
         return
     if run.step.stretches == run.recording.step.stretches:
-        run.step.stretches = run.once(_with_inputs_offloaded).copy()
+        run.step.stretches = run.shared(_with_inputs_offloaded).copy()
     else:
         run.step.stretches = _with_inputs_offloaded(run)
 
@@ -140,7 +142,7 @@ def block_swap(run: Run) -> None:
     largest = max(map(run.total_bytes, swapped.values()))
     gone = set(itertools.chain.from_iterable(swapped.values()))
     run.drop(run.load, gone)
-    if anew := gone & run.once(_weights_made_anew):  # the ring holds them
+    if anew := gone & run.shared(_weights_made_anew):  # the ring holds them
         run.drop(run.step, anew)
     for _ in range(min(RING, count)):
         run.add(run.load, largest, "buckets", "swap ring")
@@ -158,7 +160,7 @@ def step_in_backward(run: Run) -> None:
     if run.strategy.optimizer_step != "backward":
         return
     first, later = _by_gradient(run, run.optimizer_first), _by_gradient(run, run.optimizer)
-    run.first = _stepped(run.step, first)
+    run.first_step = _stepped(run.step, first)
     run.step = _stepped(run.step, later)
 
 
@@ -201,8 +203,8 @@ def paged_states(run: Run) -> None:
     paged = set(run.paged_states)
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, paged)
-    if run.first is not None:
-        run.drop(run.first, paged)
+    if run.first_step is not None:
+        run.drop(run.first_step, paged)
 
 
 def accumulation(run: Run) -> None:
@@ -211,7 +213,7 @@ def accumulation(run: Run) -> None:
     if run.strategy.gradient_accumulation == 1:
         return
     step = onto_gradients(run)
-    run.accumulate = Stage("step", [(run.step.stretches[0][0], [~buffer for buffer in run.left]), *step.stretches])
+    run.accumulate = Stage("step", [(run.step.stretches[0][0], [~buffer for buffer in run.leftovers]), *step.stretches])
 
 
 def onto_gradients(run: Run) -> Stage:

@@ -110,7 +110,7 @@ class _Played:
         self.hidden = hidden
         self.step_seconds = true_seconds(runs, hidden)
         self.host_bytes = max(host_bytes(each, hidden) for each in runs)
-        self.outside_bytes = hidden.context_bytes + hidden.slack_bytes + run.outside_bytes + _communicators(run)
+        self.outside_bytes = hidden.context_bytes + hidden.slack_bytes + run.device.outside_bytes + _communicators(run)
         self.room_bytes = run.facts.gpu.allocatable_bytes - run.machine.reserve
         self.host_ram = run.machine.host_ram
         self.calm: tuple[tuple[PhaseName, Replayed], ...] = ()
@@ -167,20 +167,20 @@ class _Played:
         expandable = first.strategy.expandable_segments
         for run in self.runs:
             for encoding in caching(run):
-                assert encoding.encode is not None
+                assert encoding.phases.encode is not None
                 alone = CachingAllocator(expandable_segments=expandable, capacity_bytes=room)
-                yield "encode", alone.run(encoding.encode.ops, self._sizes(encoding))
+                yield "encode", alone.run(encoding.phases.encode.ops, self._sizes(encoding))
         allocator = CachingAllocator(expandable_segments=expandable, capacity_bytes=room)
         for run in self.runs:
             sizes = self._sizes(run)
             for phase, stage in run.stages:
                 if run is not first and phase not in ("train", "optimizer"):
                     continue
-                around = phase == "encode" and run.empty_cache_around_encode
+                around = phase == "encode" and run.empty_cache.around_encode
                 if around:
                     allocator.empty_cache()
                 yield phase, self._in_stretches(phase, stage, allocator, sizes)
-                if around or _emptied_behind(run, phase, stage):
+                if around or run.empties_cache_after(phase, stage):
                     allocator.empty_cache()
 
     def _in_stretches(
@@ -221,15 +221,8 @@ class _Played:
         return [int(size * terms[category]) for size, category in zip(run.sizes, run.program.category, strict=True)]
 
 
-def _emptied_behind(run: Run, phase: PhaseName, stage: Stage) -> bool:
-    """Whether the trainer empties the allocator's cache behind a stage."""
-    before_validation = stage is run.optimizer and bool(run.validation) and run.empty_cache_before_validation
-    loaded = phase == "load" and run.empty_cache_after_load
-    return before_validation or loaded or any(stage is entry for entry in run.emptied_after)
-
-
 def _communicators(run: Run) -> int:
-    return 640 * MIB if run.machine.world > 1 and not run.samples else 0
+    return 640 * MIB if run.machine.world > 1 and not run.samples_only else 0
 
 
 def environment(gpu: GpuProfile, seed: int, command: str) -> Environment:

@@ -176,7 +176,7 @@ def _transfer_seconds(run: Run, hidden: Hidden) -> float:
         sent = 6 * turns * sum(run.elements.values()) * others
     elif machine.world > 1:
         sent = 2 * run.total_bytes(run.named("gradient").values()) * others
-    if run.samples and strategy.group_offload != "none":
+    if run.samples_only and strategy.group_offload != "none":
         moved += run.total_bytes(run.named("weight").values())
     return moved / host + sent / between
 

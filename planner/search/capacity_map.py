@@ -27,6 +27,7 @@ from planner.search.capacity_axes import lengths, sizes
 from planner.search.objectives import Objective
 from planner.search.screening import Look, Screen
 from planner.search.search import Search
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Verdict
 
@@ -171,7 +172,7 @@ class Forms:
             where = grid(search.question.model, job)
             run = self.screen.lay_out(job, strategy, machine, facts, where, self.screen.trainer)
             self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
-            own_shape = run.samples or run.encode or (run.validation and not job.validation)
+            own_shape = run.samples_only or run.phases.encode or (run.phases.validation and not job.validation)
             self._forms[key] = None if own_shape else peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)
         return self._forms[key]
 
@@ -222,9 +223,9 @@ class Room:
     def _encode_bytes(self, shape: Shape, way: Strategy) -> int:
         question, job = self.search.question, self.forms.at(shape)
         facts = self.search.screen.facts(job, way, question.machine)
-        run = Run(job, way, question.machine, facts, grid=grid(question.model, job))
+        run = Run(Configuration(job, way, question.machine), facts, grid(question.model, job))
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
-        return max((entry.encode_peak_bytes - workspace for entry in caching(run)), default=0)
+        return max((entry.encoding_only.peak_bytes - workspace for entry in caching(run)), default=0)
 
 
 class Mapper(Room):

@@ -25,6 +25,7 @@ from planner.layout.run import Facts, Run, recorded
 from planner.layout.single_gpu import RING
 from planner.layout.unpriced import refuse_unpriced, refuse_untaken
 from planner.search import lower_bounds
+from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.tape.program import Stage
 
@@ -177,9 +178,11 @@ class Screen:
     def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """Device bytes of what is cached before training, at the worst of the job's shapes, and at the most."""
         facts = self.facts(job, strategy, machine)
-        runs = [Run(job, strategy, machine, facts, grid=grid(facts.model, job, shape)) for shape in job.shapes]
+        runs = [
+            Run(Configuration(job, strategy, machine), facts, grid(facts.model, job, shape)) for shape in job.shapes
+        ]
         each = [encoding for run in runs for encoding in caching(run)]
-        peaks = (replay_encoding(one).reserved_peak_bytes + one.split_bytes["encode"] for one in each)
+        peaks = (replay_encoding(one).reserved_peak_bytes + one.device.split_bytes["encode"] for one in each)
         reserved = max(peaks, default=0)
         return facts.measurements.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
 
@@ -198,7 +201,7 @@ class Screen:
         allocated, in_optimizer = allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))
         correction, outside = facts.measurements.correction, outside_bytes(run)
         device = correction.peak(allocated, allocated, outside).device_bytes
-        encoding = max((entry.encode_peak_bytes for entry in caching(run)), default=0)
+        encoding = max((entry.encoding_only.peak_bytes for entry in caching(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
         device = max(device, correction.peak(encoding, encoding, outside, "encode").device_bytes)
@@ -212,7 +215,7 @@ class Screen:
         """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""
         if facts.checkpointed is not None:
             return self._bare(job, strategy, machine, facts, where)
-        return Run(job, strategy, machine, facts, grid=where)
+        return Run(Configuration(job, strategy, machine), facts, where)
 
     def _passes(self, run: Run) -> Passes:
         key = (id(run.facts.step), run.checkpointed, *run.grid.values())
@@ -224,18 +227,7 @@ class Screen:
         self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str
     ) -> Run:
         """As `planner.layout.pipeline.lay_out`, from a copy of the tapes laid out before."""
-        base = self._bare(job, strategy, machine, facts, where)
-        run = replace(
-            base,
-            base=base,
-            program=base.program.copy(),
-            load=base.load.copy(),
-            step=base.step.copy(),
-            emptied_after=[],
-            optimizer_first=base.optimizer_first.copy(),
-            optimizer=base.optimizer.copy(),
-            sizes=base.sizes.copy(),
-        )
+        run = self._bare(job, strategy, machine, facts, where).untransformed_copy()
         for transform in transforms(trainer):
             transform(run)
         return run
@@ -244,9 +236,8 @@ class Screen:
         """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
         base = self._unfolded(job, strategy, machine, facts)
         sizes = self._sizes_at(job, strategy, machine, facts, where).nbytes
-        return replace(
-            base, base=base, job=job, strategy=strategy, machine=machine, facts=facts, sizes=sizes, grid=where
-        )
+        configuration = Configuration(job, strategy, machine)
+        return replace(base, base=base, configuration=configuration, facts=facts, sizes=sizes, grid=where)
 
     def _sizes_at(
         self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]
@@ -262,9 +253,9 @@ class Screen:
         tapes = _tapes(facts, strategy, machine)
         if tapes not in self._laid_out:
             step = self._step(job, strategy, machine, facts)
-            run = replace(
-                step, base=step, strategy=strategy, facts=facts, program=step.program.copy(), step=step.step.copy()
-            )
+            configuration = step.configuration._replace(strategy=strategy)
+            program, copy = step.program.copy(), step.step.copy()
+            run = replace(step, base=step, configuration=configuration, facts=facts, program=program, step=copy)
             run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
             run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
             end_of_step(run)
@@ -274,7 +265,7 @@ class Screen:
     def _step(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
         key = _tapes(facts, strategy, machine)[:-1]
         if key not in self._steps:
-            run = Run(job, strategy, machine, facts)
+            run = Run(Configuration(job, strategy, machine), facts)
             try:
                 run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
                 choose_kernels(run)

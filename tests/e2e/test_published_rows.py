@@ -117,14 +117,14 @@ SPARE_SEGMENTS = ((), (262,), (530, 1042), (66, 400, 2100))
 def first_step(run: Run, spare: tuple[int, ...]) -> tuple[float, float]:
     """GiB reserved by the first forward and backward, and by the optimizer's step behind them."""
     allocator = CachingAllocator(expandable_segments=False)
-    for stage in (run.load, run.leaving):
+    for stage in (run.load, run.phases.unload):
         assert stage is not None
         allocator.run(stage.ops, run.sizes)
         allocator.empty_cache()
     sizes = [*run.sizes, *(MIB * size for size in spare)]
     numbers = range(len(run.sizes), len(sizes))
     allocator.run([*numbers, *(~number for number in numbers)], sizes)
-    stages = (run.first or run.step, run.optimizer_first)
+    stages = (run.first_step or run.step, run.optimizer_first)
     passes, step = (allocator.run(stage.ops, sizes).reserved_peak_bytes / GIB for stage in stages)
     return passes, step
 

@@ -52,12 +52,12 @@ def fsdp(run: Run) -> None:
         run.drop(run.load, set(run.parameters.values()))
     largest = max(group.share for block, group in groups.items() if block is not None)
     buffers = 1 if world == 1 else 2
-    run.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
+    run.handover.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
     again = run.step.copy()
     kept = _Woven(run, groups, run.step).weave(adds=False)
     if run.strategy.gradient_accumulation > 1:
         _Woven(run, groups, again).weave(adds=True)
-        run.free(again, run.left, at=0)
+        run.free(again, run.leftovers, at=0)
         run.accumulate = again
     _step_over_shares(run, shares, kept)
 

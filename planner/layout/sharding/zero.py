@@ -241,7 +241,7 @@ def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _Flush, offloa
     kept = [] if offloaded else [run.new(run.sizes[flush.kept[0]], "gradient", "gradient partition")]
     _reduce_in_backward(stage, run, bucket, _Flush(run, flush.settings, kept, flush.norm_bytes))
     run.free(stage, kept)
-    run.free(stage, run.left, at=0)
+    run.free(stage, run.leftovers, at=0)
     return stage
 
 
@@ -339,6 +339,6 @@ def _gather(run: Run, settings: Settings) -> None:
         live = max(live, *blocks.values())
     gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
     fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
-    run.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
+    run.handover.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
     run.place(run.step, [gathered, fetched], "gather", at=0)
     run.free(run.step, [gathered, fetched])

@@ -22,7 +22,7 @@ SLOTS = 4
 def loaded_on_the_cpu(run: Run) -> None:
     """Weights are read into host RAM in 16 bits whole, and quantised a block at a time on the GPU
     (toolkit/util/quantize.py ``quantize_model``)."""
-    run.loads_on_cpu = run.quantises_loaded = True
+    run.host.loads_on_cpu = run.host.quantises_loaded = True
 
 
 def kontext_is_moved_whole(run: Run) -> None:
@@ -47,7 +47,10 @@ def quantised_whole(run: Run) -> None:
 
 def _passing(run: Run, nbytes: int, name: str) -> None:
     whole = run.new(nbytes, "residents", name)
-    run.before = (*run.before, Stage("load", [(SERVICE._replace(passes=name), [whole, ~whole])]))
+    run.phases.before_load = (
+        *run.phases.before_load,
+        Stage("load", [(SERVICE._replace(passes=name), [whole, ~whole])]),
+    )
 
 
 def encoders_at_start(run: Run) -> None:
@@ -80,8 +83,10 @@ def encoders_at_start(run: Run) -> None:
             gone += alive(loading)
     take_sizes(run, first)
     run.load.stretches += coming
-    run.leaving = Stage("encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])])
-    run.emptied_after.append(run.leaving)
+    run.phases.unload = Stage(
+        "encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
+    )
+    run.empty_cache.after.append(run.phases.unload)
 
 
 def layers_in_turn(run: Run) -> None:
@@ -99,7 +104,7 @@ def layers_in_turn(run: Run) -> None:
         run.add(run.load, int(sum(largest) * HALF / stored), "buckets", name)
     if run.strategy.weights_dtype in QUANTISED:
         run.add(run.load, largest[0], "buckets", "layer before it is turned into numbers")
-    run.host_bytes += sum((1 << (run.sizes[buffer] - 1).bit_length()) - run.sizes[buffer] for buffer in swapped)
+    run.host.extra_bytes += sum((1 << (run.sizes[buffer] - 1).bit_length()) - run.sizes[buffer] for buffer in swapped)
 
 
 def _swaps(run: Run) -> bool:

@@ -43,7 +43,9 @@ def table_with_each_checkpoint(run: Run) -> None:
     if run.strategy.gradient_checkpointing != "offload" or not _hidden(run):
         return
     size = run.facts.model.config["attention_head_dim"]
-    run.host_bytes += run.facts.model.blocks * COMPLEX128 * size // 2 * run.grid["F"] * run.grid["H"] * run.grid["W"]
+    run.host.extra_bytes += (
+        run.facts.model.blocks * COMPLEX128 * size // 2 * run.grid["F"] * run.grid["H"] * run.grid["W"]
+    )
 
 
 def _hidden(run: Run) -> int:
@@ -76,11 +78,11 @@ def weights_in_turn(run: Run) -> None:
     outside = [run.sizes[buffer] for name, buffer in frozen.items() if run.facts.step.block_of(name) is None]
     for stage in (run.load, run.step):
         run.drop(stage, [*frozen.values(), *beside])
-    for stage in filter(None, (run.first, run.step, run.accumulate)):
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         _in_turn(run, stage, max([*blocks, *outside], default=0))
-    if run.encode is not None and beside:
-        _in_turn(run, run.encode, max(run.sizes[buffer] for buffer in beside))
-    run.host_bytes += sum(run.sizes[buffer] for buffer in (*frozen.values(), *beside))
+    if run.phases.encode is not None and beside:
+        _in_turn(run, run.phases.encode, max(run.sizes[buffer] for buffer in beside))
+    run.host.extra_bytes += sum(run.sizes[buffer] for buffer in (*frozen.values(), *beside))
 
 
 def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:

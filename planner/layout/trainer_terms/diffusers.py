@@ -58,18 +58,18 @@ def tables_cast(run: Run) -> None:
 
 def loaded_on_the_cpu(run: Run) -> None:
     """The scripts call ``from_pretrained``, which makes the model in host RAM, then ``to(device)``."""
-    run.loads_on_cpu = True
+    run.host.loads_on_cpu = True
 
 
 def cache_emptied(run: Run) -> None:
     """The scripts empty the allocator's cache once loading is over (``reset_memory``, ``free_memory``)."""
-    run.empty_cache_after_load = True
+    run.empty_cache.after_load = True
 
 
 def encoders_together(run: Run) -> None:
     """The scripts hold text encoders and VAE on the GPU together while they encode (CogVideo finetune/trainer.py
     ``prepare_dataset``, diffusers examples/cogvideo)."""
-    run.encoders_together = True
+    run.device.encoders_together = True
 
 
 def clip_as_loaded(run: Run) -> None:
@@ -78,16 +78,16 @@ def clip_as_loaded(run: Run) -> None:
     They stay until the loop's variable takes the next batch, which is there already by then (accelerate data_loader.py
     ``DataLoaderShard.__iter__``; then in every example script ``batch["pixel_values"].to(dtype=...)``).
     """
-    if run.encode is None or run.strategy.vae == "cached":
+    if run.phases.encode is None or run.strategy.vae == "cached":
         return
     model, grid = run.facts.model, run.grid
     patch, vae = model.shape.patch, model.vae
     frames = (grid["F"] * patch[0] - 1) * vae.temporal + 1
     pixels = grid["H"] * patch[1] * grid["W"] * patch[2] * vae.spatial**2
     nbytes = 4 * RGB * grid["B"] * frames * pixels
-    clip = run.add(run.encode, nbytes, "batch", "pixels as loaded", at=0)
+    clip = run.add(run.phases.encode, nbytes, "batch", "pixels as loaded", at=0)
     coming = run.add(run.optimizer_first, nbytes, "batch", "pixels of the next batch")
-    run.left = [*run.left, clip]  # not in place: a search's runs share the list
+    run.leftovers = [*run.leftovers, clip]  # not in place: a search's runs share the list
     run.free(run.optimizer_first, [clip, coming])
     run.free(run.optimizer, [clip])
 
@@ -101,9 +101,9 @@ def validation_prompts(run: Run) -> None:
     """Validation encodes its prompts anew. The pipeline brings its text encoders, which stay beside the model until the
     sample is decoded; offloaded, they have the GPU for themselves before the model denoises (``log_validation`` of
     cogvideox-factory and of diffusers' examples: ``pipe.to(accelerator.device)``, ``enable_model_cpu_offload``)."""
-    if not run.validation or run.strategy.text_encoder != "cached":
+    if not run.phases.validation or run.strategy.text_encoder != "cached":
         return
-    first, denoise, decode = len(run.program.buffers), run.validation[0][1], run.validation[-1][1]
+    first, denoise, decode = len(run.program.buffers), run.phases.validation[0][1], run.phases.validation[-1][1]
     apart = run.strategy.validation_mode == "offload"
     moved = weights_on_gpu(run) if apart else []
     coming: list[tuple[Moment, list[int]]] = [(SERVICE, [~buffer for buffer in moved])]
@@ -142,13 +142,15 @@ def encoders_at_start(run: Run) -> None:
     model = 1 if _halves_first(run) else recorded[-1] + 1
     run.load.stretches[model:model] = behind
     run.load.stretches[:0] = before
-    run.leaving = Stage("encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])])
-    run.emptied_after.append(run.leaving)
+    run.phases.unload = Stage(
+        "encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
+    )
+    run.empty_cache.after.append(run.phases.unload)
 
 
 def cache_kept(run: Run) -> None:
     """Nothing empties the allocator's cache between a step and its validation (the same script, ``log_validation``)."""
-    run.empty_cache_before_validation = False
+    run.empty_cache.before_validation = False
 
 
 OLDER: dict[str, tuple[Term, ...]] = {"2024-10": (encoders_at_start, cache_kept)}

@@ -16,20 +16,20 @@ def all_at_start(run: Run) -> None:
 
 def cache_emptied_between_swaps(run: Run) -> None:
     """``--low_vram`` empties the allocator's cache before and behind each encoder's turn."""
-    run.empty_cache_around_encode = "swapped" in (run.strategy.text_encoder, run.strategy.vae)
+    run.empty_cache.around_encode = "swapped" in (run.strategy.text_encoder, run.strategy.vae)
 
 
 def second_transformer(run: Run) -> None:
     """Validation loads the transformer from disk again, copies what was trained into it and puts it on the GPU with
     every encoder that is not there (``log_validation``: ``from_pretrained_2d``, ``load_state_dict``,
     ``pipeline.to(weight_dtype, accelerator.device)``)."""
-    if not run.validation:
+    if not run.phases.validation:
         return
     weights = run.total_bytes(run.named("weight").values())
     second = run.new(weights, "weight", "second transformer")
     away = run.new(component_bytes(run, "swapped") + component_bytes(run, "cached"), "residents", "encoders brought")
-    run.place(run.validation[0][1], [second, away], "second transformer", at=0)
-    run.free(run.validation[-1][1], [second, away])
+    run.place(run.phases.validation[0][1], [second, away], "second transformer", at=0)
+    run.free(run.phases.validation[-1][1], [second, away])
 
 
 TERMS: tuple[Term, ...] = (all_at_start, cache_emptied_between_swaps, second_transformer)

@@ -22,7 +22,7 @@ def gradients_until_backward(run: Run) -> None:
     gradients = list(run.named("gradient").values())
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, gradients)
-    run.first, run.step = run.step, Stage(run.step.name, list(run.step.stretches))
+    run.first_step, run.step = run.step, Stage(run.step.name, list(run.step.stretches))
     backward = next(at for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward")
     run.free(run.step, gradients, at=backward)
 
@@ -36,18 +36,18 @@ def communicator_of_one(run: Run) -> None:
     """The model is wrapped in DDP on one GPU too, over NCCL, whose communicator takes as much for one rank
     (``init_dist``; NVIDIA/nccl#2363)."""
     if run.machine.world == 1:
-        run.outside_bytes += NCCL_BYTES
+        run.device.outside_bytes += NCCL_BYTES
 
 
 def cache_kept(run: Run) -> None:
     """Nothing empties the allocator's cache between a step and its validation."""
-    run.empty_cache_before_validation = False
+    run.empty_cache.before_validation = False
 
 
 def decode_under_autocast(run: Run) -> None:
     """Validation decodes under autocast: the fp16 VAE's group norms take and give fp32, and so do the activations
     behind them, until the next convolution casts its input (``torch.autocast`` around ``pipeline(...)``)."""
-    for phase, stage in run.validation:
+    for phase, stage in run.phases.validation:
         if phase == "decode":
             for position, (moment, events) in enumerate(stage.stretches):
                 stage.stretches[position] = (moment, list(_autocast(run, events)))
@@ -79,8 +79,8 @@ TERMS: tuple[Term, ...] = (gradients_until_backward, helpers, communicator_of_on
 
 def zeroed_before_validation(run: Run) -> None:
     """With ``optimizer.zero_grad()`` written before the pipeline is called, gradients are gone by then."""
-    if run.validation and steps_by_itself(run):
-        run.free(run.validation[0][1], list(run.named("gradient").values()), at=0)
+    if run.phases.validation and steps_by_itself(run):
+        run.free(run.phases.validation[0][1], list(run.named("gradient").values()), at=0)
 
 
 OLDER: dict[str, tuple[Term, ...]] = {"zeroed": (zeroed_before_validation,)}

@@ -10,6 +10,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
 from planner.layout.inputs import facts
 from planner.layout.run import Run, recorded
+from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Job, Machine, Strategy
 from planner.tape.program import Stage
 
@@ -74,7 +75,7 @@ def wider_adapters(run: Run) -> None:
     run.add(run.load, copies * trained, "weight", "adapters on more layers")
     if run.strategy.offload_optimizer == "none" and own:
         run.add(run.optimizer_first, copies * states * trained // own, "optimizer", "states of more adapters")
-    for stage in filter(None, (run.first, run.step, run.accumulate)):
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         _beside(run, stage, kept)
 
 
@@ -92,7 +93,7 @@ def _beside(run: Run, stage: Stage, nbytes: int) -> None:
 @functools.lru_cache(maxsize=64)
 def _step(job: Job, strategy: Strategy, machine: Machine, shape: tuple[tuple[str, int], ...]) -> _Step:
     known = facts(job, strategy, machine)
-    run = Run(job, strategy, machine, known, grid=dict(shape))
+    run = Run(Configuration(job, strategy, machine), known, dict(shape))
     _, step, _ = recorded(run.program, known, strategy)
     sizes = run.program.bytes_of(dict(shape))
     held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in step.ops)

@@ -21,7 +21,7 @@ def checkpoints_saved_on_cpu(run: Run) -> None:
     """All arguments of a checkpoint are copied to ordinary host memory, those too that all blocks are given alike, and
     come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.cpu()``)."""
     if run.strategy.gradient_checkpointing == "offload":
-        run.copies_shared_inputs = True
+        run.host.copies_shared_inputs = True
         fetched_when_needed(run)
 
 
@@ -43,7 +43,7 @@ def modulation_in_8_bits(run: Run) -> None:
 
 def cache_emptied(run: Run) -> None:
     """The allocator's cache is emptied between loading and training."""
-    run.empty_cache_after_load = True
+    run.empty_cache.after_load = True
 
 
 def steps_by_itself(run: Run) -> bool:

@@ -15,7 +15,7 @@ def gradients_zeroed(run: Run) -> None:
     which is off unless asked for)."""
     if not steps_by_itself(run):
         return
-    run.first, run.step = run.step, onto_gradients(run)
+    run.first_step, run.step = run.step, onto_gradients(run)
     gradients = run.named("gradient").values()
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, gradients)
@@ -36,8 +36,8 @@ def shift(run: Run) -> None:
     states = [run.sizes[buffer] for name, buffer in run.named("optimizer").items() if name.endswith(":exp_avg")]
     made = [run.new(nbytes, "optimizer", "shift") for nbytes in states]
     run.place(run.optimizer_first, made, "shift", at=0)
-    run.optimizer_launches += STEP_LAUNCHES * len(states)
-    run.optimizer_bytes += STEP_BYTES * sum(states) // HALF
+    run.work.optimizer_launches += STEP_LAUNCHES * len(states)
+    run.work.optimizer_bytes += STEP_BYTES * sum(states) // HALF
 
 
 TERMS: tuple[Term, ...] = (gradients_zeroed, shift)

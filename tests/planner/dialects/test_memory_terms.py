@@ -139,7 +139,7 @@ def test_group_norms_of_a_decode_under_autocast_work_in_fp32() -> None:
     norm, mean = (run.new(size, "activation", "native_group_norm") for size in (8 * MIB, 512))
     silu, convolution = run.new(8 * MIB, "activation", "silu"), run.new(4 * MIB, "activation", "convolution")
     decode = Stage("decode", [(SERVICE, [norm, mean, silu, ~norm, convolution, ~silu])])
-    run.validation = [("decode", decode)]
+    run.phases.validation = [("decode", decode)]
     latentsync.decode_under_autocast(run)
     (_, events) = decode.stretches[0]
     upcast, downcast = events[0], events[6]
@@ -160,13 +160,13 @@ def test_easyanimate_has_everything_on_the_gpu_at_the_start() -> None:
     encoders = component_bytes(run, "swapped")
     assert encoders > 2 * MODEL.vae.parameters
     assert peaks(run)["load"] == LOADED - CUBLAS + -(-encoders // 512) * 512
-    assert run.empty_cache_around_encode
-    assert not done_by("easyanimate").empty_cache_around_encode
+    assert run.empty_cache.around_encode
+    assert not done_by("easyanimate").empty_cache.around_encode
 
 
 def test_easyanimate_validates_with_a_second_transformer() -> None:
     run = laid_out()
-    run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    run.phases.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
     easyanimate.second_transformer(run)
     found = {entry.phase: entry for entry in replay_stages(run)}
     weights = LOADED - CUBLAS
@@ -181,22 +181,23 @@ def test_easyanimate_validates_with_a_second_transformer() -> None:
 def test_encoders_leave_the_gpu_before_the_first_step_of_the_tables() -> None:
     plain, run = done_by("diffusers"), done_by("diffusers@2024-10")
     encoders = component_bytes(run, "cached")
-    assert run.leaving is not None and encoders > 2 * MODEL.vae.parameters
+    assert run.phases.unload is not None and encoders > 2 * MODEL.vae.parameters
     played = [entry for entry in replay_stages(run) if entry.run is run]
-    leaving = next(at for at, entry in enumerate(played) if entry.stage is run.leaving)
+    leaving = next(at for at, entry in enumerate(played) if entry.stage is run.phases.unload)
     assert played[leaving].phase == "first_step"
     # Each of the two parts is rounded to 512 bytes.
     assert 0 <= played[leaving].replayed.allocated_peak_bytes - (LOADED - CUBLAS) - encoders < 1024
     assert played[leaving + 1].replayed.reserved_peak_bytes < encoders  # the cache was emptied behind them
     assert steps(run) == steps(plain) == (FIRST_FORWARD, LOADED + STATES + LAST_FORWARD)
-    assert plain.leaving is None
+    assert plain.phases.unload is None
 
 
 @pytest.mark.parametrize("mode", ["on", "offload"])
 def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
     run = laid_out()
-    run.strategy = run.strategy.replace(validation_mode=mode)
-    run.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    strategy = run.strategy.replace(validation_mode=mode)
+    run.configuration = run.configuration._replace(strategy=strategy)
+    run.phases.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
     diffusers.validation_prompts(run)
     found = {entry.phase: entry for entry in replay_stages(run)}
     encoders = component_bytes(run, "cached") - 2 * MODEL.vae.parameters
@@ -272,7 +273,7 @@ def test_a_saved_checkpoint_comes_back_when_it_is_wanted_and_ours_one_block_soon
 
 def test_other_models_in_diffsynth_have_no_such_table() -> None:
     run = done_by("diffsynth")
-    assert run.host_bytes == 0 and not run.copies_shared_inputs
+    assert run.host.extra_bytes == 0 and not run.host.copies_shared_inputs
 
 
 # ---- diffusion-pipe and ai-toolkit
@@ -291,30 +292,30 @@ def test_diffusion_pipe_keeps_what_rounding_withheld_from_16_bit_weights() -> No
 
 
 def test_ai_toolkit_reads_weights_into_host_ram_first() -> None:
-    assert done_by("ai-toolkit").loads_on_cpu and done_by("ai-toolkit").empty_cache_after_load
-    assert not laid_out().loads_on_cpu
+    assert done_by("ai-toolkit").host.loads_on_cpu and done_by("ai-toolkit").empty_cache.after_load
+    assert not laid_out().host.loads_on_cpu
 
 
 def test_ai_toolkit_holds_a_model_whole_that_it_quantises_on_the_gpu() -> None:
     """Two bytes of each parameter before the model is there, unless `low_vram` is on; Kontext always."""
     quantised = {"weights_dtype": "fp8", "text_encoder": "resident"}
     plain, whole = (done_by(name, **quantised) for name in ("ai-toolkit", "ai-toolkit@quantised-whole"))
-    assert plain.before == ()
-    assert [whole.sizes[stage.ops[0]] for stage in whole.before] == [2 * MODEL.parameters]
-    assert whole.stages[0] == ("load", whole.before[0]) and whole.stages[1][1] is whole.load
-    assert done_by("ai-toolkit@quantised-whole", text_encoder="resident").before == ()
+    assert plain.phases.before_load == ()
+    assert [whole.sizes[stage.ops[0]] for stage in whole.phases.before_load] == [2 * MODEL.parameters]
+    assert whole.stages[0] == ("load", whole.phases.before_load[0]) and whole.stages[1][1] is whole.load
+    assert done_by("ai-toolkit@quantised-whole", text_encoder="resident").phases.before_load == ()
     assert host_ram.host_ram(plain, ONE).phases["load"] - host_ram.PROCESS_BYTES >= 2 * MODEL.parameters
 
 
 def test_ai_toolkit_loads_encoders_beside_the_model_that_leave_once_prompts_are_cached() -> None:
     run = done_by("ai-toolkit", text_encoder_dtype="fp8")
     parameters = MODEL.text_encoder_parameters
-    assert [run.sizes[stage.ops[0]] for stage in run.before] == [2 * parameters]
+    assert [run.sizes[stage.ops[0]] for stage in run.phases.before_load] == [2 * parameters]
     found = {entry.stage.name: entry for entry in trained(run)}
     assert found["load"].allocated_after_bytes == pytest.approx(LOADED + parameters, rel=0.01)
     assert found["encoders leave"].allocated_after_bytes == LOADED - CUBLAS
     away = done_by("ai-toolkit", swap_blocks=2, gradient_checkpointing="full")
-    assert away.leaving is None and away.before == ()
+    assert away.phases.unload is None and away.phases.before_load == ()
 
 
 def test_layers_that_ai_toolkit_fetches_lie_in_two_rings_of_four() -> None:

@@ -49,7 +49,7 @@ def test_what_lies_free_is_there_once_and_needs_no_more_tensors() -> None:
     spare = [64 * MIB, 300 * MIB]
     other = replay_stages(run, spare=spare)
     assert [entry.stage for entry in other] == [entry.stage for entry in plain]
-    begins = next(index for index, entry in enumerate(plain) if entry.stage is run.begins)
+    begins = next(index for index, entry in enumerate(plain) if entry.stage is run.first_pass)
     assert [entry.replayed.reserved_peak_bytes for entry in other[:begins]] == [
         entry.replayed.reserved_peak_bytes for entry in plain[:begins]
     ]

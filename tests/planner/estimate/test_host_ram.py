@@ -140,7 +140,7 @@ def test_the_loader_has_its_workers_batches() -> None:
     run = laid_out(WAN, {**SHORT, "batch_size": 2})
     latents = 4 * 16 * 5 * 60 * 104  # fp32, 5 latent frames of 60x104
     assert host_ram(run, where()).phases["train"] == PROCESS_BYTES + 2 * latents
-    run.loader_workers = 4
+    run.host.loader_workers = 4
     assert host_ram(run, where()).phases["train"] == PROCESS_BYTES + 2 * latents * (2 * 4 + 1)
     clip = 5 * 3 * 17 * 480 * 832  # uint8 and fp32
     resident = laid_out(WAN, SHORT, vae="resident")

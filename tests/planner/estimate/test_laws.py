@@ -24,6 +24,7 @@ from planner.layout.run import Run, recorded
 from planner.layout.unpriced import refuse_unpriced
 from planner.search.screening import Screen, allocated_peak
 from planner.search.space import most_swapped
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import check, resolve
 from tests.planner.hand_made import EIGHT, FACTS, JOB, ONE, SHAPE, laid_out, peaks
@@ -231,7 +232,7 @@ def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> N
     model = lookup.model("mochi-1")
     job, machine = job_for(model, {"method": "full", "frames": 25}), Machine(gpu="b200")
     strategy = resolve(job, Strategy(gradient_checkpointing="partial", checkpointed_blocks=42), machine)
-    run = Run(job, strategy, machine, facts(job, strategy, machine))
+    run = Run(Configuration(job, strategy, machine), facts(job, strategy, machine))
     _, step, _ = recorded(run.program, run.facts, strategy)
     assert not {~event for event in step.ops if event < 0} & set(run.named("gradient").values())
 

@@ -50,14 +50,14 @@ def test_the_table_is_made_anew_at_foreign_shapes_only() -> None:
 
 def test_validation_denoises_with_the_stored_table() -> None:
     run = laid_out(validation_mode="on")
-    assert "new_zeros" not in dict(before_the_blocks(run, run.validation[0][1]))
+    assert "new_zeros" not in dict(before_the_blocks(run, run.phases.validation[0][1]))
 
 
 @pytest.mark.parametrize(("trainer", "numbers", "copies"), [("vplan", 4, 1), ("diffusers", 2, 0)])
 def test_a_script_that_casts_the_model_casts_the_table(trainer: str, numbers: int, copies: int) -> None:
     run = laid_out(trainer=trainer, validation_mode="on")
     assert run.sizes[run.named("weight")[TABLE]] == numbers * ELEMENTS
-    for stage in (run.step, run.validation[0][1]):
+    for stage in (run.step, run.phases.validation[0][1]):
         assert before_the_blocks(run, stage).count(("_to_copy", 2 * ELEMENTS)) == copies
 
 

@@ -77,16 +77,16 @@ def test_the_exchange_is_around_attention_over_the_clip() -> None:
     blocks = lookup.model(WAN).blocks
     # Forward, recompute and backward of 30 blocks, and of each only the first attention: three buffers a time.
     assert len(made) == 3 * 3 * blocks and max(made) == 6 * one
-    assert run.exchanged_bytes == 3 * 4 * blocks * one
+    assert run.work.exchanged_bytes == 3 * 4 * blocks * one
     assert len([op for op in laid_out(FLUX, 2, said={}).program.op if op == "all-to-all"]) == 3 * 3 * 57
 
 
 def test_half_of_what_is_exchanged_goes_to_the_other_gpu_while_attention_waits() -> None:
     run, alone = laid_out(WAN, 2), laid_out(WAN, 1, 2, **HALF)
-    assert traffic(run).gpu_waiting_bytes == run.exchanged_bytes // 2
+    assert traffic(run).gpu_waiting_bytes == run.work.exchanged_bytes // 2
     assert traffic(alone).gpu_waiting_bytes == 0
     twice = laid_out(WAN, 2, gradient_accumulation=2)
-    assert traffic(twice).gpu_waiting_bytes == run.exchanged_bytes
+    assert traffic(twice).gpu_waiting_bytes == run.work.exchanged_bytes
 
 
 def test_two_gpus_on_one_sample_are_faster_than_one_but_not_twice() -> None:

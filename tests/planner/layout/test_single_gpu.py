@@ -77,7 +77,8 @@ def test_swap_keeps_the_first_blocks_and_a_ring_of_two(swapped: int, ring: int) 
 
 def test_trained_weights_can_be_swapped_when_the_optimizer_steps_while_their_block_is_there() -> None:
     frozen = laid_out()
-    inside = replace(frozen, strategy=frozen.strategy.replace(optimizer_step="backward"))
+    strategy = frozen.strategy.replace(optimizer_step="backward")
+    inside = replace(frozen, configuration=frozen.configuration._replace(strategy=strategy))
     for run, nbytes in ((frozen, WEIGHTS), (inside, WEIGHTS + ADAPTER)):
         assert len(run.swappable_weights) == BLOCKS
         assert {sum(run.sizes[b] for b in buffers) for buffers in run.swappable_weights.values()} == {nbytes}

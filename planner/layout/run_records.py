@@ -1,0 +1,118 @@
+"""What a Run carries beside its training stages, one record per reader.
+
+Transformations fill these in; who reads them is said at each. The defaults are those of our own trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from planner.spec.plan import PhaseName
+from planner.tape.program import Stage
+
+
+@dataclass
+class PhaseStages:
+    """The stages of the phases around training. `Run.stages` puts them in order."""
+
+    before_load: tuple[Stage, ...] = ()
+    """what is on the GPU for a while before the model's weights come, the allocator's cache emptied behind each"""
+
+    unload: Stage | None = None
+    """what was loaded beside the model goes, before the first step"""
+
+    encode: Stage | None = None
+    """text encoders and VAE work on each batch before the model does; of a run that only encodes, all it does"""
+
+    validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
+    """denoising and decoding of a sample; where a job only samples, what comes behind its denoising"""
+
+    reload: Stage | None = None
+    """the model comes back for the next samples, where it made room for the VAE"""
+
+    save: Stage | None = None
+
+
+@dataclass
+class EmptyCache:
+    """Where a trainer calls ``torch.cuda.empty_cache``. Read by the replay."""
+
+    after_load: bool = False
+    around_encode: bool = False
+    before_validation: bool = True
+    after: list[Stage] = field(default_factory=list)
+    """stages behind which it is called as well"""
+
+
+@dataclass
+class DeviceTerms:
+    """Device memory that is on no tape. Read by `planner.estimate.estimate`."""
+
+    outside_bytes: int = 0
+    """what a trainer takes outside torch's allocator, beside the context"""
+
+    split_bytes: Mapping[PhaseName, int] = field(default_factory=dict)
+    """the most that a VAE's convolutions which work in parts take beyond what is counted, by phase"""
+
+    encoders_together: bool = False
+    """whether a trainer holds all encoders on the GPU while it caches"""
+
+
+@dataclass
+class HostTerms:
+    """How a trainer uses host RAM where the strategy does not say. Read by `planner.estimate.host_ram`."""
+
+    extra_bytes: int = 0
+    """what each process keeps beyond what its strategy says"""
+
+    copies_shared_inputs: bool = False
+    """whether offloaded checkpoints hold copies of what all blocks are given alike"""
+
+    loads_on_cpu: bool = False
+    """whether the whole model is made in host RAM before it goes to the GPU"""
+
+    quantises_loaded: bool = False
+    """whether it is in 16 bits there, and quantised behind that"""
+
+    loader_workers: int = 0
+    """processes that load data, per GPU"""
+
+
+@dataclass
+class WorkTerms:
+    """Work of a step that no tape counts. Read by `planner.estimate.traffic`, for seconds."""
+
+    exchanged_bytes: int = 0
+    """what a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent"""
+
+    optimizer_launches: int = 0
+    """operators that a trainer's own optimizer launches beyond those recorded"""
+
+    optimizer_bytes: int = 0
+    """what these read and write"""
+
+
+@dataclass
+class Handover:
+    """What one transformation leaves for a later one."""
+
+    gathered_bytes: int = 0
+    """the most that an engine that splits weights gathers in a forward, with its buffers: validation takes it too"""
+
+    workspaces: list[int] = field(default_factory=list)
+    """buffers of cuBLAS's workspaces, of the thread that runs forward and of autograd's, put in last of all"""
+
+
+class EncodingOnly(NamedTuple):
+    """Of a run that only encodes (`planner.layout.phases.caching`): what it takes as a whole."""
+
+    peak_bytes: int = 0
+    """allocated; 0 of every other run"""
+
+    waiting_bytes: int = 0
+    """weights in host RAM, from which they come in turn"""
+
+    by_layer: str = ""
+    """the text encoder that is too large for the card as a whole"""
