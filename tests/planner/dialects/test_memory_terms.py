@@ -21,9 +21,7 @@ from planner.layout.experts import idle_weights
 from planner.layout.phases import component_bytes
 from planner.layout.pipeline import lay_out
 from planner.layout.run import SERVICE, Run
-from planner.layout.single_gpu import NCCL_BYTES
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, musubi_tuner
-from planner.layout.trainer_terms.lora_layers import PIECES
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
 from planner.tape.program import Stage
@@ -129,7 +127,7 @@ def test_latentsync_clears_gradients_behind_the_forward() -> None:
 def test_latentsync_has_a_communicator_on_one_gpu_too() -> None:
     strategy = resolve(JOB, Strategy(), ONE)
     ours, theirs = (estimate(JOB, strategy, ONE, FACTS, name).breakdown.context for name in ("vplan", "latentsync"))
-    assert theirs - ours == NCCL_BYTES
+    assert theirs - ours == 600 * MIB  # a communicator, of one rank too (NVIDIA/nccl#2363)
     many = [estimate(JOB, resolve(JOB, Strategy(), EIGHT), EIGHT, FACTS, name) for name in ("vplan", "latentsync")]
     assert many[0].breakdown.context == many[1].breakdown.context
 
@@ -304,7 +302,7 @@ def test_ai_toolkit_holds_a_model_whole_that_it_quantises_on_the_gpu() -> None:
     assert [whole.sizes[stage.ops[0]] for stage in whole.phases.before_load] == [2 * MODEL.parameters]
     assert whole.stages[0] == ("load", whole.phases.before_load[0]) and whole.stages[1][1] is whole.load
     assert done_by("ai-toolkit@quantised-whole", text_encoder="resident").phases.before_load == ()
-    assert host_ram.host_ram(plain, ONE).phases["load"] - host_ram.PROCESS_BYTES >= 2 * MODEL.parameters
+    assert host_ram.host_ram(plain, ONE).phases["load"] - 3 * 2**30 >= 2 * MODEL.parameters
 
 
 def test_ai_toolkit_loads_encoders_beside_the_model_that_leave_once_prompts_are_cached() -> None:
@@ -361,7 +359,7 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     assert added["adapters on more layers"] == feed_forward
     assert added["states of more adapters"] == pytest.approx(2 * feed_forward, rel=0.01)
     tokens = 3 * 30 * 52
-    assert added["kept for more adapters"] * PIECES > tokens * wider * 2  # at least the casted input of the second one
+    assert added["kept for more adapters"] * 16 > tokens * wider * 2  # at least the casted input of the second one
     bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
     plain = library.facts(job, bf16, ONE)
     sizes = [len(lay_out(job, bf16, ONE, plain, grid(MODEL, job), name).sizes) for name in ("vplan", "musubi-tuner")]

@@ -12,7 +12,7 @@ from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
-from planner.estimate.host_ram import PROCESS_BYTES, SHARD_BYTES, HostRam, host_ram
+from planner.estimate.host_ram import HostRam, host_ram
 from planner.layout.inputs import facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
@@ -21,6 +21,12 @@ from planner.spec.plan import Estimate
 from planner.spec.rules import resolve
 from planner.units import GIB
 from tests.planner import hand_made
+
+PROCESS_BYTES = 3 * GIB
+"""Assumed of Python, torch and CUDA's libraries."""
+
+SHARD_BYTES = 10_000_000_000
+"""``max_shard_size`` of diffusers' ``save_pretrained``: "10GB"."""
 
 WAN = lookup.model("wan2.1-t2v-1.3b")
 LARGE = lookup.model("wan2.1-i2v-14b-480p")

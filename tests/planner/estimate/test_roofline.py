@@ -8,17 +8,6 @@ from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
 from planner.estimate.roofline import (
-    BARE_LAUNCH_SECONDS,
-    COMPILED_LAUNCH_SECONDS,
-    COPY,
-    GAP_SECONDS,
-    GRAPH_GAP_SECONDS,
-    HOST_ADAM_SECONDS,
-    LAUNCH_SECONDS,
-    NVLINK,
-    REACHED,
-    SLOW_LAUNCH_SECONDS,
-    USUAL,
     StepWork,
     Traffic,
     Work,
@@ -36,6 +25,16 @@ from planner.spec.job import Job, Links, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import KINDS, BlockRun, Tape, read_tape
 from planner.tape.templates import kept_template
+
+LAUNCH_SECONDS, SLOW_LAUNCH_SECONDS = 42e-6, 66e-6  # one operator with its Python (tests/benchmarks/launches.py)
+COMPILED_LAUNCH_SECONDS = 7e-6  # meta-pytorch/autoparallel#146
+BARE_LAUNCH_SECONDS = 5e-6  # pytorch#41383
+GAP_SECONDS, GRAPH_GAP_SECONDS = 2.1e-6, 1.3e-6  # Hazy Research, "Look Ma, No Bubbles"
+REACHED, USUAL = 0.79, 0.825  # pytorch/torchtitan#3828: 0.79 to 0.86
+COPY = 0.9  # H100: 3.0 of 3.35 TB/s
+NVLINK = 0.8  # 20 % protocol overhead (NVIDIA/nccl-tests#212)
+HOST_ADAM_SECONDS = 0.26e-9  # arXiv 2101.06840, table 4: 10e9 parameters in 2.57 s
+DISK_BYTES_PER_SECOND = 3.2e9  # a drive on four lanes of PCIe 3
 
 GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16, "E": 0}
 JOB = Job(model="wan2.1-t2v-1.3b", frames=81, height=480, width=832)
@@ -164,6 +163,8 @@ def test_the_optimizer_step_is_shared_or_leaves_the_gpu():
     assert seconds(machine=eight, sharding="zero-2", offload_optimizer="cpu").compute == bare
     busy = seconds(traffic=Traffic(host_parameters=10**9))
     assert busy.total == pytest.approx(seconds().total + 1e9 * HOST_ADAM_SECONDS)
+    swapped = seconds(traffic=Traffic(disk_bytes=10**11))
+    assert swapped.total == pytest.approx(seconds().total + 1e11 / DISK_BYTES_PER_SECOND)
 
 
 def test_transfers_hide_behind_kernels_or_add_to_them():
@@ -282,6 +283,50 @@ def test_peak_rates_follow_the_dtype_that_runs():
     half = Strategy(autocast="none", compute_dtype="fp16")
     assert peak_flops(T4, half, "matmul", 1) == pytest.approx(T4.fp16_tflops * 1e12)
     assert peak_flops(H100, Strategy(), "convolution", 0) == pytest.approx(989.4e12 / 2)
+
+
+FORWARD_ONLY = Job(model="m", method="sample", frames=1, height=64, width=64)
+
+
+@pytest.mark.parametrize(
+    ("card", "attention", "of_128", "of_64"),
+    [
+        ("h100-80gb", "flash", 370 / 989, 324 / 989),  # TFLOP/s over the data sheet's: arXiv 2407.08608, figures 5, 6
+        ("h100-80gb", "flash-3", 648 / 989, 497 / 989),
+        ("h100-80gb", "cudnn", 595 / 989, 413 / 989),
+        ("h100-80gb", "math", 0.15, 0.15),
+        ("b200", "cudnn", 0.71 / 1.3, 0.71 / 1.3 * 413 / 595),  # FlashAttention-4 is up to 1.3 times faster
+        ("a100-80gb", "flash", 0.73, 0.73),  # arXiv 2307.08691, section 4.1
+        ("rtx4090", "efficient", 0.73 * 43.4 / 53.1, 0.73 * 43.4 / 53.1),  # Dao-AILab/flash-attention#416
+    ],
+)
+def test_attention_reaches_in_forward_what_was_published(card, attention, of_128, of_64):
+    rates = [
+        efficiency(lookup.gpu(card), Strategy(attention=attention), FORWARD_ONLY, "attention", 1, size)
+        for size in (128, 64)
+    ]
+    assert rates == pytest.approx([of_128, of_64], rel=0.015)
+
+
+def test_backward_of_attention_is_five_products_to_forward_s_two():
+    """H100's cuDNN: 0.60 forward and 0.52 backward of the peak rate; a checkpointed block runs forward twice."""
+    assert efficiency(H100, Strategy(), JOB, "attention") == pytest.approx(3.5 / (1 / 0.60 + 2.5 / 0.52))
+    full = Strategy(gradient_checkpointing="full")
+    assert efficiency(H100, full, JOB, "attention") == pytest.approx(4.5 / (2 / 0.60 + 2.5 / 0.52))
+
+
+def test_matmuls_reach_what_was_published():
+    """Of stas00/ml-engineering's table; GeForce cards run above their quoted clock; else torch's own assumption."""
+    cards = {
+        "a100-80gb": 267.9 / 312,
+        "h100-80gb": 794.5 / 989,
+        "b200": 1745 / 2250,
+        "rtx4090": 0.96,
+        "l40s": 0.75,
+    }
+    reached = {name: efficiency(lookup.gpu(name), Strategy(), JOB, "matmul") for name in cards}
+    assert reached == pytest.approx(cards, rel=0.002)
+    assert efficiency(H100, Strategy(), JOB, "convolution") == 0.75
 
 
 def test_attention_kernels_rank_as_published():

@@ -18,7 +18,6 @@ from planner.estimate.traffic import traffic
 from planner.layout.inputs import facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
-from planner.layout.single_gpu import NCCL_BYTES
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
 from planner.spec.rules import check, resolve
@@ -96,7 +95,7 @@ def test_two_gpus_on_one_sample_are_faster_than_one_but_not_twice() -> None:
 
 def test_the_group_that_exchanges_has_a_communicator() -> None:
     contexts = [priced(WAN, parts, gpus, **HALF).breakdown.context for parts, gpus in ((1, 1), (1, 2), (2, 2))]
-    assert contexts[1] - contexts[0] == contexts[2] - contexts[1] == NCCL_BYTES
+    assert contexts[1] - contexts[0] == contexts[2] - contexts[1] == 600 * 2**20  # a communicator (NVIDIA/nccl#964)
 
 
 def test_samples_are_made_by_several_gpus_together() -> None:

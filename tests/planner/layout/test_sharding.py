@@ -13,7 +13,7 @@ from planner.estimate.traffic import traffic
 from planner.layout.run import Run
 from planner.layout.sharding.fsdp import share_of
 from planner.layout.sharding.nvme import check_buffers, kept_gradients
-from planner.layout.sharding.zero import DEEPSPEED, aligned, in_share, most_in_one_share, sub_groups
+from planner.layout.sharding.zero import aligned, in_share, most_in_one_share, sub_groups
 from planner.spec.job import Machine
 from tests.planner.hand_made import (
     ADAPTER,
@@ -45,7 +45,8 @@ TRAINED = BLOCKS * ADAPTER // 2
 """DeepSpeed's module is in 16 bits, so 64 KiB are 32 Ki parameters."""
 
 SHARE = TRAINED // 8
-BUCKET = rounded(2 * DEEPSPEED.reduce_bucket)
+BUCKET = rounded(2 * 500_000_000)
+"""In 16 bits: `reduce_bucket_size` of deepspeed 0.19.8, runtime/zero/config.py."""
 NORM = 8 * ADAPTER // 2
 """One adapter in fp64."""
 

@@ -14,7 +14,6 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import disk_bytes, host_ram
 from planner.layout.inputs import facts
-from planner.layout.single_gpu import NCCL_BYTES
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from tests.planner.hand_made import (
@@ -218,7 +217,7 @@ def test_the_breakdown_sums_to_the_device_peak_and_phases_bound_it(
     assert all(part >= 0 for part in found.breakdown.__dict__.values())
     assert found.peak.allocated_bytes <= found.peak.reserved_bytes < found.peak.device_bytes
     assert found.peak.device_bytes == max(phase.device_bytes for phase in found.phases.values())
-    context = GPU.context_bytes + (NCCL_BYTES if machine.world > 1 else 0)
+    context = GPU.context_bytes + (600 * 2**20 if machine.world > 1 else 0)  # a communicator (NVIDIA/nccl#964)
     assert found.peak.device_bytes - found.peak.reserved_bytes == context
 
 
