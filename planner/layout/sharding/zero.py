@@ -5,6 +5,22 @@ and sends gradients through a flat bucket (read in deepspeed 0.19.8: runtime/zer
 partitioned_param_coordinator.py; defaults of runtime/zero/config.py). Frozen parameters are split in stage 3 only.
 tests/contract reads the same bytes off the real engines. Ranks differ by what falls on the borders of their shares:
 the largest is priced.
+
+Bytes of one rank, and the function that counts them. P trained parameters over N ranks; S = P / N, rounded up by
+`aligned` over all of them in stages 1 and 2, parameter by parameter in stage 3.
+
+| term | stage 1 | stage 2 | stage 3 | function |
+|---|---|---|---|---|
+| trained weights | 2P, flat | 2P, flat | 2S, and small ones whole | `_flatten_weights`, `_split_weights` |
+| gradients in backward | 2P | freed by bucket | freed by bucket | `_reduce_all`, `_reduce_in_backward` |
+| gradients for the step | 2 per element that a share touches | the same | 2S | `_stages_1_and_2`, `_stage_3` |
+| fp32 master, two states | 12S | 12S | 12S, by sub-group | `_flatten_weights`, `_stage_3`, `_states` |
+| reduce bucket, 2 x 500M | backward, and reducing behind it | backward | always | `_begin_bucket`, `_stage_3` |
+| the step's copies | 2S + 4S, and AdamW's | the same | of one sub-group | `_step` |
+| gathered weights | | | up to 1000M parameters and one more | `_gather` |
+
+With `offload_optimizer` master, states and step are in host RAM (`planner.estimate.host_ram`), and a norm per gradient
+is what is left of the step on the GPU.
 """
 
 from __future__ import annotations
