@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import psutil
 
@@ -54,6 +54,23 @@ def vplan_command(*arguments: str) -> list[str]:
     return [sys.executable, str(DOOR), *arguments]
 
 
+def start_worker(
+    command: list[str], log: BinaryIO, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session of its own, with all its output in `log`; `end_tree` ends it.
+
+    Its standard input is a pipe that closes when we die, however we die; a worker then ends itself.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=None if environment is None else dict(environment),
+    )
+
+
 def run_worker(
     command: list[str],
     log: Path,
@@ -66,15 +83,7 @@ def run_worker(
     `once_more` is asked at the limit whether it has as long again, which it has once.
     """
     with log.open("wb") as file:
-        # Nothing is sent through the pipe. It closes when we die, however we die, and the worker then ends itself.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=None if environment is None else dict(environment),
-        )
+        process = start_worker(command, file, environment)
     seen: set[psutil.Process] = set()
     end = last = time.monotonic() + time_limit
     try:
@@ -98,14 +107,7 @@ def watch_worker(command: list[str], log: Path, environment: Mapping[str, str], 
     Its whole tree is gone after, also when `tick` raises or the user interrupts.
     """
     with log.open("ab") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=dict(environment),
-        )
+        process = start_worker(command, file, environment)
     try:
         while True:
             try:
@@ -137,7 +139,8 @@ def end_tree(process: subprocess.Popen[bytes], seen: Iterable[psutil.Process] = 
             child.kill()
     process.kill()
     if process.stdin:
-        process.stdin.close()
+        with contextlib.suppress(OSError):  # what was written to it before it died, and never read
+            process.stdin.close()
     try:
         process.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired:

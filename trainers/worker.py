@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import stat
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +48,20 @@ def end_with_parent() -> None:
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, name="vplan-parent", daemon=True).start()
+
+
+def lines_from_parent() -> Iterator[bytes]:
+    """The lines that the parent writes to standard input, each as soon as it is there.
+
+    This process ends when the parent closes the pipe or dies, also in the middle of what a line asked for.
+    """
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def watch() -> None:
+        for line in sys.stdin.buffer:
+            lines.put(line)
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, name="vplan-parent", daemon=True).start()
+    while True:
+        yield lines.get()

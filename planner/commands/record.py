@@ -1,19 +1,13 @@
 """`vplan record`: records the tapes of a model of your own, or ours again, or says whether they are still the same.
 
-The one command that runs torch: `trainers` is imported inside it, in this process or in the workers of `--jobs`.
+Nothing here imports torch: `planner.launch.recorders` starts the processes that record.
 """
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
-import itertools
-import json
 import os
-import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +21,7 @@ from planner.commands import USAGE
 from planner.commands._shared import own_model
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
+from planner.launch.recorders import PARAMETERS, Recorders, TapeTask
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 
 if TYPE_CHECKING:
@@ -45,29 +40,11 @@ NEEDED = (
 )
 """What recording imports. A planning laptop has none of them."""
 
-NOT_COMPARED = ("versions",)
-"""Keys of a tape that may differ: another torch may well record the same allocations."""
-
-
-PARAMETERS = "parameters"
-"""The table of a model's parameters, recorded beside its tapes."""
-
-
-class Task(NamedTuple):
-    """One tape to record, and the file it is written to or compared with."""
-
-    model: str
-    variant: str
-    component: str
-    """the VAE or text encoder of that model it is a tape of; empty: the model itself"""
-    path: Path
-    check: bool
-
 
 class RecordedTape(NamedTuple):
     """A recorded tape: its file's size, and where it differs from the file that is there ("" when it does not)."""
 
-    task: Task
+    task: TapeTask
     nbytes: int
     difference: str
     unclassified: tuple[str, ...] = ()
@@ -122,17 +99,18 @@ def command(
     _check_use(models, folders, name, check, output)
     sources = [own_model.read(model, name) for model in folders]
     _require_torch()
-    kept = [own_model.keep(source, chosen) for source, chosen in sources]
-    known = [lookup.model(model).name for model in models if model not in folders]
-    names = [entry.profile.name for entry in kept] + known or list(profiles.model_names())
     folder = Path(output) if output else _default_folder(check)
-    tasks = _tasks(dict.fromkeys(names), _Wanted(tuple(texts), everything, check), folder)
-    try:
-        done = _all_done(tasks, jobs)
-    except VplanError:
-        for entry in kept:
-            user_data.forget(entry.profile.name)
-        raise
+    with Recorders(jobs) as recorders:
+        kept = [own_model.keep(source, chosen, recorders) for source, chosen in sources]
+        known = [lookup.model(model).name for model in models if model not in folders]
+        names = [entry.profile.name for entry in kept] + known or list(profiles.model_names())
+        tasks = _tasks(dict.fromkeys(names), _Wanted(tuple(texts), everything, check), folder)
+        try:
+            done = _all_done(tasks, recorders)
+        except VplanError:
+            for entry in kept:
+                user_data.forget(entry.profile.name)
+            raise
     answer = {
         "folder": str(user_data.tapes() if kept or any(lookup.model(name).is_own for name in names) else folder),
         "checked": check,
@@ -153,10 +131,10 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
         raise VplanError("-o is not for your own models", f"set {user_data.VARIABLE} to keep them elsewhere", USAGE)
 
 
-def _all_done(tasks: list[Task], jobs: int) -> list[RecordedTape]:
+def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]:
     """Everything recorded, in the order asked for; a VplanError at the first tape that differs or cannot be made."""
     done = []
-    for entry in _with_progress(_run(tasks, jobs), len(tasks)):
+    for entry in _with_progress(_run(tasks, recorders), len(tasks)):
         if entry.difference:
             task = entry.task
             raise VplanError(
@@ -207,8 +185,8 @@ class _Wanted(NamedTuple):
         return not self.texts or any(text == variant if text in known else text in variant for text in self.texts)
 
 
-def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]:
-    tasks: list[Task] = []
+def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[TapeTask]:
+    tasks: list[TapeTask] = []
     around: dict[Component, None] = {}
     for model in models:
         profile = lookup.model(model)
@@ -219,13 +197,13 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
         if wanted.check:  # not all of them are shipped
             due = {*own_model.first_variants(profile), *wanted.texts}
             named = [(name, path) for name, path in named if name in due or path.is_file()]
-        tasks += [Task(model, name, "", path, wanted.check) for name, path in named]
-        tasks.append(Task(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
+        tasks += [TapeTask(model, name, "", path, wanted.check) for name, path in named]
+        tasks.append(TapeTask(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
         for part in components(profile):
             if part not in around:
                 around[part] = None
                 path = folder / COMPONENTS / part.name / f"{part.variant}.json.gz"
-                tasks.append(Task(model, part.variant, part.name, path, wanted.check))
+                tasks.append(TapeTask(model, part.variant, part.name, path, wanted.check))
     known = {task.variant for task in tasks}
     chosen = [
         task
@@ -238,24 +216,22 @@ def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[Task]
     return [task for task in chosen if not lookup.model(task.model).is_own or _is_due(task)]
 
 
-def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[Task]:
+def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[TapeTask]:
     """What an own model may need: its VAE and text encoders too, unless they come with vplan."""
     names = _names(profile, wanted)
     if not wanted.texts and not wanted.everything and not wanted.check:
         names = list(own_model.first_variants(profile))
-    tasks = [
-        Task(profile.name, name, "", user_data.tapes() / profile.name / f"{name}.json.gz", wanted.check)
-        for name in names
-    ]
-    tasks.append(Task(profile.name, PARAMETERS, "", user_data.tapes() / profile.name / PARAMETERS_FILE, wanted.check))
+    folder = user_data.tapes() / profile.name
+    tasks = [TapeTask(profile.name, name, "", folder / f"{name}.json.gz", wanted.check) for name in names]
+    tasks.append(TapeTask(profile.name, PARAMETERS, "", folder / PARAMETERS_FILE, wanted.check))
     for part in components(profile):
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not (profiles.TAPES / place).is_file():
-            tasks.append(Task(profile.name, part.variant, part.name, user_data.tapes() / place, wanted.check))
+            tasks.append(TapeTask(profile.name, part.variant, part.name, user_data.tapes() / place, wanted.check))
     return tasks
 
 
-def _is_due(task: Task) -> bool:
+def _is_due(task: TapeTask) -> bool:
     """Whether a tape of an own model is to be recorded, or checked: what is there is not recorded again."""
     return task.path.is_file() if task.check else not own_model.is_current(task.path)
 
@@ -271,18 +247,11 @@ def _names(profile: ModelProfile, wanted: _Wanted) -> list[str]:
     return usual + [name for name in further if name in wanted.texts or (wanted.check and not profile.is_own)]
 
 
-def _run(tasks: Sequence[Task], jobs: int) -> Iterator[RecordedTape]:
-    """The recordings as they end. Several processes are spawned, because torch's threads do not survive a fork."""
-    if jobs == 1 or not tasks:
-        yield from map(_record, tasks)
-        return
-    with ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn")) as pool:
-        futures = [pool.submit(_record, task) for task in tasks]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _run(tasks: Sequence[TapeTask], recorders: Recorders) -> Iterator[RecordedTape]:
+    """The recordings as they end."""
+    for position, answer in recorders.answers(tasks):
+        unclassified = tuple(answer["unclassified"])
+        yield RecordedTape(tasks[position], answer["nbytes"], answer["difference"], unclassified)
 
 
 def _with_progress(entries: Iterator[RecordedTape], total: int) -> Iterator[RecordedTape]:
@@ -296,72 +265,3 @@ def _with_progress(entries: Iterator[RecordedTape], total: int) -> Iterator[Reco
         for entry in entries:
             progress.update(bar, advance=1, description=f"{entry.task.model} {entry.task.variant}")
             yield entry
-
-
-def _record(task: Task) -> RecordedTape:
-    """Records one tape and writes it, or compares it. Runs in a worker when there are several jobs."""
-    from planner.tape.variants import StepVariant
-    from trainers.recording import tapes
-    from trainers.recording.op_table import CLASSIFIED
-
-    profile = lookup.model(task.model)
-    if task.component:
-        tape = tapes.component_tape(profile, Component(task.component, task.variant))
-    elif task.variant == PARAMETERS:
-        tape = tapes.parameter_table(profile)
-    else:
-        known = itertools.chain(tapes.all_variants(profile), StepVariant.on_request(profile))
-        variant = next(variant for variant in known if variant.name == task.variant)
-        tape = _of_own(tapes.record, profile, variant) if profile.is_own else tapes.record(profile, variant)
-    if not task.check:
-        unclassified = tuple(name for name in tape.get("operators", ()) if name not in CLASSIFIED)
-        return RecordedTape(task, tapes.write(tape, task.path).stat().st_size, "", unclassified)
-    if not task.path.is_file():
-        return RecordedTape(task, 0, f"there is no {task.path}")
-    there = _read(task.path)
-    for key in NOT_COMPARED:
-        there.pop(key, None)
-        tape.pop(key, None)
-    return RecordedTape(task, task.path.stat().st_size, first_difference(there, tape))
-
-
-Recording = Callable[[ModelProfile, Any], dict[str, Any]]
-
-
-def _of_own(record: Recording, profile: ModelProfile, variant: Any) -> dict[str, Any]:
-    """Records a model whose config nobody vouches for: what its class makes of it may well fail."""
-    from trainers.recording.own import REFUSALS, refusal
-
-    try:
-        return record(profile, variant)
-    except VplanError:
-        raise
-    except REFUSALS as error:
-        fault = f"a training step of {profile.name} cannot be run as {profile.diffusers_class} of {profile.lent_by}"
-        raise refusal(error, fault, "complete the config, and name the pipeline's folder if there is one") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise VplanError(f"tape {path.name} is damaged ({type(error).__name__})", "record it again") from None
-    return found
-
-
-def first_difference(there: Any, now: Any, where: str = "") -> str:
-    """Where two trees of JSON first differ, and how; "" when they are equal."""
-    if isinstance(there, dict) and isinstance(now, dict):
-        for key in sorted(there.keys() | now.keys()):
-            inside = f"{where}.{key}" if where else key
-            if key not in there or key not in now:
-                return f"{inside} is {'recorded now only' if key in now else 'not recorded any more'}"
-            if found := first_difference(there[key], now[key], inside):
-                return found
-        return ""
-    if isinstance(there, list) and isinstance(now, list):
-        for index, (one, other) in enumerate(zip(there, now, strict=False)):
-            if found := first_difference(one, other, f"{where}[{index}]"):
-                return found
-        return "" if len(there) == len(now) else f"{where} has {len(there)} entries, recorded {len(now)}"
-    return "" if there == now else f"{where} is {quoted(there)}, recorded {quoted(now)}"

@@ -217,7 +217,7 @@ def outcome(folder: Path, ended: Ended) -> Outcome:
     if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
         fix = "make room there and give the same command again: it goes on from the last checkpoint"
         return Outcome("crash", f"the disk of {folder} is full", fix, 4)
-    return Outcome("crash", f"{_cause(told, ended)}; its last words: {_last_words(log)}", f"read {log}", 4)
+    return Outcome("crash", f"{_cause(told, ended)}; its last words: {last_words(log)}", f"read {log}", 4)
 
 
 def _cause(told: list[dict[str, Any]], ended: Ended) -> str:
@@ -230,7 +230,7 @@ def _cause(told: list[dict[str, Any]], ended: Ended) -> str:
     return f"a rank died{where}, and the others were ended (ranks {', '.join(unfinished)})"
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
     """The last line that an error wrote, before a launcher's own report of it."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

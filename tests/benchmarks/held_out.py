@@ -30,7 +30,7 @@ from planner.spec.job import Job, Strategy
 from planner.tape.program import Program
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
-from trainers.recording.record import RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
 
 LIMIT_PCT = 0.1
 GIB = 2**30

@@ -31,7 +31,7 @@ from planner.tape.format import Tape, read_tape
 from planner.tape.program import Part, Program
 from trainers.recording.components import record_vae
 from trainers.recording.encoders import record_text_encoder
-from trainers.recording.record import RawRecording
+from trainers.recording.recorder import RawRecording
 
 GIB = 2**30
 PROMPTS = 3

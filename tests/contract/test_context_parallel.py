@@ -21,7 +21,7 @@ from planner.tape.variants import StepVariant
 from tests.contract.ranks import Case, measure
 from trainers.recording import tapes
 from trainers.recording.block_places import find_runs
-from trainers.recording.record import RawRecording, record_step
+from trainers.recording.recorder import RawRecording, record_step
 from trainers.step import step
 
 TINY: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

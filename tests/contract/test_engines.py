@@ -21,7 +21,7 @@ from planner.tape.parameter_table import Parameters
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.contract.ranks import WORLD, Bytes, Case, measure
 from trainers.recording.compress import compress
-from trainers.recording.record import RawRecording, record_optimizer, record_step
+from trainers.recording.recorder import RawRecording, record_optimizer, record_step
 from trainers.recording.tapes import parameter_table
 
 TINY: dict[str, dict[str, Any]] = {

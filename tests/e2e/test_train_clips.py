@@ -15,7 +15,6 @@ pytest.importorskip("av")
 import diffusers  # noqa: E402
 
 import vplan  # noqa: E402
-from planner.commands._shared import own_model  # noqa: E402
 from planner.dataset import clips  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan, write_plan  # noqa: E402
@@ -37,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
             for parameter in model.parameters():
                 parameter.normal_(0.0, 0.1)
         model.save_pretrained(root / "model" / "transformer")
-        own_model.keep(*own_model.read(str(root / "model"), "tiny-clips"))
+        runs.keep(root / "model", "tiny-clips")
         tiny.write_clips(root / "clips")
         for gpus in (1, 2):
             job = Job(model="tiny-clips", frames=9, height=48, width=64, lora_rank=4, batch_size=2 // gpus)

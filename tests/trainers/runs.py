@@ -11,7 +11,7 @@ import diffusers
 import torch
 from safetensors.torch import save_file
 
-from planner.catalog import lookup
+from planner.catalog import lookup, user_data
 from planner.commands._shared import own_model
 from planner.launch import checkpoints
 from planner.launch.launch import RunRequest
@@ -20,6 +20,7 @@ from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
 from trainers.data.loader import CachedSample, write_entries
 from trainers.families import family
+from trainers.recording.own import derive
 from trainers.step import step
 
 WAN = {
@@ -68,7 +69,14 @@ def make_model(folder: Path, kind: str) -> str:
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.1)
     model.save_pretrained(folder / "transformer")
-    return own_model.keep(*own_model.read(str(folder), f"tiny-{kind}")).profile.name
+    return keep(folder, f"tiny-{kind}")
+
+
+def keep(folder: Path, name: str) -> str:
+    """Makes the model in a folder known by name, as `vplan record FOLDER --name NAME` does; its name."""
+    profile = derive(*own_model.read(str(folder), name)).profile
+    user_data.write_profile(name, profile.to_json())
+    return name
 
 
 def make_entries(folder: Path, name: str, kind: str, each: int = 3) -> Path:
@@ -143,7 +151,7 @@ class Pair(Place):
                 for parameter in model.parameters():
                     parameter.normal_(0.0, 0.1)
             model.save_pretrained(root / "model" / part)
-        self.model = own_model.keep(*own_model.read(str(root / "model"), "tiny-pair")).profile.name
+        self.model = keep(root / "model", "tiny-pair")
         self.entries = make_entries(root / "data", self.model, "wan")
 
 

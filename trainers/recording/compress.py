@@ -16,7 +16,7 @@ from typing import Any
 
 from trainers.recording.block_places import Place
 from trainers.recording.op_cost import OpCost
-from trainers.recording.record import RawRecording
+from trainers.recording.recorder import RawRecording
 
 HEAD, TAIL = 2, 2
 """Blocks kept from either end of a sweep."""

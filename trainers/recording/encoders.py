@@ -21,7 +21,7 @@ from trainers.data.layer_offload import LAYERS, layers_of
 from trainers.recording.block_places import find_runs
 from trainers.recording.components import DTYPES, record_component, tape_file
 from trainers.recording.compress import HEAD, TAIL, compress
-from trainers.recording.record import RawRecording
+from trainers.recording.recorder import RawRecording
 
 RECORDED_LAYERS = HEAD + TAIL + 2
 BATCH = 521

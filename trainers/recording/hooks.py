@@ -12,7 +12,7 @@ from trainers.recording.block_places import Place, place_of_name
 
 
 class BlockListener(Protocol):
-    """What the hooks tell: ``trainers.recording.record.Recorder``."""
+    """What the hooks tell: ``trainers.recording.recorder.Recorder``."""
 
     place: Place | None
     phase: str

@@ -31,7 +31,7 @@ from trainers.recording.block_places import find_runs
 from trainers.recording.components import image_tape, vae_tape
 from trainers.recording.compress import HEAD, TAIL, compress
 from trainers.recording.encoders import text_tape
-from trainers.recording.record import RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
 from trainers.step import step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2

@@ -17,6 +17,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError, quoted
 from planner.hardware import doctor
+from planner.launch.recorders import Derivation, Recorders
 from planner.spec.job import Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import FORMAT
@@ -69,17 +70,14 @@ def read(text: str, name: str | None) -> tuple[diffusers_folder.Source, str]:
     return source, chosen
 
 
-def keep(source: diffusers_folder.Source, name: str) -> Kept:
-    """Builds the model on the meta device and keeps its profile, before anything of it is recorded.
+def keep(source: diffusers_folder.Source, name: str, recorders: Recorders) -> Kept:
+    """Has the model built on the meta device and keeps its profile, before anything of it is recorded.
 
     Raises a VplanError for an architecture that cannot be built.
     """
-    from trainers.recording import own, tapes
-
-    derived = own.derive(source, name)
-    path = user_data.write_profile(name, derived.profile.to_json())
-    tapes.full_run_lengths.cache_clear()  # counted by name, and the name may mean another architecture now
-    return Kept(derived.profile, path, derived.notes)
+    ((_, answer),) = recorders.answers([Derivation(source, name)])
+    path = user_data.write_profile(name, answer["profile"])
+    return Kept(ModelProfile.read(answer["profile"]), path, tuple(answer["notes"]))
 
 
 def _check_untaken(name: str, source: diffusers_folder.Source) -> None:

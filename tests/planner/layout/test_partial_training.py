@@ -17,7 +17,7 @@ from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
-from trainers.recording.record import record_optimizer, record_step
+from trainers.recording.recorder import record_optimizer, record_step
 
 PROFILE = lookup.model("wan2.1-t2v-1.3b")
 BLOCKS = 6

@@ -17,7 +17,7 @@ from planner.tape.format import Tape
 from planner.tape.partial_checkpointing import partial
 from planner.tape.program import Program
 from planner.tape.variants import StepVariant
-from trainers.recording.record import record_step
+from trainers.recording.recorder import record_step
 
 BLOCKS = 6
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import WhisperModel  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
-from planner.commands._shared import own_model as own  # noqa: E402
 from planner.dataset import clips, scan  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import checkpoints  # noqa: E402
@@ -46,7 +45,7 @@ class Place:
             for parameter in unet.parameters():
                 parameter.normal_(0.0, 0.1)
         unet.save_pretrained(model / "unet")
-        self.model = own.keep(*own.read(str(model), "tiny-lips")).profile.name
+        self.model = runs.keep(model, "tiny-lips")
         self.profile = lookup.model(self.model)
         self.clips = tiny.write_clips(root / "clips", 2, frames=CLIP, fps=25)
         for text in self.clips.glob("*.txt"):

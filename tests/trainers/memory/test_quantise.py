@@ -14,7 +14,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.recording import cuda_ops
-from trainers.recording.record import named_tensors
+from trainers.recording.recorder import named_tensors
 from trainers.step import step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
 from trainers.step.random_weights import randomise

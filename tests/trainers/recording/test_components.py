@@ -20,15 +20,15 @@ import profiles
 from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, SPLIT_OVER, SPLIT_SHARE, Component, components
 from planner.catalog.profiles import TextEncoder
-from planner.commands.record import NOT_COMPARED, first_difference
 from planner.tape.format import Tape, parse_tape, read_tape
 from planner.tape.program import Part, Program
 from tests.benchmarks.held_out_around import Held, compared, directly, from_tape
 from trainers.recording import components as vaes
 from trainers.recording import tapes
+from trainers.recording.comparison import NOT_COMPARED, first_difference
 from trainers.recording.cuda_ops import cuda_semantics
 from trainers.recording.encoders import record_text_encoder, text_tape
-from trainers.recording.record import Recorder
+from trainers.recording.recorder import Recorder
 
 PROFILES = [lookup.model(name) for name in lookup.model_names()]
 ENCODERS = {e.folder: e for profile in PROFILES for e in profile.text_encoders}

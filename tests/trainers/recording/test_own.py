@@ -13,11 +13,12 @@ from click.testing import CliRunner, Result
 import profiles
 from planner.catalog import diffusers_folder, lookup, user_data
 from planner.catalog.profiles import ModelProfile
-from planner.commands import cli
+from planner.commands import cli, record
 from planner.commands._shared import own_model
 from planner.errors import VplanError
 from planner.hardware import doctor
 from planner.tape.variants import OLDER
+from tests.trainers.recording.in_process import InProcess
 from trainers.recording import op_table
 from trainers.recording.own import Derived, complete, derive
 
@@ -56,6 +57,7 @@ def answer(*words: object, code: int = 0) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(user_data.VARIABLE, str(tmp_path / "home"))
+    monkeypatch.setattr(record, "Recorders", InProcess)
     return tmp_path / "home"
 
 

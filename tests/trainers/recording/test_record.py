@@ -1,5 +1,5 @@
-"""trainers/recording/record.py, compress.py, tapes.py: a tape recorded once, at odd sizes and with few blocks, is what
-a recording at any other shape and depth gives, event by event; and the shipped tapes are what the code records now."""
+"""trainers/recording: a tape recorded once (recorder, compress, tapes), at odd sizes and with few blocks, is what a
+recording at any other shape and depth gives, event by event; and the shipped tapes are what the code records now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from planner.allocator.caching import CachingAllocator
 from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, components
 from planner.catalog.shapes import grid
-from planner.commands.record import NOT_COMPARED, first_difference
 from planner.spec.job import QUANTISED as QUANTISED_BASES
 from planner.spec.job import Job, Strategy
 from planner.tape.format import ATOMS, FORMAT, Monomial, Tape, parse_tape
@@ -27,8 +26,9 @@ from planner.tape.program import Program
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording import tapes
+from trainers.recording.comparison import NOT_COMPARED, first_difference
 from trainers.recording.compress import compress
-from trainers.recording.record import RawRecording, record_optimizer, record_step
+from trainers.recording.recorder import RawRecording, record_optimizer, record_step
 
 MODEL = "wan2.1-t2v-1.3b"
 PROFILE = lookup.model(MODEL)

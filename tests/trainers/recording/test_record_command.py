@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import profiles
 from planner.catalog import lookup, user_data
 from planner.catalog.shapes import job_for
 from planner.commands import cli, record
-from planner.commands.record import first_difference
 from planner.errors import NotRecordedError
 from planner.layout.inputs import facts
 from planner.spec.job import Machine, Strategy
+from tests.trainers.recording.in_process import InProcess
+from trainers.recording.comparison import first_difference
 
 MODEL = "wan2.1-t2v-1.3b"
 VARIANT = "optimizer-lora-fp32-adamw-fused"
@@ -27,6 +29,13 @@ VARIANT = "optimizer-lora-fp32-adamw-fused"
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(cli, ["record", *words], prog_name="vplan", standalone_mode=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_process() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "Recorders", InProcess)
+        yield
 
 
 @pytest.fixture(scope="module")

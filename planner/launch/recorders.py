@@ -1,0 +1,147 @@
+"""The worker processes of `vplan record`, which alone import torch: `trainers/record.py`, one or several at once.
+
+A worker lives on between orders, because importing torch and diffusers takes longer than recording a small tape. It
+takes one order at a time, a line of JSON on its standard input, and answers it in a file of the folder both share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from planner.catalog.diffusers_folder import Source
+from planner.errors import VplanError
+from planner.launch.launch import last_words
+from planner.worker_process import end_tree, read_json, result_file, start_worker, vplan_command
+
+TICK_SECONDS = 0.05
+"""Between two looks for answers."""
+
+PARAMETERS = "parameters"
+"""What a task calls the table of a model's parameters, which lies beside its tapes."""
+
+
+class Derivation(NamedTuple):
+    """An order for the profile of a model in somebody's folder; answered by its ``profile`` (JSON) and ``notes``."""
+
+    source: Source
+    name: str
+    """what the model will be called"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The order as a worker reads it."""
+        return {"work": "derive", "source": self.source._asdict(), "name": self.name}
+
+
+class TapeTask(NamedTuple):
+    """An order for one tape, recorded anew and written to its file or compared with it.
+
+    Answered by ``nbytes`` (the file's size), ``difference`` (how the file differs, "" when it does not) and
+    ``unclassified`` (names of operators that nobody has compared with CUDA's).
+    """
+
+    model: str
+    variant: str
+    """its name, or `PARAMETERS`"""
+    component: str
+    """the VAE or text encoder of that model it is a tape of; empty: the model itself"""
+    path: Path
+    check: bool
+    """compares and writes nothing"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The order as a worker reads it."""
+        return {"work": "record", **self._asdict(), "path": str(self.path)}
+
+
+Order = Derivation | TapeTask
+
+
+class Recorders:
+    """At most ``jobs`` workers that record; they and all they started are gone when the ``with`` block ends."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._numbers = itertools.count()
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="vplan-record-"))
+        except OSError as error:
+            fault = f"cannot write into {tempfile.gettempdir()}: {error.strerror}"
+            raise VplanError(fault, "make room there, or set TMPDIR to a folder that has some") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            end_tree(worker.process)
+        if not any(worker.crashed for worker in self._workers):  # else the message names the log
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def answers(self, orders: Sequence[Order]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Pairs of an order's position in `orders` and its answer, in the sequence in which they are done.
+
+        Raises the VplanError that a worker raised, or one with exit code 4 when a worker died.
+        """
+        waiting = deque(enumerate(orders))
+        while len(self._workers) < min(self._jobs, len(orders)):
+            self._workers.append(_Worker(self._folder, len(self._workers)))
+        busy: dict[int, _Worker] = {}
+        while waiting or busy:
+            for worker in self._workers:
+                if waiting and worker not in busy.values():
+                    position, order = waiting.popleft()
+                    worker.send(next(self._numbers), order)
+                    busy[position] = worker
+            done = {position: answer for position, worker in busy.items() if (answer := worker.answer())}
+            for position, answer in done.items():
+                del busy[position]
+                yield position, answer
+            if not done:
+                time.sleep(TICK_SECONDS)
+
+
+class _Worker:
+    """One process and the order it works on."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._folder = folder
+        self._log = folder / f"log-{number}.txt"
+        self._result: Path
+        self.crashed = False
+        with self._log.open("wb") as log:
+            self.process: subprocess.Popen[bytes] = start_worker(vplan_command("worker", "record", str(folder)), log)
+
+    def send(self, number: int, order: Order) -> None:
+        """Hands it an order; the answer will be in the result file of that number."""
+        self._result = self._folder / result_file(number)
+        assert self.process.stdin
+        line = json.dumps({"number": number, **order.to_json()}) + "\n"
+        with contextlib.suppress(OSError):  # it is dead, and `answer` says so
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """What it answered; nothing while it works."""
+        ended = self.process.poll()  # before the file is looked for: it may answer and die
+        answer = read_json(self._result)
+        if not answer and ended is not None:
+            self.crashed = True
+            how = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
+            raise VplanError(f"recording ended with {how}: {last_words(self._log)}", f"read {self._log}", 4)
+        if answer.get("outcome") == "refused":
+            raise VplanError(answer["message"], answer["fix"], answer["exit_code"])
+        return answer
