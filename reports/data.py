@@ -25,9 +25,9 @@ from planner.search import ladder as ways_of
 from planner.search.capacity_map import Capacity, Forms, Mapper, Shape
 from planner.search.longest_clip import Longest, longest
 from planner.search.question import Question, Switch
-from planner.search.screening import Look, Screen
+from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
-from planner.search.space import asked_for
+from planner.search.space import typed_only
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.wording import words
@@ -78,7 +78,7 @@ class PlanData:
     """shapes of the map that somebody measured -> ids of the rows"""
     switches: tuple[Switch, ...]
     naive_bytes: int
-    """the device peak before the first switch, by look"""
+    """the device peak before the first switch, by quick estimate"""
     ways: tuple[RunnerUp, ...]
     longest: tuple[Longest, ...]
     longest_words: Mapping[str, tuple[str, str]]
@@ -117,7 +117,7 @@ class Builder:
         self.cards[plan.machine.gpu] = self.gpu
         self.screen = Screen(self._facts, plan.trainer)
         # What a search sets is open again: the page is about all ways, not the plan's alone.
-        asked = asked_for(plan.job.method, plan.strategy, ())
+        asked = typed_only(plan.job.method, plan.strategy, ())
         self.search = Search(Question(plan.job, asked, plan.machine, self.model, self.gpu), self.screen)
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
@@ -132,10 +132,11 @@ class Builder:
         known = self._facts(plan.job, plan.strategy, plan.machine)
         return assess(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
 
-    def looks(self) -> tuple[Look, ...]:
+    def looks(self) -> tuple[QuickEstimate, ...]:
         """All candidates, and the plan's own way."""
-        own = self.search.look(self.plan.job, self.plan.strategy)
-        return tuple({look.strategy: look for look in (*ways_of.looks(self.search, self.plan.job), own)}.values())
+        own = self.search.quick_estimate(self.plan.job, self.plan.strategy)
+        candidates = ways_of.quick_estimates(self.search, self.plan.job)
+        return tuple({quick.strategy: quick for quick in (*candidates, own)}.values())
 
     def steps(self) -> tuple[tuple[step_timeline.PhaseParts, ...], step_timeline.Timeline]:
         """Phases, and the timeline of a step."""
@@ -147,11 +148,11 @@ class Builder:
     def _forms(self) -> Forms:
         return Forms(self.screen, self.plan.job, capacity_axes.axis(self.model))
 
-    def map(self, rungs: Sequence[Look]) -> Capacity:
+    def map(self, rungs: Sequence[QuickEstimate]) -> Capacity:
         """The capacity map."""
         return Mapper(self.search, self._forms()).map(rungs)
 
-    def longest(self, rungs: Sequence[Look], own: bool) -> tuple[Longest, ...]:
+    def longest(self, rungs: Sequence[QuickEstimate], own: bool) -> tuple[Longest, ...]:
         """The longest clip of each class of card with as much host RAM as the plan's, or of all others.
 
         ``rungs``: the plan's ladder, which is that of its own class.
@@ -215,14 +216,14 @@ class Builder:
     def _switches(self, found: Estimate) -> tuple[tuple[Switch, ...], int]:
         """What each switch did, and the device peak that the first one found."""
         switches = self.search.switches(found)
-        start = self.search.look(found.job, found.strategy).device_bytes
+        start = self.search.quick_estimate(found.job, found.strategy).device_bytes
         return switches, start - sum(switch.device_bytes for switch in switches)
 
 
 class Parts(NamedTuple):
     """The parts of a page that take long."""
 
-    looks: tuple[Look, ...]
+    looks: tuple[QuickEstimate, ...]
     phases: tuple[step_timeline.PhaseParts, ...]
     timeline: step_timeline.Timeline
     table: Capacity
@@ -295,7 +296,7 @@ def _by(strategy: Strategy | None, job: Job) -> str:
 # ---- parts
 
 
-def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[RunnerUp, ...]:
+def ways(seen: Sequence[QuickEstimate], plan: Plan, search: Search) -> tuple[RunnerUp, ...]:
     """All candidates, the fastest first."""
     front = ways_of.pareto(seen)
     found = [
@@ -307,7 +308,7 @@ def ways(seen: Sequence[Look], plan: Plan, search: Search) -> tuple[RunnerUp, ..
             look.host_ram_bytes,
             index in front,
             look.strategy == plan.strategy,
-            search.has_ram(look),
+            search.feasibility.has_ram(look),
         )
         for index, look in enumerate(seen)
     ]

@@ -37,11 +37,12 @@ from planner.layout.inputs import facts
 from planner.search.objectives import PREFERRED
 from planner.search.question import Question, Switch
 from planner.search.screening import Screen
-from planner.search.space import naive, switched
+from planner.search.space import baseline, switched
 from planner.spec import wording
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Evidence, Plan, write_plan
-from planner.tune.tuner import Allowed, Goal, Tuner
+from planner.tune.measured_policy import Applicable
+from planner.tune.tuner import Goal, Tuner
 from planner.units import format_seconds, gib
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _setup(gpu: str | None, runner: Runner, question: Question) -> Setup:
     return Setup(gpu, str(driver["version"]), metadata.version("torch"), metadata.version("diffusers"))
 
 
-def _applied(question: Question) -> Allowed:
+def _applied(question: Question) -> Applicable:
     """Whether our own step applies a strategy on this machine."""
     from planner.launch.launch import libraries
     from planner.launch.supported import settled
@@ -310,7 +311,7 @@ class _Answer:
     def _switches(self, found: Estimate) -> list[Switch]:
         """What is switched on; what each did is `suggest`'s to say."""
         question, after = self.tuning.tuner.question, found.strategy
-        before = naive(found.job, question.strategy, question.machine, question.fixed)
+        before = baseline(found.job, question.strategy, question.machine, question.fixed)
         fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
         return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
 

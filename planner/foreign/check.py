@@ -134,17 +134,17 @@ class Pricing:
         return facts(job, strategy, machine, self.model, self.gpu)
 
     def may_be(self, verdict: str, case: Case) -> bool:
-        """Whether a replay could say that it fits, or is tight, by a cheap look; False for what cannot be priced."""
+        """Whether a replay could say that it fits, or is tight, by a quick estimate; False where there is none."""
         screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
         try:
             check(case.job, case.strategy, case.machine)
             check_blocks(case.model, case.strategy)
-            look = screen.look(case.job, resolve(case.job, case.strategy, case.machine), case.machine)
+            quick = screen.quick_estimate(case.job, resolve(case.job, case.strategy, case.machine), case.machine)
         except VplanError:  # a combination that contradicts itself, or that nothing was recorded of
             return False
         budget = self.gpu.allocatable_bytes - case.machine.reserve
-        held = case.machine.host_ram is None or look.host_ram_bytes <= case.machine.host_ram
-        low, high = margin.interval(look.device_bytes)
+        held = case.machine.host_ram is None or quick.host_ram_bytes <= case.machine.host_ram
+        low, high = margin.interval(quick.device_bytes)
         return held and (high if verdict == "fits" else low) <= budget
 
     def outcome(self, case: Case) -> CheckedEstimate:

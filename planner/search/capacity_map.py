@@ -25,7 +25,7 @@ from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.search.batched_peaks import PeakForms, peak_forms
 from planner.search.capacity_axes import lengths, sizes
 from planner.search.objectives import Objective
-from planner.search.screening import Look, Screen
+from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
@@ -67,7 +67,7 @@ class Capacity:
     """frames or batch"""
     lengths: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
-    ladder: tuple[Look, ...]
+    ladder: tuple[QuickEstimate, ...]
     cells: tuple[tuple[Cell, ...], ...]
 
 
@@ -240,7 +240,7 @@ class Mapper(Room):
         self._encoding: dict[Strategy, int] = {}
         """Strategy -> on the device, to encode the smallest shape before training: text encoders do the same for all"""
 
-    def map(self, rungs: Sequence[Look]) -> Capacity:
+    def map(self, rungs: Sequence[QuickEstimate]) -> Capacity:
         """The whole map over a ladder."""
         model = self.search.question.model
         columns, rows = lengths(model, self.forms.job), sizes(model, self.forms.job)
@@ -261,7 +261,7 @@ class Mapper(Room):
         table = tuple(tuple(cells[(length, *size)] for length in columns) for size in rows)
         return Capacity(self.forms.wish.fields[0].removesuffix("_size"), columns, rows, tuple(rungs), table)
 
-    def _cell(self, shape: Shape, rungs: Sequence[Look], allocated: Sequence[int]) -> Cell:
+    def _cell(self, shape: Shape, rungs: Sequence[QuickEstimate], allocated: Sequence[int]) -> Cell:
         """As a search answers: what fits without loss, what fits, what is tight without loss, what is tight."""
         found: dict[int, _Found] = {}
         for wanted in ("fits", "tight"):
@@ -272,7 +272,7 @@ class Mapper(Room):
                     return _cell_of(shape, index, found[index])
         return _cell_of(shape, None, min(found.values(), key=lambda each: each.device_bytes))
 
-    def _priced(self, shape: Shape, rung: Look, allocated: int) -> _Found:
+    def _priced(self, shape: Shape, rung: QuickEstimate, allocated: int) -> _Found:
         question, strategy = self.search.question, rung.strategy
         outside, compiled = rung.device_bytes - rung.allocated_bytes, strategy.compile != "none"
         lost = self._lost.get(strategy) or self._usual()
@@ -292,7 +292,7 @@ class Mapper(Room):
         if best == worst:
             return _Found(best, guess, tiled=tiled)
         try:
-            found = self.search.judged(self.forms.at(shape), way)
+            found = self.search.fresh_estimate(self.forms.at(shape), way)
         except NotEstimatedError:
             return _Found("no", guess)
         seen = reserved_bytes(found) / allocated

@@ -14,6 +14,9 @@ FOUR_BITS = ("nf4", "int4")
 TIGHTEST = 3
 """How many of the tightest strategies anybody asks for."""
 
+TIGHTER = 0.97
+"""A runner-up, or a rung of a ladder, needs less than this share of the memory that all before it need."""
+
 WORTH_LOSS = 1.05
 """The tightest plan of all is a lossy one only when every lossless one needs this much more."""
 

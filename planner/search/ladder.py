@@ -8,56 +8,55 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from planner.search.cost import loss, slowness
-from planner.search.screening import Look
+from planner.search.cost import TIGHTER, loss, slowness
+from planner.search.screening import QuickEstimate
 from planner.search.search import Search
-from planner.search.space import effort, naive
+from planner.search.space import effort
 from planner.spec.job import SPLIT, Job, Strategy
 
-TIGHTER = 0.97
-"""A strategy is on the ladder only where it needs less than this share of all before it, as runners-up do."""
 MOST_RUNGS = 8
 
 
-def looks(search: Search, job: Job) -> tuple[Look, ...]:
-    """A look at every candidate, as it is and with the most blocks swapped; ways of stepping only where they matter."""
-    found: dict[Strategy, Look] = {}
+def quick_estimates(search: Search, job: Job) -> tuple[QuickEstimate, ...]:
+    """Of every candidate, as it is and with the most blocks swapped; ways of stepping only where they matter."""
+    by_strategy: dict[Strategy, QuickEstimate] = {}
     plain: set[Strategy] = set()
     for strategy in search.candidates(job):
-        alike = strategy.replace(optimizer_step="foreach")
-        if alike in plain:
+        family = strategy.replace(optimizer_step="foreach")
+        if family in plain:  # its peak lies outside the optimizer's step, whichever way it steps
             continue
-        look = search.look(job, strategy)
-        if not look.in_optimizer:
-            plain.add(alike)
+        quick = search.quick_estimate(job, strategy)
+        if not quick.in_optimizer:
+            plain.add(family)
         most = search.most_in_ram(job, strategy)
-        found[strategy], found[most] = look, search.look(job, most)
-    return tuple(found.values())
+        by_strategy[strategy], by_strategy[most] = quick, search.quick_estimate(job, most)
+    return tuple(by_strategy.values())
 
 
-def ladder(search: Search, job: Job, seen: Iterable[Look]) -> tuple[Look, ...]:
-    """Of these looks, in a search's order of preference, those that each need less than all before."""
-    start = naive(job, search.question.strategy, search.question.machine, search.question.fixed)
-    able = [look for look in seen if search.has_ram(look)]
-    fastest = min((look.step_seconds for look in able), default=1.0)
+def ladder(search: Search, job: Job, estimates: Iterable[QuickEstimate]) -> tuple[QuickEstimate, ...]:
+    """Of these estimates, in a search's order of preference, those that each need less memory than all before."""
+    start = search.baseline(job)
+    within_ram = [quick for quick in estimates if search.feasibility.has_ram(quick)]
+    fastest = min((quick.step_seconds for quick in within_ram), default=1.0)
 
-    def preference(look: Look) -> tuple[float, ...]:
-        engine = look.strategy.sharding in SPLIT
-        speed = slowness(look.step_seconds, fastest, loss(job, look.strategy))
-        return engine, speed, effort(start, look.strategy), look.device_bytes
+    def preference(quick: QuickEstimate) -> tuple[float, ...]:
+        engine = quick.strategy.sharding in SPLIT
+        speed = slowness(quick.step_seconds, fastest, loss(job, quick.strategy))
+        return engine, speed, effort(start, quick.strategy), quick.device_bytes
 
-    rungs: list[Look] = []
-    for look in sorted(able, key=preference):
-        if not rungs or look.device_bytes < TIGHTER * min(rung.device_bytes for rung in rungs):
-            rungs.append(look)
+    rungs: list[QuickEstimate] = []
+    for quick in sorted(within_ram, key=preference):
+        if not rungs or quick.device_bytes < TIGHTER * min(rung.device_bytes for rung in rungs):
+            rungs.append(quick)
     return tuple(rungs[: MOST_RUNGS - 1] + rungs[MOST_RUNGS - 1 :][-1:])
 
 
-def pareto(seen: Sequence[Look]) -> frozenset[int]:
-    """Indices of the looks that no other beats in both seconds and memory."""
+def pareto(estimates: Sequence[QuickEstimate]) -> frozenset[int]:
+    """Indices of the estimates that no other beats in both seconds and memory."""
     front, least = set(), math.inf
-    for index in sorted(range(len(seen)), key=lambda index: (seen[index].step_seconds, seen[index].device_bytes)):
-        if seen[index].device_bytes < least:
+    order = sorted(enumerate(estimates), key=lambda pair: (pair[1].step_seconds, pair[1].device_bytes))
+    for index, quick in order:
+        if quick.device_bytes < least:
             front.add(index)
-            least = seen[index].device_bytes
+            least = quick.device_bytes
     return frozenset(front)

@@ -10,10 +10,9 @@ from planner.catalog.profiles import GpuProfile
 from planner.layout import margin
 from planner.search.capacity_axes import usable
 from planner.search.capacity_map import KNOWN_LOSS, Forms, Room, Shape, reserved_bytes
-from planner.search.ladder import ladder, looks
-from planner.search.screening import Look
+from planner.search.ladder import ladder, quick_estimates
+from planner.search.screening import QuickEstimate
 from planner.search.search import Search
-from planner.search.space import naive
 from planner.spec.job import Job, Machine, Strategy
 
 USUAL_LOSS = 1.06
@@ -64,7 +63,7 @@ class Finder(Room):
 
     def _seen_loss(self, shape: Shape, way: Strategy) -> float:
         """Reserved over allocated in a replay of training alone."""
-        found = self.search.judged(self.forms.at(shape), way, cached=False)
+        found = self.search.fresh_estimate(self.forms.at(shape), way, cached=False)
         return reserved_bytes(found) / self.forms.allocated(self.search, way, [shape])[0]
 
     def _longest(self, strategies: Sequence[Strategy], lossless: bool) -> tuple[int, Strategy | None]:
@@ -142,7 +141,7 @@ def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def longest(
-    search: Search, forms: Forms, rungs: Sequence[Look], cards: Sequence[tuple[GpuProfile, Machine]]
+    search: Search, forms: Forms, rungs: Sequence[QuickEstimate], cards: Sequence[tuple[GpuProfile, Machine]]
 ) -> tuple[Longest, ...]:
     """The longest clip at the job's size for each card, by what is allocated and what the way loses to fragmentation.
 
@@ -155,7 +154,7 @@ def longest(
     for card, machine in sorted(cards, key=lambda pair: -pair[0].allocatable_bytes):  # what it knows of, others share
         there = Search(replace(search.question, machine=machine, gpu=card), search.screen)
         if machine.host_ram not in ways:
-            ways[machine.host_ram] = _ways(there, job, ladder(there, job, looks(there, job)))
+            ways[machine.host_ram] = _ways(there, job, ladder(there, job, quick_estimates(there, job)))
         finder = Finder(there, forms, lost)
         lossless, lossless_by = finder.longest(ways[machine.host_ram], True)
         lossy, lossy_by = finder.longest(ways[machine.host_ram], False)
@@ -178,9 +177,8 @@ def longest(
     return tuple(reversed(found))
 
 
-def _ways(search: Search, job: Job, rungs: Iterable[Look]) -> list[Strategy]:
+def _ways(search: Search, job: Job, rungs: Iterable[QuickEstimate]) -> list[Strategy]:
     """The ladder's, each without swapped blocks and with as many as the RAM holds."""
-    question = search.question
-    swap = naive(job, question.strategy, question.machine, question.fixed).swap_blocks
+    swap = search.baseline(job).swap_blocks
     bare = dict.fromkeys(rung.strategy.replace(swap_blocks=swap) for rung in rungs)
     return list(dict.fromkeys([*bare, *(search.most_in_ram(job, strategy) for strategy in bare)]))

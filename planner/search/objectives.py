@@ -111,7 +111,7 @@ def largest(search: Search, wish: Objective, explain: bool = True) -> Suggestion
     for lossy in (None,) if question.allow_lossy else (False, True):
         found = largest_by(search, job, wish, lossy)
         if found is not None:
-            return search.explained(found) if explain else search.bare(found)
+            return search.suggestion(found, explain)
     return None
 
 
@@ -203,7 +203,7 @@ def _roomiest(
     anchors = _anchors(search, [job], lossy)
     for there in _roomy(search, job, wish, values, anchors):
         for strategy in anchors:
-            found = search.priced(there, search.most_in_ram(there, strategy))
+            found = search.try_estimate(there, search.most_in_ram(there, strategy))
             if found is not None and found.verdict == "fits":
                 return found
     return None
@@ -216,8 +216,8 @@ def _roomy(
     the largest below it, and so on."""
 
     def seems(index: int) -> bool:
-        at = wish.put(job, values[index])
-        return any(search.seems(search.look(at, search.most_in_ram(at, strategy))) for strategy in anchors)
+        at, may_reach = wish.put(job, values[index]), search.feasibility.may_reach
+        return any(may_reach(search.quick_estimate(at, search.most_in_ram(at, strategy))) for strategy in anchors)
 
     low, high, step = -1, len(values), 1
     while low + step < high:  # gallop: the answer is nearer the small end
@@ -243,8 +243,8 @@ def _last(seems: Callable[[int], bool], low: int, high: int) -> int:
 def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[Strategy]:
     """The strategies that are the tightest at any of the shapes, without their swap: they decide whether any fits."""
     swap = search.question.strategy.swap_blocks
-    looks = [look for job in jobs for look in search.tightest_looks(job, lossy)[:TIGHTEST]]
-    return list(dict.fromkeys(look.strategy.replace(swap_blocks=swap) for look in looks))
+    tightest = [quick for job in jobs for quick in search.tightest_first(job, lossy)[:TIGHTEST]]
+    return list(dict.fromkeys(quick.strategy.replace(swap_blocks=swap) for quick in tightest))
 
 
 def _resolution(sizes: Sequence[tuple[int, int]]) -> Objective:

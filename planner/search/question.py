@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
+from planner.layout.margin import Sides
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
 
@@ -28,6 +29,11 @@ class Question:
     def budget_bytes(self) -> int:
         """What the plan may take of the card."""
         return self.gpu.allocatable_bytes - self.machine.reserve
+
+    @property
+    def sides(self) -> Sides:
+        """How far below and above an estimate the truth may lie, as shares."""
+        return self.learned.correction.sides
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A cheap look at a strategy: allocated peak, seconds and host RAM without the allocator's replay.
+"""A quick estimate of a strategy: allocated peak, seconds and host RAM without the allocator's replay.
 
-The replay (`planner.estimate.estimate`) says what is reserved. A search looks at hundreds of strategies first, and what
-a look says is exact but for fragmentation: what is allocated is a lower bound of what is reserved.
+The replay (`planner.estimate.estimate`) says what is reserved. A search makes hundreds of quick estimates first, and
+they are exact but for fragmentation: what is allocated is a lower bound of what is reserved.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ FactsGetter = Callable[[Job, Strategy, Machine], Facts]
 """Gives what is known about a question, or raises a VplanError when there is no recording for it."""
 
 
-Told = Literal["ran", "ran out"] | None
+PastOutcome = Literal["ran", "ran out"] | None
+"""Of runs of one plan, where some were measured: it had memory enough, or ran out."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look at a strategy said, at the worst of the job's shapes."""
+class QuickEstimate:
+    """What a strategy needs by its tape, at the worst of the job's shapes."""
 
     strategy: Strategy
     allocated_bytes: int
@@ -53,12 +54,12 @@ class Look:
     states_bytes: int
     """What the optimizer's states take of it."""
 
-    told: Told = None
+    outcome: PastOutcome = None
     """What this very plan did where it was tried."""
 
 
 class Screen:
-    """Looks at strategies, and keeps what they share: tapes laid out at full depth, sizes at a shape, counted work."""
+    """Makes quick estimates, and keeps what they share: tapes laid out at full depth, sizes at a shape, work."""
 
     def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
         self._find = facts
@@ -69,7 +70,7 @@ class Screen:
         self._sizes: dict[tuple[object, ...], TapeSizes] = {}
         self._work: dict[tuple[object, ...], Passes] = {}
         self._floors: dict[tuple[object, ...], lower_bounds.Walked] = {}
-        self._looks: dict[tuple[object, ...], Look] = {}
+        self._quick_estimates: dict[tuple[object, ...], QuickEstimate] = {}
 
     def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
         """What is known about a question, looked up once; a NotEstimatedError where nothing is, or not enough."""
@@ -87,7 +88,8 @@ class Screen:
         return known
 
     def floor_seconds(self, job: Job, strategy: Strategy, machine: Machine) -> float:
-        """Seconds of a step's passes if nothing had to be moved: never more than a look says, and known sooner."""
+        """Seconds of a step's passes if nothing had to be moved: never more than a quick estimate's, and
+        known sooner."""
         facts = self.facts(job, strategy, machine)
         return max(
             step_seconds(StepWork(self._passes(run)[0]), facts.gpu, strategy, job, machine, Traffic()).total
@@ -95,8 +97,8 @@ class Screen:
         )
 
     def floor_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """What a strategy takes on the device for certain, with as many swapped blocks or fewer: never more than a
-        look says, and known sooner."""
+        """What a strategy takes on the device for certain, with as many swapped blocks or fewer: never more than
+        its quick estimate, and known sooner."""
         facts = self.facts(job, strategy, machine)
         nbytes = max(
             lower_bounds.parameter_bytes(job, strategy, facts.model.parameters),
@@ -145,32 +147,32 @@ class Screen:
             found.append(self._floors[key])
         return found
 
-    def look(self, job: Job, strategy: Strategy, machine: Machine) -> Look:
+    def quick_estimate(self, job: Job, strategy: Strategy, machine: Machine) -> QuickEstimate:
         """What a resolved strategy needs, at the worst of the job's shapes."""
         key = (job, strategy, machine)
-        if key not in self._looks:
-            shapes = [self._look_at(job, strategy, machine, shape) for shape in job.shapes]
-            worst = max(shapes, key=lambda look: look.allocated_bytes)
-            self._looks[key] = Look(
+        if key not in self._quick_estimates:
+            shapes = [self._quick_estimate_at(job, strategy, machine, shape) for shape in job.shapes]
+            worst = max(shapes, key=lambda at_shape: at_shape.allocated_bytes)
+            self._quick_estimates[key] = QuickEstimate(
                 strategy,
                 worst.allocated_bytes,
                 worst.device_bytes,
-                max(look.host_ram_bytes for look in shapes),
-                max(look.step_seconds for look in shapes),
+                max(at_shape.host_ram_bytes for at_shape in shapes),
+                max(at_shape.step_seconds for at_shape in shapes),
                 worst.in_optimizer,
                 worst.states_bytes,
-                self.told(job, strategy, machine),
+                self.outcome(job, strategy, machine),
             )
-        return self._looks[key]
+        return self._quick_estimates[key]
 
-    def told(self, job: Job, strategy: Strategy, machine: Machine) -> Told:
+    def outcome(self, job: Job, strategy: Strategy, machine: Machine) -> PastOutcome:
         """What this very plan did where it was tried."""
         return self.facts(job, strategy, machine).measurements.past_outcome(job, strategy, machine, self.trainer)
 
     def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """Host RAM alone, for less than a look."""
+        """Host RAM alone, for less than a quick estimate."""
         if strategy.context_parallel > 1:  # what waits there is divided once it is laid out
-            return self.look(job, strategy, machine).host_ram_bytes
+            return self.quick_estimate(job, strategy, machine).host_ram_bytes
         facts = self.facts(job, strategy, machine)
         runs = (self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes)
         return max(host_ram.ram_bytes(run, machine) for run in runs)
@@ -187,14 +189,14 @@ class Screen:
         return facts.measurements.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
 
     def allocated_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """The peak that a look begins with, at the job's own shape: what tensors hold once loading has begun, without
-        what is cached before."""
+        """The peak that a quick estimate begins with, at the job's own shape: what tensors hold once loading has begun,
+        without what is cached before."""
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job)
         run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
         return allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))[0]
 
-    def _look_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> Look:
+    def _quick_estimate_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> QuickEstimate:
         facts = self.facts(job, strategy, machine)
         where = grid(facts.model, job, shape)
         run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
@@ -209,7 +211,7 @@ class Screen:
         seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
         ram = host_ram.ram_bytes(run, machine)
         states = run.total_bytes(run.named("optimizer").values())
-        return Look(strategy, allocated, device, ram, seconds, in_optimizer, run.trained_experts * states)
+        return QuickEstimate(strategy, allocated, device, ram, seconds, in_optimizer, run.trained_experts * states)
 
     def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
         """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""

@@ -1,7 +1,8 @@
 """The best strategy for a job by estimate alone: lossless before lossy, then the fastest that fits.
 
-Strategies come by rising seconds, which cost little to know; what seems to fit is replayed, and only then believed.
-Pure, given a getter of facts.
+A replay of the allocator says for certain whether a plan fits, and takes the longest. So strategies are taken in order
+of a lower bound of their seconds, which costs little; what a quick estimate lets through is replayed; and the first
+replay that fits is the answer, because nothing behind it in the queue can be faster. Pure, given a getter of facts.
 """
 
 from __future__ import annotations
@@ -17,66 +18,61 @@ from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import Assessment, assess
 from planner.layout import margin
-from planner.search.cost import TIGHTEST, WORTH_LOSS, loss, slowness
-from planner.search.pruning import Hopeless, Known
+from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS, loss, slowness
+from planner.search.feasibility import Feasibility
+from planner.search.infeasible import Infeasible
+from planner.search.policy import EstimatePolicy, Policy
+from planner.search.pruning import Pruning
 from planner.search.question import Question, Suggestion, Switch
-from planner.search.screening import Look, Screen
-from planner.search.space import effort, naive, strategies, switched
-from planner.search.swap_count import Swaps
+from planner.search.screening import QuickEstimate, Screen
+from planner.search.space import baseline, effort, strategies, switched
+from planner.search.swap_count import SwapCount
 from planner.spec.job import SPLIT, Job, Strategy
 from planner.spec.plan import Estimate
 
 RUNNERS_UP = 3
 
-NEVER = 1e6
-"""Times what a look says: where a strategy cannot be replayed."""
-
 
 class Search:
-    """One search: what was looked at and replayed is kept for the next question about the same job."""
+    """One search: what was estimated and replayed is kept for the next question about the same job.
 
-    def __init__(self, question: Question, screen: Screen) -> None:
+    ``policy``: what is a candidate and what counts as fitting; by estimate alone when not given.
+    """
+
+    def __init__(self, question: Question, screen: Screen, policy: Policy | None = None) -> None:
         self.question = question
         self.screen = screen
-        self.known = Known(self)
-        self.swaps = Swaps(self)
+        self.policy = policy or EstimatePolicy(question)
+        self.feasibility = Feasibility(question, screen, self.policy)
+        self.pruning = Pruning(self.feasibility)
+        self.swap_count = SwapCount(self.feasibility, self.pruning)
         self.missing: NotEstimatedError | None = None
-        """Why the first strategy that could not be looked at could not."""
-        self._considered: set[tuple[Job, Strategy]] = set()
+        """Why the first strategy that could not be estimated could not."""
         self.chosen: Assessment | None = None
         """The plan of the last `best`, with its replay."""
         self._latest: Assessment | None = None
         self._strategies: dict[tuple[Job, bool], dict[Strategy, bool]] = {}
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._tiled: dict[Job, bool] = {}
-        self._lost: dict[Strategy, float] = {}
-        """Strategy without swap -> device bytes over those of its look, where a replay told."""
-
-    @property
-    def sides(self) -> margin.Sides:
-        """How sure estimates are here."""
-        return self.question.learned.correction.sides
 
     @property
     def considered(self) -> int:
-        """How many strategies at how many shapes were ranked or looked at."""
-        return len(self._considered)
+        """How many strategies at how many shapes were ranked or estimated."""
+        return len(self.feasibility.considered)
 
     def best(self, job: Job, explain: bool = True) -> Suggestion | None:
         """The best plan for a job of just this shape; None when nothing fits, not even tightly."""
         for verdict in ("fits", "tight"):
             for lossy in (None,) if self.question.allow_lossy else (False, True):
-                if found := next(self.by_speed(job, lossy, verdict), None):
+                if plan := next(self.by_speed(job, lossy, verdict), None):
                     self.chosen = self._latest
-                    return self.explained(found) if explain else self.bare(found)
+                    return self.suggestion(plan, explain)
         return None
 
-    def bare(self, plan: Estimate) -> Suggestion:
-        """A plan without its story."""
-        return Suggestion(plan, (), (), self.considered)
-
-    def explained(self, plan: Estimate) -> Suggestion:
-        """A plan with what its switches did and the runners-up."""
+    def suggestion(self, plan: Estimate, explain: bool = True) -> Suggestion:
+        """A plan as an answer, with the runners-up and what its switches did where that is to be explained."""
+        if not explain:
+            return Suggestion(plan, (), (), self.considered)
         others, switches = self.runners_up(plan), self.switches(plan)
         return Suggestion(plan, others, switches, self.considered)
 
@@ -84,28 +80,30 @@ class Search:
 
     def candidates(self, job: Job, lossy: bool | None = None) -> list[Strategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
-        found = []
-        for strategy, gives_up in self._possible(job, self.needs_tiles(job)).items():
-            if lossy in (None, gives_up):
+        recorded = []
+        for strategy, is_lossy in self._allowed(job, self.needs_tiles(job)).items():
+            if lossy in (None, is_lossy):
                 try:
                     self.screen.facts(job, strategy, self.question.machine)
-                    found.append(strategy)
+                    recorded.append(strategy)
                 except NotEstimatedError as error:
                     self.missing = self.missing or error
-        self._considered.update((job, strategy) for strategy in found)
-        return found
+        self.feasibility.considered.update((job, strategy) for strategy in recorded)
+        return list(self.policy.candidates(job, recorded))
 
     def is_recorded(self, job: Job) -> bool:
         """Whether the recordings of what is searched hold for the job's shape."""
-        tapes = [self.screen.facts(job, each, self.question.machine).step for each in self.candidates(job)[:1]]
+        first = self.candidates(job)[:1]
+        tapes = [self.screen.facts(job, strategy, self.question.machine).step for strategy in first]
         where = grid(self.question.model, job)
         return bool(tapes) and all(where[name] == fixed for name, fixed in tapes[0].regime.items())
 
-    def _possible(self, job: Job, tiled: bool) -> dict[Strategy, bool]:
+    def _allowed(self, job: Job, tiled: bool) -> dict[Strategy, bool]:
         """Strategy -> whether it is lossy, of all that nothing forbids."""
         if (job, tiled) not in self._strategies:
-            asked = self.question.strategy, self.question.machine, self.question.fixed
-            self._strategies[job, tiled] = {s: bool(s.lossy_fields(job)) for s in strategies(job, *asked, tiled)}
+            question = self.question
+            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
+            self._strategies[job, tiled] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
         return self._strategies[job, tiled]
 
     def needs_tiles(self, job: Job) -> bool:
@@ -115,244 +113,213 @@ class Search:
             return False
         if job not in self._tiled:
             needed = 0  # asked of any that is allowed, and not where what is typed contradicts itself
-            any_plain = next(iter(self._possible(job, False)))
-            with contextlib.suppress(NotEstimatedError):  # of another precision, say: candidates tell
+            any_plain = next(iter(self._allowed(job, False)))
+            with contextlib.suppress(NotEstimatedError):  # of another precision, say: `candidates` notes why
                 needed = self.screen.encoding_bytes(job, any_plain, question.machine)
-            self._tiled[job] = margin.interval(needed, sides=self.sides)[1] > question.budget_bytes
+            self._tiled[job] = margin.interval(needed, sides=question.sides)[1] > question.budget_bytes
         return self._tiled[job]
 
     def by_speed(
-        self,
-        job: Job,
-        lossy: bool | None,
-        verdict: str = "fits",
-        wanted: Callable[[Look], bool] = lambda look: True,
-        below: Callable[[], float] = lambda: math.inf,
+        self, job: Job, lossy: bool | None, verdict: str = "fits", below: Callable[[], float] = lambda: math.inf
     ) -> Iterator[Estimate]:
         """Plans with at least this verdict, the fastest first; among equally fast ones the least switched.
 
-        ``below``: device bytes that their looks must stay below, which may change behind each plan.
+        ``below``: device bytes that their quick estimates must stay below, which may change behind each plan.
         """
-        start = naive(job, self.question.strategy, self.question.machine, self.question.fixed)
+        start = self.baseline(job)
         tie = itertools.count()
-        tried: set[Strategy] = set()
-        hopeless = Hopeless(self, job, verdict)
-        queue: list[tuple[tuple[float, ...], int, Strategy, Look | None]] = []
+        failed: set[Strategy] = set()  # replayed, and short of the verdict
+        infeasible = Infeasible(self.feasibility, self.swap_count, job, verdict)
+        queue: list[tuple[tuple[float, ...], int, Strategy, QuickEstimate | None]] = []
 
-        def push(strategy: Strategy, seconds: float, look: Look | None) -> None:
-            # Before a look everything in here is a lower bound, so what comes first after one is the best.
+        def push(strategy: Strategy, seconds: float, quick: QuickEstimate | None) -> None:
+            # Without a quick estimate everything in here is a lower bound, so what comes first with one is the best.
             # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
             # memory is.
             engine = float(strategy.sharding in SPLIT)
             speed = slowness(seconds, fastest, loss(job, strategy) if lossy else 0)
-            memory = look.device_bytes if look else 0
-            swaps = look is None and self.known.weights_force_swap(job, strategy, verdict)
+            memory = quick.device_bytes if quick else 0
+            swaps = quick is None and self.pruning.weights_force_swap(job, strategy, verdict)
             work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)
-            heapq.heappush(queue, ((engine, speed, work, memory), next(tie), strategy, look))
+            heapq.heappush(queue, ((engine, speed, work, memory), next(tie), strategy, quick))
 
         machine = self.question.machine
-        floors = [(each, self.screen.floor_seconds(job, each, machine)) for each in self.candidates(job, lossy)]
+        floors = [(one, self.screen.floor_seconds(job, one, machine)) for one in self.candidates(job, lossy)]
         fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
         for strategy, seconds in floors:
             push(strategy, seconds, None)
+        # A strategy comes first by its bound, then by its quick estimate; and again, with more swapped blocks, where a
+        # replay taught that the quick estimate promised too much.
         while queue:
-            _, _, strategy, look = heapq.heappop(queue)
-            if look is not None and self.seems(look, verdict):
-                if look.device_bytes >= below() or not wanted(look):
+            _, _, strategy, quick = heapq.heappop(queue)
+            if quick is not None and self.feasibility.may_reach(quick, verdict):
+                if quick.device_bytes >= below() or not self.policy.is_open(job, quick.strategy):
                     continue
-                found = self.priced(job, look.strategy)
-                if found is not None and self.reaches(found, verdict):
-                    yield found
+                plan = self.try_estimate(job, quick.strategy)
+                if plan is not None and self.policy.reaches(plan, verdict):
+                    yield plan
                     continue
-                tried.add(look.strategy)
+                failed.add(quick.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
             if (
-                bare in hopeless
-                or self.known.never_fits(job, bare, verdict)
-                or self.swaps.no_smaller(job, bare, verdict, below())
+                bare in infeasible
+                or self.pruning.never_fits(job, bare, verdict)
+                or self.swap_count.needs_at_least(below(), job, bare, verdict)
             ):
                 continue
             try:
-                look = self.swaps.roomiest(job, bare, verdict)
-            except NotEstimatedError as error:  # told by what it needs once it is laid out
+                quick = self.swap_count.fewest(job, bare, verdict)
+            except NotEstimatedError as error:  # known from what it needs once it is laid out
                 self.missing = self.missing or error
                 continue
-            if look is None:
-                hopeless.add(bare)
-            elif look.strategy not in tried:
-                push(look.strategy, look.step_seconds, look)
+            if quick is None:
+                infeasible.add(bare)
+            elif quick.strategy not in failed:
+                push(quick.strategy, quick.step_seconds, quick)
 
-    def look(self, job: Job, strategy: Strategy) -> Look:
-        """A look at a strategy."""
-        self._considered.add((job, strategy))
-        return self.screen.look(job, strategy, self.question.machine)
+    def baseline(self, job: Job) -> Strategy:
+        """The strategy with nothing switched on but what the user typed."""
+        question = self.question
+        return baseline(job, question.strategy, question.machine, question.fixed)
 
-    def device_bytes(self, look: Look) -> int:
-        """The device peak to expect."""
-        return int(look.device_bytes * self.ratio(look.strategy))
-
-    def ratio(self, strategy: Strategy) -> float:
-        """What replays of a strategy were seen to take, as a share of their looks."""
-        return self._lost.get(strategy.replace(swap_blocks=0), 1.0)
-
-    def seems(self, look: Look, verdict: str = "fits") -> bool:
-        """Whether a replay could come to this verdict."""
-        if look.told is not None:
-            return look.told == "ran"
-        return not self.over(self.device_bytes(look), look.strategy, verdict) and self.has_ram(look)
-
-    def over(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
-        """Whether so many bytes on the GPU rule a verdict out."""
-        low, high = margin.interval(device_bytes, strategy.compile != "none", self.sides)
-        return (high if verdict == "fits" else low) > self.question.budget_bytes
-
-    def has_ram(self, look: Look) -> bool:
-        """Whether the host has the RAM."""
-        return not self.lacks(look.host_ram_bytes)
-
-    def lacks(self, host_bytes: int) -> bool:
-        """Whether so many bytes are more than the host's RAM."""
-        return host_bytes > (self.question.machine.host_ram or math.inf)
+    def quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate:
+        """Memory and seconds of a strategy without a replay."""
+        return self.feasibility.quick_estimate(job, strategy)
 
     def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
         """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
-        return self.swaps.most_in_ram(job, strategy)
+        return self.swap_count.most_in_ram(job, strategy)
 
-    def reaches(self, found: Estimate, verdict: str) -> bool:
-        """Whether an estimate is at least as good as the verdict."""
-        return found.verdict == "fits" or found.verdict == verdict
-
-    def settled(self, job: Job, strategy: Strategy) -> Estimate:
-        """The full estimate, replayed once."""
+    def estimate(self, job: Job, strategy: Strategy) -> Estimate:
+        """The full estimate, replayed once, from whose fragmentation later questions learn."""
         key = (job, strategy)
         if key not in self._estimates:
-            found = self._estimates[key] = self.judged(job, strategy)
-            ratio = found.peak.device_bytes / self.look(job, strategy).device_bytes
-            bare = strategy.replace(swap_blocks=0)
-            self._lost[bare] = max(ratio, self._lost.get(bare, 1.0))
+            self._estimates[key] = self.fresh_estimate(job, strategy)
+            self.feasibility.learn(self._estimates[key])
         return self._estimates[key]
 
-    def judged(self, job: Job, strategy: Strategy, cached: bool = True) -> Estimate:
+    def fresh_estimate(self, job: Job, strategy: Strategy, cached: bool = True) -> Estimate:
         """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `assess`."""
-        screen, known = self.screen, (job, strategy, self.question.machine)
-        self._latest = assess(*known, screen.facts(*known), screen.trainer, screen.lay_out, cached)
+        screen, plan = self.screen, (job, strategy, self.question.machine)
+        self._latest = assess(*plan, screen.facts(*plan), screen.trainer, screen.lay_out, cached)
         return self._latest.estimate
 
-    # ---- what is told about a plan
+    def try_estimate(self, job: Job, strategy: Strategy) -> Estimate | None:
+        """The full estimate, or None where there is no recording for it."""
+        try:
+            return self.estimate(job, strategy)
+        except NotEstimatedError as error:
+            self.missing = self.missing or error
+            self.feasibility.give_up(strategy)
+            return None
+
+    # ---- what an answer says beside its plan
 
     def tightest(self, job: Job, lossy: bool | None = None) -> Estimate | None:
         """The plan that needs least of what is short, when nothing fits. Lossy only where that helps."""
-        looks = self.tightest_looks(job, lossy, 1)
+        tightest = self.tightest_first(job, lossy, 1)
         if lossy is None:
-            least = looks[0].device_bytes if looks else 0
+            least = tightest[0].device_bytes if tightest else 0
 
-            def worse(look: Look) -> tuple[bool, bool]:
-                lossy = bool(look.strategy.lossy_fields(job))
-                return not self.has_ram(look), lossy or look.device_bytes > least * WORTH_LOSS
+            def worse(quick: QuickEstimate) -> tuple[bool, bool]:
+                lossy = bool(quick.strategy.lossy_fields(job))
+                return not self.feasibility.has_ram(quick), lossy or quick.device_bytes > least * WORTH_LOSS
 
-            looks.sort(key=worse)
-        priced = (self.priced(job, look.strategy) for look in looks)
-        return next((found for found in priced if found), None)
+            tightest.sort(key=worse)
+        plans = (self.try_estimate(job, quick.strategy) for quick in tightest)
+        return next((plan for plan in plans if plan), None)
 
-    def tightest_looks(self, job: Job, lossy: bool | None = None, count: int = TIGHTEST) -> list[Look]:
-        """Looks at strategies with all blocks swapped that may be, the one that needs least first.
+    def tightest_first(self, job: Job, lossy: bool | None = None, count: int = TIGHTEST) -> list[QuickEstimate]:
+        """Quick estimates with all blocks swapped that may be, the one that needs least first.
 
         Left out are ways of stepping where they change nothing, and what cannot be among the first ``count``.
         """
-        floors = {each: self.known.floor_bytes(job, each) for each in self.candidates(job, lossy)}
-        place = {each: at for at, each in enumerate(floors)}
-        found: dict[Look, int] = {}
+        floors = {strategy: self.pruning.floor_bytes(job, strategy) for strategy in self.candidates(job, lossy)}
+        place = {strategy: index for index, strategy in enumerate(floors)}
+        places: dict[QuickEstimate, int] = {}
         in_optimizer: dict[Strategy, bool] = {}
         least: list[int] = []
         short: list[Strategy] = []
+        # By rising lower bound, so that it can end early; `short` grows meanwhile and comes last.
         for strategy in itertools.chain(sorted(floors, key=floors.__getitem__), short):
             if len(least) >= count and (strategy in short or floors[strategy] > WORTH_LOSS * least[count - 1]):
                 break
-            if strategy not in short and self.known.lacks_ram(job, strategy):  # after the others, if there are too few
+            if strategy not in short and self.pruning.short_of_ram(job, strategy):
                 short.append(strategy)
                 continue
-            alike = strategy.replace(optimizer_step="foreach")
-            if in_optimizer.get(alike, True):
-                look = self._seen(job, self.most_in_ram(job, strategy))
-                if look is None:
+            family = strategy.replace(optimizer_step="foreach")
+            if in_optimizer.get(family, True):
+                quick = self._try_quick_estimate(job, self.most_in_ram(job, strategy))
+                if quick is None:
                     continue
-                found[look], in_optimizer[alike] = place[strategy], look.in_optimizer
-                if self.has_ram(look):
-                    bisect.insort(least, self.device_bytes(look))
+                places[quick], in_optimizer[family] = place[strategy], quick.in_optimizer
+                if self.feasibility.has_ram(quick):
+                    bisect.insort(least, self.feasibility.expected_bytes(quick))
 
-        def tight(look: Look) -> tuple[bool, int, int, int]:
+        def tight(quick: QuickEstimate) -> tuple[bool, int, int, int]:
             """Of equally tight ones the first that was a candidate, or what lacks least RAM."""
-            lacks = not self.has_ram(look)
-            return lacks, self.device_bytes(look), look.host_ram_bytes if lacks else 0, found[look]
+            lacks = not self.feasibility.has_ram(quick)
+            ram = quick.host_ram_bytes if lacks else 0
+            return lacks, self.feasibility.expected_bytes(quick), ram, places[quick]
 
-        return sorted(found, key=tight)
+        return sorted(places, key=tight)
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
         """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,
         the best one that is not."""
-        found: list[Estimate] = []
-        lowest = self.look(plan.job, plan.strategy).device_bytes
+        others: list[Estimate] = []
+        lowest = self.quick_estimate(plan.job, plan.strategy).device_bytes
 
         def tighter() -> float:
-            return lowest * 0.97
+            return lowest * TIGHTER
 
         kinds = None if plan.lossy or self.question.allow_lossy else False
         for other in self.by_speed(plan.job, kinds, plan.verdict, below=tighter):
             if other.strategy == plan.strategy:
                 continue
-            found.append(other)
-            lowest = self.look(other.job, other.strategy).device_bytes
-            if len(found) == RUNNERS_UP:
+            others.append(other)
+            lowest = self.quick_estimate(other.job, other.strategy).device_bytes
+            if len(others) == RUNNERS_UP:
                 break
-        if not found:  # the last rung of a ladder: everything moved that can be
+        if not others:  # the last rung of a ladder: everything moved that can be
             last = self.tightest(plan.job, kinds)
             fits = last is not None and last.verdict in ("fits", plan.verdict)
-            if last and fits and self.look(last.job, last.strategy).device_bytes < tighter():
-                found.append(last)
-        if plan.lossy and all(other.lossy for other in found):
-            other_kind = self.best_lossless(plan.job)
-            found[:0] = [other_kind] if other_kind else []
-        return tuple(found)
+            if last and fits and self.quick_estimate(last.job, last.strategy).device_bytes < tighter():
+                others.append(last)
+        if plan.lossy and all(other.lossy for other in others):
+            lossless = self.best_lossless(plan.job)
+            others[:0] = [lossless] if lossless else []
+        return tuple(others)
 
     def best_lossless(self, job: Job) -> Estimate | None:
         """The fastest lossless plan, else the one that needs least."""
         for verdict in ("fits", "tight"):
-            if found := next(self.by_speed(job, False, verdict), None):
-                return found
+            if plan := next(self.by_speed(job, False, verdict), None):
+                return plan
         return self.tightest(job, False)
 
     def switches(self, plan: Estimate) -> tuple[Switch, ...]:
-        """What each step from the naive setting to the plan saved and cost, in an order in which each is allowed.
+        """What each step from the baseline to the plan saved and cost, in an order in which each is allowed.
 
-        By looks: what fragmentation takes or gives on the way is left out.
+        By quick estimates: what fragmentation takes or gives on the way is left out.
         """
-        question = self.question
-        state = naive(plan.job, question.strategy, question.machine, question.fixed)
-        last = self._seen(plan.job, state) or self.look(plan.job, plan.strategy)
-        found = []
+        state = self.baseline(plan.job)
+        last = self._try_quick_estimate(plan.job, state) or self.quick_estimate(plan.job, plan.strategy)
+        switches = []
         for field in switched(state, plan.strategy):
             before, after = getattr(state, field), getattr(plan.strategy, field)
             state = state.replace(**{field: after})
             # A step on the way may have no recording of its own; the next one then counts for both.
-            now = self._seen(plan.job, state) or last
+            now = self._try_quick_estimate(plan.job, state) or last
             saved = now.device_bytes - last.device_bytes
-            found.append(Switch(field, before, after, saved, now.step_seconds - last.step_seconds))
+            switches.append(Switch(field, before, after, saved, now.step_seconds - last.step_seconds))
             last = now
-        return tuple(found)
+        return tuple(switches)
 
-    def _seen(self, job: Job, strategy: Strategy) -> Look | None:
-        """A look at a strategy that nobody checked for recordings; None where there are none, or it is refused."""
+    def _try_quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate | None:
+        """The quick estimate of a strategy that nobody checked for recordings; None without one, or when refused."""
         try:
-            return self.look(job, strategy)
+            return self.quick_estimate(job, strategy)
         except NotEstimatedError as error:
             self.missing = self.missing or error
-            return None
-
-    def priced(self, job: Job, strategy: Strategy) -> Estimate | None:
-        """The full estimate, or None where there is no recording for it."""
-        try:
-            return self.settled(job, strategy)
-        except NotEstimatedError as error:
-            self.missing = self.missing or error
-            self._lost[strategy.replace(swap_blocks=0)] = NEVER
             return None

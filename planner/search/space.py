@@ -47,7 +47,7 @@ def searched(method: Method) -> tuple[str, ...]:
     return SAMPLED if method == "sample" else SEARCHED
 
 
-def asked_for(method: Method, strategy: Strategy, fixed: Collection[str]) -> Strategy:
+def typed_only(method: Method, strategy: Strategy, fixed: Collection[str]) -> Strategy:
     """What a search starts from: the strategy without the searched fields that the user did not type himself."""
     left_out = set(searched(method)) - set(fixed)
     if "gradient_checkpointing" in left_out and "checkpointed_blocks" not in fixed:
@@ -55,9 +55,9 @@ def asked_for(method: Method, strategy: Strategy, fixed: Collection[str]) -> Str
     return Strategy.read({name: getattr(strategy, name) for name in strategy.model_fields_set - left_out})
 
 
-def naive(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> Strategy:
+def baseline(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> Strategy:
     """The strategy with nothing switched on but what the user typed."""
-    return resolve(job, asked_for(job.method, strategy, fixed), machine)
+    return resolve(job, typed_only(job.method, strategy, fixed), machine)
 
 
 def strategies(
@@ -68,7 +68,7 @@ def strategies(
     ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a ContradictionError where what the user
     fixed leaves nothing.
     """
-    base = asked_for(job.method, strategy, fixed)
+    base = typed_only(job.method, strategy, fixed)
     choices = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
     found: dict[Strategy, None] = {}
     refused: list[Strategy] = []

@@ -1,87 +1,96 @@
-"""How many blocks to swap: as few as do, and no more than the host's RAM holds."""
+"""How many blocks to swap: as few as do, because each is a transfer a step, and no more than the host's RAM holds.
+
+Memory falls and host RAM rises with every swapped block, so both are searched by bisection, with a guess instead of
+the middle because blocks are much alike.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from planner.layout import margin
 from planner.layout.single_gpu import RING
-from planner.search.screening import Look
-from planner.search.space import most_swapped
+from planner.search.feasibility import Feasibility
+from planner.search.pruning import Pruning
+from planner.search.screening import QuickEstimate
 from planner.spec.job import Job, Strategy
 
-if TYPE_CHECKING:
-    from planner.search.search import Search
 
-
-class Swaps:
+class SwapCount:
     """What a search found of swapped blocks, strategy by strategy."""
 
-    def __init__(self, search: Search) -> None:
-        self.search = search
-        self.question = search.question
-        self.screen = search.screen
+    def __init__(self, feasibility: Feasibility, pruning: Pruning) -> None:
+        self.feasibility = feasibility
+        self.pruning = pruning
+        self.question = feasibility.question
+        self.screen = feasibility.screen
         self._most: dict[tuple[Job, Strategy], Strategy] = {}
         self._needed: dict[tuple[Job, Strategy, str], int] = {}
-        """Job, strategy without swap stepping by foreach, verdict -> blocks that one of them had to swap."""
+        """job, strategy without swap stepping by foreach, verdict -> blocks that one of them had to swap"""
 
-    def no_smaller(self, job: Job, strategy: Strategy, verdict: str, nbytes: float) -> bool:
-        """Whether a look at a strategy with as few swapped blocks as do is no less than so many bytes: it has to swap,
-        and with one block less than such a look's it would do as well."""
-        if nbytes == math.inf or not self.search.known.must_swap(job, strategy, verdict):
+    def needs_at_least(self, nbytes: float, job: Job, strategy: Strategy, verdict: str) -> bool:
+        """Whether the quick estimate with as few swapped blocks as do is at least so many bytes.
+
+        It is where blocks have to be swapped, and where even one block less than brings it there would do as well.
+        """
+        if nbytes == math.inf or not self.pruning.must_swap(job, strategy, verdict):
             return False
         block = self.screen.largest_block_bytes(job, strategy, self.question.machine)
         if block is None:
             return False
-        return not self.search.over(int((nbytes + block) * self.search.ratio(strategy)), strategy, verdict)
+        expected = int((nbytes + block) * self.feasibility.overhead(strategy))
+        return not self.feasibility.exceeds_gpu(expected, strategy, verdict)
 
-    def roomiest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> Look | None:
-        """The look at a strategy, with as few swapped blocks as seem to do; None when no number does."""
-        search = self.search
-        if alike := self._as_alike(job, strategy, verdict):
-            return alike
-        most = search.most_in_ram(job, strategy)
-        ruled_out = most != strategy and search.known.above_floor(job, strategy, verdict)
-        if not ruled_out and search.seems(look := search.look(job, strategy), verdict):
-            return look
-        best = search.look(job, most)
-        if most == strategy or not search.seems(best, verdict):
+    def fewest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> QuickEstimate | None:
+        """The quick estimate with as few swapped blocks as seem to do; None where no number does."""
+        feasibility = self.feasibility
+        if same_count := self._as_many_as_other_steps(job, strategy, verdict):
+            return same_count
+        most = self.most_in_ram(job, strategy)
+        ruled_out = most != strategy and self.pruning.above_budget(job, strategy, verdict)
+        if not ruled_out and feasibility.may_reach(quick := feasibility.quick_estimate(job, strategy), verdict):
+            return quick
+        best = feasibility.quick_estimate(job, most)
+        if most == strategy or not feasibility.may_reach(best, verdict):
             return None
         low, high = strategy.swap_blocks, most.swap_blocks
         above = best.device_bytes + self.screen.swapped_bytes(job, most, self.question.machine)
         while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
-            middle = self._guess(above, best.device_bytes, low, high, search.ratio(strategy))
-            tried = search.look(job, strategy.replace(swap_blocks=middle))
-            if search.seems(tried, verdict):
-                high, best = middle, tried
+            middle = self._guess(above, best.device_bytes, low, high, feasibility.overhead(strategy))
+            quick = feasibility.quick_estimate(job, strategy.replace(swap_blocks=middle))
+            if feasibility.may_reach(quick, verdict):
+                high, best = middle, quick
             else:
-                low, above = middle, tried.device_bytes
+                low, above = middle, quick.device_bytes
         self._needed.setdefault((job, strategy.replace(optimizer_step="foreach"), verdict), high)
         return best
 
-    def _as_alike(self, job: Job, strategy: Strategy, verdict: str) -> Look | None:
-        """The same with as many swapped blocks as another way of stepping needs, if it needs just as many."""
-        search = self.search
+    def _as_many_as_other_steps(self, job: Job, strategy: Strategy, verdict: str) -> QuickEstimate | None:
+        """With as many swapped blocks as another `optimizer_step` needs, if it needs just as many."""
+        feasibility = self.feasibility
         count = self._needed.get((job, strategy.replace(optimizer_step="foreach"), verdict), 0)
         if count <= strategy.swap_blocks:
             return None
-        look, fewer = (search.look(job, strategy.replace(swap_blocks=blocks)) for blocks in (count, count - 1))
-        return look if search.seems(look, verdict) and not search.seems(fewer, verdict) else None
+        quick, fewer = (
+            feasibility.quick_estimate(job, strategy.replace(swap_blocks=blocks)) for blocks in (count, count - 1)
+        )
+        return quick if feasibility.may_reach(quick, verdict) and not feasibility.may_reach(fewer, verdict) else None
 
-    def _guess(self, above: int, below: int, low: int, high: int, ratio: float) -> int:
-        first, second = int(above * ratio), int(below * ratio)
+    def _guess(self, above: int, below: int, low: int, high: int, overhead: float) -> int:
+        first, second = int(above * overhead), int(below * overhead)
         budget = self.question.budget_bytes
-        room = budget**2 / margin.interval(budget, sides=self.search.sides)[1]
+        room = budget**2 / margin.interval(budget, sides=self.question.sides)[1]
         share = (first - room) / max(first - second, 1)
         low += 0 if low else min(RING, high - 1)  # the first blocks only make room for the ring they come through
         return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
     def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
         """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
+        if not self.feasibility.policy.may_swap(strategy):
+            return strategy
         key = (job, strategy)
         if key not in self._most:
-            last = most_swapped(job, strategy, self.question.model, self.question.fixed)
+            last = self.feasibility.most_swapped(job, strategy)
             self._most[key] = strategy.replace(swap_blocks=self._most_held(job, strategy, last)) if last else strategy
         return self._most[key]
 

@@ -59,8 +59,8 @@ class FinishedProbe:
         return max(short, 1) if self.measured.outcome == "oom" else short
 
 
-class Belief:
-    """What is expected of plans not measured yet, after those that were."""
+class ErrorModel:
+    """What to expect of plans not measured yet, after those that were: a posterior of measured / estimated bytes."""
 
     def __init__(self, seen: Sequence[FinishedProbe]) -> None:
         self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]

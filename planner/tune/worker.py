@@ -114,7 +114,7 @@ class Tuning:
         """Seconds that a probe of a plan may take."""
         if self.limits.time_limit is not None:
             return self.limits.time_limit
-        found = self.tuner.search.priced(plan.job, plan.strategy)
+        found = self.tuner.search.try_estimate(plan.job, plan.strategy)
         step = (found.step_seconds_high or found.step_seconds) if found else 0.0
         return max(TIME_LIMIT, START_SECONDS + SLOWER * step * (self.limits.steps + 3))
 
@@ -142,7 +142,7 @@ class Tuning:
 
     def _encodes(self, plan: Plan) -> bool:
         """Whether what is cached before training decides if a plan fits: then steps alone would prove nothing."""
-        found = self.tuner.search.priced(plan.job, plan.strategy)
+        found = self.tuner.search.try_estimate(plan.job, plan.strategy)
         return found is not None and found.peak.phase == "encode"
 
     def _tell(self, taken: Taken, row: ProbeRow) -> None:

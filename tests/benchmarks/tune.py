@@ -36,12 +36,14 @@ from planner.probe.simulated import SimulatedRunner
 from planner.probe.simulated_truth import Hidden, true_seconds
 from planner.search.question import Question
 from planner.search.screening import Screen
-from planner.search.space import most_swapped, naive
+from planner.search.search import Search
+from planner.search.space import baseline, most_swapped
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import Measured, Plan
 from planner.spec.rules import check
 from planner.tune.error_model import HEADROOM
-from planner.tune.tuner import Goal, Learning, Tuner
+from planner.tune.measured_policy import MeasuredPolicy
+from planner.tune.tuner import Goal, Tuner
 from planner.units import GIB
 
 MOST_PROBES = 12
@@ -82,7 +84,8 @@ class Case:
 
     def __post_init__(self) -> None:
         self.hidden = Hidden.drawn(self.question.gpu, self.seed)
-        self.space = Learning(self.question, self.screen, lambda job, way: True)
+        self.policy = MeasuredPolicy(self.question, self.screen, lambda job, way: True)
+        self.space = Search(self.question, self.screen, self.policy)
         self.runner = SimulatedRunner(self.seed, self.screen.facts, self.screen.lay_out)
         self.still = replace(self.runner, crash=0.0, asked={})
         self.known: dict[tuple[Job, Strategy], float] = {}
@@ -150,9 +153,8 @@ class Case:
 
     def ways(self, lossy: bool | None) -> list[Strategy]:
         """Every strategy that the search may choose, without block swap."""
-        self.space.belief = Tuner(self.question, self.screen, Goal()).search.belief
         plain = self.space.candidates(self.question.job, lossy)
-        parts = [part for way in plain for part in self.space._partial(self.question.job, way)]
+        parts = [part for way in plain for part in self.policy._partly_checkpointed(self.question.job, way)]
         return plain + parts
 
     def _least_swap(self, way: Strategy) -> Strategy | None:
@@ -206,7 +208,7 @@ def tpe(case: Case) -> dict[str, Any]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=case.seed, constraints_func=None))
     job, plain = case.question.job, case.asked_for
-    start = naive(job, case.question.strategy, case.question.machine, case.question.fixed)
+    start = baseline(job, case.question.strategy, case.question.machine, case.question.fixed)
     fields = sorted(
         {name for way in plain for name in way.model_fields_set if getattr(way, name) != getattr(start, name)}
     )
@@ -245,7 +247,7 @@ def tpe(case: Case) -> dict[str, Any]:
 def halving(case: Case) -> dict[str, Any]:
     """The plain strategy, with half the batch until it runs; seconds are those of the whole batch."""
     job = case.question.job
-    way = naive(job, case.question.strategy, case.question.machine, case.question.fixed)
+    way = baseline(job, case.question.strategy, case.question.machine, case.question.fixed)
     probes, batch = 0, job.batch_size
     while batch >= 1:
         probes += 1
@@ -265,7 +267,7 @@ def smallest_first(case: Case) -> dict[str, Any]:
     """From the plan that needs least up, by steps of an eighth of what lies between, until one runs out."""
     job = case.question.job
     looks = sorted(
-        (case.space.look(job, each) for way in case.asked_for for each in _rungs(case, way)),
+        (case.space.quick_estimate(job, each) for way in case.asked_for for each in _rungs(case, way)),
         key=lambda look: look.device_bytes,
     )
     least, most = looks[0].device_bytes, looks[-1].device_bytes

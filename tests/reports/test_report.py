@@ -27,7 +27,7 @@ from planner.search.capacity_axes import lengths, sizes
 from planner.search.capacity_map import Cell
 from planner.search.ladder import ladder, pareto
 from planner.search.question import Question
-from planner.search.screening import Look, Screen
+from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Environment, Evidence, Measured, Plan
@@ -118,8 +118,8 @@ def test_columns_and_rows_are_shapes_the_model_takes() -> None:
     assert lengths(image, job_for(image, {"model": image.name}))[:3] == (1, 2, 3)
 
 
-def look(strategy: Strategy, gib: int, seconds: float, ram: int = 0) -> Look:
-    return Look(strategy, gib * GIB, gib * GIB, ram, seconds, False, 0)
+def look(strategy: Strategy, gib: int, seconds: float, ram: int = 0) -> QuickEstimate:
+    return QuickEstimate(strategy, gib * GIB, gib * GIB, ram, seconds, False, 0)
 
 
 def test_the_front_and_the_ladder() -> None:

@@ -67,7 +67,7 @@ def _page(rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableTy
 
 
 def _cells(tuning: Tuning, number: int, told: StudyTrial) -> tuple[str, ...]:
-    found = tuning.tuner.search.priced(told.plan.job, told.plan.strategy)
+    found = tuning.tuner.search.try_estimate(told.plan.job, told.plan.strategy)
     shape = told.plan.job
     what = ways(found) if found else "not recorded"
     if tuning.tuner.goal.wish:

@@ -243,7 +243,7 @@ def test_no_look_is_below_its_floors(chosen: Chosen, frames: int, rows: int, col
     machine, said = chosen
     job = JOB.replace(frames=4 * frames + 1, height=16 * rows, width=16 * columns, batch_size=batch)
     screen, strategy = Screen(lambda *asked: FACTS), resolve(job, Strategy.read(said), machine)
-    found = screen.look(job, strategy, machine)
+    found = screen.quick_estimate(job, strategy, machine)
     assert screen.floor_bytes(job, strategy, machine) <= found.device_bytes
     ram = screen.host_ram_bytes(job, strategy, machine)
     assert screen.floor_ram_bytes(job, strategy, machine) <= ram == found.host_ram_bytes
@@ -266,7 +266,7 @@ def test_floors_of_every_recording_are_most_of_a_look(name: str) -> None:
             if swapped and not most_swapped(job, Strategy.read(fields), model, ()):
                 continue
             strategy = resolve(job, Strategy.read({**fields, "swap_blocks": swapped}), machine)
-            found = screen.look(job, strategy, machine)
+            found = screen.quick_estimate(job, strategy, machine)
         except VplanError:  # forbidden, not recorded, or a size that the model does not take
             continue
         known = job, strategy, machine

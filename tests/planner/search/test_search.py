@@ -21,7 +21,7 @@ from planner.search.objectives import PREFERRED, frames, largest, relaxed, small
 from planner.search.question import Question, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
-from planner.search.space import naive, strategies
+from planner.search.space import baseline, strategies
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 from planner.spec.rules import check, resolve
@@ -61,7 +61,7 @@ def test_a_look_says_what_the_replay_says_but_for_fragmentation(method: str, che
     machine = Machine(gpu="24GB", host_ram=32 * GIB)
     job = lookup.job_for(MODEL, {**SHORT, "method": method})
     strategy = resolve(job, Strategy.read({"gradient_checkpointing": checkpointing, "swap_blocks": swap}), machine)
-    look = SCREEN.look(job, strategy, machine)
+    look = SCREEN.quick_estimate(job, strategy, machine)
     full = estimate(job, strategy, machine, facts(job, strategy, machine))
     assert look.allocated_bytes == full.peak.allocated_bytes
     assert look.host_ram_bytes == full.host_ram_bytes
@@ -85,7 +85,7 @@ def test_a_small_card_gets_what_it_takes_and_is_told_what_each_switch_did() -> N
     first = found.switches[0]
     assert first.field == "gradient_checkpointing" and first.before == "none"
     assert first.device_bytes < 0 < first.step_seconds
-    naive = SCREEN.look(found.plan.job, resolve(found.plan.job, Strategy()), found.plan.machine)
+    naive = SCREEN.quick_estimate(found.plan.job, resolve(found.plan.job, Strategy()), found.plan.machine)
     saved = sum(switch.device_bytes for switch in found.switches)
     assert found.plan.peak.device_bytes - saved >= naive.device_bytes
     assert set(first.to_json()) == {"field", "from", "to", "device_bytes", "step_seconds"}
@@ -114,7 +114,7 @@ def test_blocks_are_swapped_only_as_far_as_needed() -> None:
     found = best(search).plan
     swapped = found.strategy.swap_blocks
     assert found.verdict == "fits" and 0 < swapped < MODEL.blocks - 1
-    fewer = search.settled(found.job, found.strategy.replace(swap_blocks=max(0, swapped - 2)))
+    fewer = search.estimate(found.job, found.strategy.replace(swap_blocks=max(0, swapped - 2)))
     assert fewer.verdict != "fits"
 
 
@@ -286,9 +286,9 @@ def test_a_part_trained_in_16_bits_gets_masters_that_nobody_typed() -> None:
     plan = best(search).plan
     assert (plan.strategy.master_weights, plan.lossy) == ("fp32", ())
     split = [each for each in search.candidates(plan.job, False) if each.sharding == "zero-3"]
-    fitting = [each for each in split if search.has_ram(search.look(plan.job, each))]
+    fitting = [each for each in split if search.feasibility.has_ram(search.quick_estimate(plan.job, each))]
     assert fitting  # states of what is not trained wait nowhere
-    assert not any(search.known.lacks_ram(plan.job, each) for each in fitting)
+    assert not any(search.pruning.short_of_ram(plan.job, each) for each in fitting)
 
 
 def test_what_is_refused_once_it_is_laid_out_is_passed_over() -> None:
@@ -320,7 +320,7 @@ def test_host_ram_is_divided_among_the_gpus_that_share_a_clip(checkpointing: str
     job = lookup.job_for(model, {"frames": 81})
     typed = {"context_parallel": 2, "sharding": "fsdp", "gradient_checkpointing": checkpointing}
     strategy = resolve(job, Strategy.read(typed), machine)
-    assert SCREEN.host_ram_bytes(job, strategy, machine) == SCREEN.look(job, strategy, machine).host_ram_bytes
+    assert SCREEN.host_ram_bytes(job, strategy, machine) == SCREEN.quick_estimate(job, strategy, machine).host_ram_bytes
 
 
 def test_the_longest_clip_is_one_that_the_gpus_which_share_it_can_divide() -> None:
@@ -343,7 +343,7 @@ def test_what_a_search_skips_would_not_have_fitted() -> None:
     looked = {(strategy.replace(swap_blocks=0)) for _, strategy in search._considered if strategy.swap_blocks}
     skipped = [strategy for strategy in search.candidates(job) if strategy not in looked]
     assert any(strategy.optimizer == "adamw-8bit" for strategy in skipped)
-    assert all(search.swaps.roomiest(job, strategy) is None for strategy in skipped)
+    assert all(search.swap_count.fewest(job, strategy) is None for strategy in skipped)
 
 
 def test_what_one_way_of_stepping_loses_to_fragmentation_rules_no_other_out() -> None:
@@ -359,7 +359,7 @@ def test_blocks_that_wait_in_host_ram_are_counted_there_once() -> None:
     question = ask_of(lookup.model("flux.1-dev"), "24GB", typed).question
     strategy = resolve(question.job, question.strategy, question.machine)
     known = question.job, strategy, question.machine
-    assert SCREEN.host_ram_bytes(*known) == SCREEN.look(*known).host_ram_bytes
+    assert SCREEN.host_ram_bytes(*known) == SCREEN.quick_estimate(*known).host_ram_bytes
 
 
 @pytest.mark.parametrize(
@@ -380,23 +380,23 @@ def test_what_is_known_without_a_look_is_what_looks_say(name: str, typed: dict[s
         search = Search(replace(question, machine=question.machine.replace(host_ram=int(ram * GIB))), SCREEN)
         for strategy in search.candidates(question.job):
             known = question.job, strategy, verdict
-            look = search.swaps.roomiest(*known)
-            if search.known.never_fits(*known):
+            look = search.swap_count.fewest(*known)
+            if search.pruning.never_fits(*known):
                 ruled_out += 1
                 assert look is None
             elif look is not None:
-                assert look.strategy.swap_blocks or not search.known.must_swap(*known)
-                assert not search.swaps.no_smaller(*known, look.device_bytes + 1)
-                no_smaller += search.swaps.no_smaller(*known, 0.8 * look.device_bytes)
+                assert look.strategy.swap_blocks or not search.pruning.must_swap(*known)
+                assert not search.swap_count.needs_at_least(look.device_bytes + 1, *known)
+                no_smaller += search.swap_count.needs_at_least(0.8 * look.device_bytes, *known)
     assert ruled_out and no_smaller
 
 
 def test_swap_takes_the_ram_that_another_phase_needs_anyway() -> None:
     search = ask_of(lookup.model("flux.2-dev"), "24GB")
     job = search.question.job
-    bare = naive(job, Strategy(), search.question.machine, ()).replace(gradient_checkpointing="full")
+    bare = baseline(job, Strategy(), search.question.machine, ()).replace(gradient_checkpointing="full")
     swapped = search.most_in_ram(job, bare)
-    before, after = search.look(job, bare), search.look(job, swapped)
+    before, after = search.quick_estimate(job, bare), search.quick_estimate(job, swapped)
     ram = search.question.machine.host_ram
     assert ram is not None and before.host_ram_bytes > ram  # its text encoder waits there
     assert after.host_ram_bytes == before.host_ram_bytes and after.device_bytes < before.device_bytes
@@ -418,7 +418,7 @@ def test_host_ram_is_known_without_a_look_and_is_the_same_for_fused_kernels(name
     for strategy in stepped[::7]:
         either = strategy, strategy.replace(optimizer_step="foreach")
         known = {SCREEN.host_ram_bytes(job, each, machine) for each in either}
-        assert known == {SCREEN.look(job, strategy, machine).host_ram_bytes}
+        assert known == {SCREEN.quick_estimate(job, strategy, machine).host_ram_bytes}
 
 
 def test_a_plan_on_another_card_of_its_class_is_told_from_one_replay_as_from_its_own() -> None:

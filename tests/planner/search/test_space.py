@@ -6,7 +6,7 @@ import pytest
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.search.space import SEARCHED, effort, most_swapped, naive, strategies, switched
+from planner.search.space import SEARCHED, baseline, effort, most_swapped, strategies, switched
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import check
 
@@ -29,7 +29,7 @@ def test_every_strategy_is_allowed_and_none_comes_twice(job: Job, machine: Machi
 @pytest.mark.parametrize("job", [LORA, FULL])
 @pytest.mark.parametrize("machine", [ONE, FOUR])
 def test_the_naive_strategy_is_among_them(job: Job, machine: Machine) -> None:
-    assert naive(job, Strategy(), machine, ()) in strategies(job, Strategy(), machine, ())
+    assert baseline(job, Strategy(), machine, ()) in strategies(job, Strategy(), machine, ())
 
 
 @pytest.mark.parametrize("job", [LORA, FULL])
@@ -134,13 +134,13 @@ def test_of_two_experts_one_may_wait_and_then_blocks_may_swap_and_nothing_is_spl
 
 
 def test_switches_are_told_in_an_order_in_which_each_is_allowed() -> None:
-    before = naive(LORA, Strategy(), ONE, ())
+    before = baseline(LORA, Strategy(), ONE, ())
     after = before.replace(swap_blocks=3, gradient_checkpointing="full")
     assert switched(before, after) == ("gradient_checkpointing", "swap_blocks")
     assert set(SEARCHED) <= set(Strategy.model_fields)
 
 
 def test_what_leans_on_host_ram_is_more_effort() -> None:
-    plain = naive(LORA, Strategy(), ONE, ())
+    plain = baseline(LORA, Strategy(), ONE, ())
     full, offloaded = (plain.replace(gradient_checkpointing=value) for value in ("full", "offload"))
     assert effort(plain, plain) < effort(plain, full) < effort(plain, offloaded)

@@ -14,8 +14,9 @@ from planner.search.search import Search
 from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Measured, Plan
 from planner.spec.rules import resolve
-from planner.tune.error_model import HEADROOM, Belief, FinishedProbe
-from planner.tune.tuner import CHANCES, WORTH_A_PROBE, Goal, Tuner
+from planner.tune.error_model import HEADROOM, ErrorModel, FinishedProbe
+from planner.tune.measured_policy import CHANCES
+from planner.tune.tuner import WORTH_A_PROBE, Goal, Tuner
 from tests.planner.search.searching import MODEL, SCREEN, SEED, asked, question
 
 OOM = Measured(outcome="oom", phase="train")
@@ -55,7 +56,7 @@ def estimate_of(model: str, gpu: str) -> Estimate:
 
 
 def test_before_a_probe_the_margin_of_recordings_is_believed() -> None:
-    belief, budget = Belief([]), 24 * 10**9
+    belief, budget = ErrorModel([]), 24 * 10**9
     below, above = margin.RECORDED
     assert belief.chance(int(budget / (1 + above) / (1 + HEADROOM)), budget) == pytest.approx(0.92, abs=0.04)
     assert belief.chance(int(budget / (1 - below)), budget) < 0.1
@@ -68,13 +69,13 @@ def test_before_a_probe_the_margin_of_recordings_is_believed() -> None:
 
 def test_a_probe_narrows_what_is_believed_and_one_that_ran_out_lowers_it() -> None:
     budget = 24 * 10**9
-    before, after, heavier = Belief([]), Belief([seen(1.0)]), Belief([seen(1.05)])
+    before, after, heavier = ErrorModel([]), ErrorModel([seen(1.0)]), ErrorModel([seen(1.05)])
     assert after.limit(0.9, budget) > before.limit(0.9, budget)
     assert heavier.limit(0.9, budget) < after.limit(0.9, budget)
     tight = estimate_of(MODEL.name, "24GiB").peak.device_bytes / 2**30
-    short = Belief([seen(None, tight)])  # all it was estimated to need was not enough
+    short = ErrorModel([seen(None, tight)])  # all it was estimated to need was not enough
     assert short.limit(0.9, budget) < before.limit(0.9, budget)
-    far = Belief([seen(1.6)])  # outside all that was thought possible
+    far = ErrorModel([seen(1.6)])  # outside all that was thought possible
     assert 0 < far.limit(0.5, budget) < heavier.limit(0.5, budget)
 
 
@@ -82,11 +83,11 @@ def test_the_speed_of_a_plan_is_as_far_off_as_that_of_the_plan_most_like_it() ->
     found = estimate_of(MODEL.name, "24GiB")
     swapping = found.replace(strategy=found.strategy.replace(gradient_checkpointing="full", swap_blocks=9))
     slow, fast = FinishedProbe(found, ran(found, slower=1.5)), FinishedProbe(swapping, ran(swapping, slower=1.1))
-    belief = Belief([slow, fast])
+    belief = ErrorModel([slow, fast])
     assert belief.seconds(found.strategy, 10.0) == pytest.approx(15.0)
     assert belief.seconds(swapping.strategy.replace(swap_blocks=12), 10.0) == pytest.approx(11.0)
     assert belief.soonest(10.0) == pytest.approx(11.0)
-    assert Belief([]).seconds(found.strategy, 10.0) == 10.0
+    assert ErrorModel([]).seconds(found.strategy, 10.0) == 10.0
 
 
 def test_the_first_plan_is_the_suggested_one() -> None:
@@ -109,7 +110,7 @@ def test_nothing_is_measured_that_is_measured_or_running_and_all_that_is_could_b
     while found := search.next():
         best = search.best
         if best is not None:
-            belief = search.search.belief
+            belief = search.policy.error_model
             assert belief is not None and best.measured.step_seconds is not None
             assert belief.seconds(found.strategy, found.step_seconds) * WORTH_A_PROBE <= best.measured.step_seconds
         key = found.job, found.strategy

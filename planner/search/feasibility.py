@@ -1,0 +1,77 @@
+"""Whether a strategy can still come to a verdict, before it is replayed: what pruning, counting swapped blocks and the
+search itself ask of one question.
+
+A quick estimate leaves out fragmentation, so it is a lower bound. Each replay tells how much above it a strategy
+really is, and later questions about the same strategy count that in.
+"""
+
+from __future__ import annotations
+
+from planner.search.policy import Policy
+from planner.search.question import Question
+from planner.search.screening import QuickEstimate, Screen
+from planner.search.space import most_swapped
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Estimate
+
+NEVER = 1e6
+"""Times the quick estimate: where a strategy cannot be replayed, so that nothing asks for it again."""
+
+
+class Feasibility:
+    """Quick estimates of one question, against its budget."""
+
+    def __init__(self, question: Question, screen: Screen, policy: Policy) -> None:
+        self.question = question
+        self.screen = screen
+        self.policy = policy
+        self.considered: set[tuple[Job, Strategy]] = set()
+        """strategies at the shapes at which they were ranked or estimated"""
+        self._overheads: dict[Strategy, float] = {}
+        """strategy without swap -> device bytes of its replays over those of its quick estimates, the most seen"""
+
+    def quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate:
+        """Memory and seconds without a replay. Raises a NotEstimatedError where there is no recording."""
+        self.considered.add((job, strategy))
+        return self.screen.quick_estimate(job, strategy, self.question.machine)
+
+    def overhead(self, strategy: Strategy) -> float:
+        """Device bytes that replays of a strategy took, over its quick estimates; 1 before the first replay."""
+        return self._overheads.get(strategy.replace(swap_blocks=0), 1.0)
+
+    def expected_bytes(self, quick: QuickEstimate) -> int:
+        """The device peak to expect of a replay."""
+        return int(quick.device_bytes * self.overhead(quick.strategy))
+
+    def learn(self, replayed: Estimate) -> None:
+        """Takes in what a replay says of its strategy's fragmentation."""
+        quick = self.quick_estimate(replayed.job, replayed.strategy)
+        overhead = replayed.peak.device_bytes / quick.device_bytes
+        bare = replayed.strategy.replace(swap_blocks=0)
+        self._overheads[bare] = max(overhead, self._overheads.get(bare, 1.0))
+
+    def give_up(self, strategy: Strategy) -> None:
+        """Takes in that a strategy cannot be replayed."""
+        self._overheads[strategy.replace(swap_blocks=0)] = NEVER
+
+    def may_reach(self, quick: QuickEstimate, verdict: str = "fits") -> bool:
+        """Whether a replay could come to this verdict. What a run of this very plan did decides before any number."""
+        if quick.outcome is not None:
+            return quick.outcome == "ran"
+        return not self.exceeds_gpu(self.expected_bytes(quick), quick.strategy, verdict) and self.has_ram(quick)
+
+    def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
+        """Whether so many bytes on the GPU rule a verdict out."""
+        return self.policy.exceeds_gpu(device_bytes, strategy, verdict)
+
+    def exceeds_ram(self, host_bytes: int) -> bool:
+        """Whether so many bytes are more than the host's RAM."""
+        return self.policy.exceeds_ram(host_bytes)
+
+    def has_ram(self, quick: QuickEstimate) -> bool:
+        """Whether the host has the RAM that a quick estimate asks for."""
+        return not self.exceeds_ram(quick.host_ram_bytes)
+
+    def most_swapped(self, job: Job, strategy: Strategy) -> int:
+        """The most blocks that may be swapped under a strategy; 0 where the user typed how many, or none can be."""
+        return most_swapped(job, strategy, self.question.model, self.question.fixed)

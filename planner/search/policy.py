@@ -1,0 +1,76 @@
+"""What a search leaves to its caller: which strategies it may answer with, and when a plan counts as one that fits.
+
+`vplan suggest` goes by the margin of the estimate, `vplan tune` by what it has measured
+(`planner.tune.measured_policy`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from planner.layout import margin
+from planner.search.question import Question
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Estimate
+
+
+class Policy(Protocol):
+    """Decisions that a search asks for. A verdict is "fits" or "tight"; all sizes are in bytes."""
+
+    def candidates(self, job: Job, recorded: Sequence[Strategy]) -> Sequence[Strategy]:
+        """What to search, given the strategies that have recordings, in their order."""
+        ...
+
+    def may_swap(self, strategy: Strategy) -> bool:
+        """Whether the search may set how many blocks are swapped under a strategy that allows it."""
+        ...
+
+    def is_open(self, job: Job, strategy: Strategy) -> bool:
+        """Whether a plan may be answered with; one that fits and is not open is passed over."""
+        ...
+
+    def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
+        """Whether a plan that needs so much on the GPU cannot come to a verdict."""
+        ...
+
+    def exceeds_ram(self, host_bytes: int) -> bool:
+        """Whether so much is more than the host's RAM."""
+        ...
+
+    def reaches(self, estimate: Estimate, verdict: str) -> bool:
+        """Whether a replayed estimate is at least as good as a verdict."""
+        ...
+
+
+class EstimatePolicy:
+    """By estimate alone: every recorded strategy is a candidate, and the margin of the estimate decides what fits."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+
+    def candidates(self, job: Job, recorded: Sequence[Strategy]) -> Sequence[Strategy]:
+        """All of them."""
+        return recorded
+
+    def may_swap(self, strategy: Strategy) -> bool:
+        """Always."""
+        return True
+
+    def is_open(self, job: Job, strategy: Strategy) -> bool:
+        """Always."""
+        return True
+
+    def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
+        """Whether the upper end of the margin (for "tight": the lower) is above the budget."""
+        low, high = margin.interval(device_bytes, strategy.compile != "none", self.question.sides)
+        return (high if verdict == "fits" else low) > self.question.budget_bytes
+
+    def exceeds_ram(self, host_bytes: int) -> bool:
+        """Never where the host's RAM is not known."""
+        return host_bytes > (self.question.machine.host_ram or math.inf)
+
+    def reaches(self, estimate: Estimate, verdict: str) -> bool:
+        """By the estimate's own verdict."""
+        return estimate.verdict in ("fits", verdict)
