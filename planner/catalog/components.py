@@ -13,24 +13,6 @@ COMPONENTS = "components"
 
 DTYPES = ("half", "fp32")
 
-CHUNKS = {
-    "AutoencoderKLWan": (1, 1),
-    "AutoencoderKLQwenImage": (1, 1),
-    "AutoencoderKLMagvit": (1, 1),
-    "AutoencoderKLCogVideoX": (3, 2),
-}
-"""VAEs that take a clip in chunks of frames: (latent frames of the first chunk, of each further one). diffusers
-models/autoencoders: Wan (and Qwen-Image's, which is Wan's) one by one with a cache, EasyAnimate's too, CogVideoX 8
-frames (2 latent) and what is left in the first."""
-
-FRAMEWISE = {"AutoencoderKLHunyuanVideo": (5, 3)}
-"""VAEs that take a long clip in overlapping tiles of frames: (latent frames of a tile, of the stride). HunyuanVideo:
-16+1 frames, 12 apart (diffusers, ``use_framewise_encoding``)."""
-
-KEPT_IN_FP32 = {"T5EncoderModel": ".wo.weight", "UMT5EncoderModel": ".wo.weight"}
-"""Weights that ``from_pretrained`` leaves in fp32 where the rest is loaded in fp16, by the end of their names
-(transformers modeling_t5.py and modeling_umt5.py ``_keep_in_fp32_modules``; bf16 is not held back)."""
-
 SPLIT_OVER = 2**30
 """Numbers in the input of a convolution from which on it is split in time, copied and joined (diffusers
 autoencoder_kl_cogvideox.py, CogVideoXSafeConv3d). Tapes hold whole ones."""
@@ -40,22 +22,10 @@ SPLIT_SHARE = 3
 copied with the last two frames of the one before it, at most as long as itself, and what comes out of the parts is
 there beside what it is joined to."""
 
-SPLITTING = ("AutoencoderKLCogVideoX", "AutoencoderKLMochi")
-
-SHORTEST = 5
-"""Chunks a tape has at least: three from the start and two from the end. A shorter clip is priced like this one."""
-
-FEWEST = {"AutoencoderKLMagvit": 11}
-"""The same of tapes that address more chunks from their end than two: they do not unfold at fewer."""
-
-CFG_IN_ONE_BATCH = ("cogvideox", "ltx", "sd3", "unet", "mochi", "easyanimate")
-"""Families whose pipelines run the prompt and the empty prompt as one batch of two (diffusers pipelines). The others
-call the model twice, or were distilled to need it once."""
-
 
 def together(model: ModelProfile, guided: bool) -> int:
     """Samples in one call of the model per sample made: 2 where the prompt and the empty prompt are one batch."""
-    return 2 if guided and model.family in CFG_IN_ONE_BATCH else 1
+    return 2 if guided and model.traits.guidance_in_one_batch else 1
 
 
 def calls(model: ModelProfile, guided: bool) -> int:
@@ -68,16 +38,17 @@ def calls(model: ModelProfile, guided: bool) -> int:
 
 def chunks_of(vae: Vae, frames: int) -> int:
     """Chunks in which the VAE takes so many latent frames, rounded up; 0 when it takes them whole."""
-    if vae.class_name not in CHUNKS or frames == 1:
+    if vae.traits.chunks is None or frames == 1:
         return 0
-    first, each = CHUNKS[vae.class_name]
-    return max(FEWEST.get(vae.class_name, SHORTEST), -(-(frames - first) // each) + 1)
+    first, further = vae.traits.chunks
+    return max(vae.traits.fewest_chunks, -(-(frames - first) // further) + 1)
 
 
 def frames_of(vae: Vae, chunks: int) -> int:
-    """Latent frames of so many whole chunks."""
-    first, each = CHUNKS[vae.class_name]
-    return first + (chunks - 1) * each
+    """Latent frames of so many whole chunks, of a VAE that takes clips in chunks."""
+    assert vae.traits.chunks is not None
+    first, further = vae.traits.chunks
+    return first + (chunks - 1) * further
 
 
 class Component(NamedTuple):
@@ -94,5 +65,5 @@ def components(model: ModelProfile) -> Iterator[Component]:
     name = model.vae.folder
     for part, dtype in itertools.product(("encode", "decode"), DTYPES):
         yield Component(name, f"{part}-{dtype}")
-        if model.vae.class_name in CHUNKS or model.vae.class_name in FRAMEWISE:
+        if model.vae.traits.has_image_tapes:
             yield Component(name, f"{part}-{dtype}-image")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import profiles
 from planner.catalog import diffusers_folder, user_data
 from planner.catalog.profiles import GpuClass, GpuFile, GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, check_job, check_shape, grid, job_for, parse_resolution
+from planner.catalog.traits import Traits
 from planner.errors import VplanError, nearest, quoted
 from planner.schema import Record
 from planner.units import GB, GIB, MIB, UNITS, format_gib, gib, parse_bytes, parse_count, split_quantity
@@ -38,6 +40,7 @@ __all__ = [
     "gpu_names",
     "grid",
     "job_for",
+    "lent_traits",
     "model",
     "model_names",
     "parse_gpus",
@@ -127,7 +130,32 @@ def _own(name: str) -> ModelProfile | None:
     if data is None:
         return None
     opening, fix = f"profile {name}.json of your own is damaged", f"record the model again (in {user_data.folder()})"
-    return _checked(ModelProfile.read(data, where=opening), name, opening, fix)
+    return _checked(_with_traits(ModelProfile.read(data, where=opening)), name, opening, fix)
+
+
+def lent_traits(lender: ModelProfile) -> Traits:
+    """What an own model has of the bundled one that lends the rest: all but the names of other weights of its shape."""
+    return lender.traits.replace(same_shape=())
+
+
+def _with_traits(own: ModelProfile) -> ModelProfile:
+    """An own model with the traits of its classes. No file of the user's holds them, so that a model recorded by an
+    earlier version has them as this one knows them."""
+    if not own.lent_by:
+        return own
+
+    def bundled() -> Iterator[ModelProfile]:  # the lender first: opening all files takes time
+        yield _model(own.lent_by)
+        yield from map(_model, profiles.model_names())
+
+    encoders = []
+    for encoder in own.text_encoders:
+        alike = (known for lender in bundled() for known in lender.text_encoders)
+        traits = next((known.traits for known in alike if known.class_name == encoder.class_name), encoder.traits)
+        encoders.append(encoder.replace(traits=traits))
+    vaes = (lender.vae for lender in bundled() if lender.vae.class_name == own.vae.class_name)
+    vae = own.vae.replace(traits=next((known.traits for known in vaes), own.vae.traits))
+    return own.replace(traits=lent_traits(_model(own.lent_by)), vae=vae, text_encoders=tuple(encoders))
 
 
 def _recorded_from(text: str) -> ModelProfile | None:

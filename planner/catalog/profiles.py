@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from planner.catalog.traits import EncoderTraits, Text, TrainerTrait, Traits, VaeTraits
 from planner.errors import VplanError
 from planner.schema import Count, CountOrZero, Flag, NotNegative, Positive, Record
 from planner.spec.job import FloatDtype
 from planner.units import GIB, MIB
 
-Text = Annotated[str, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(strict=True, gt=0)]
 Size = tuple[Count, Count]
 """Height and width, pixels."""
@@ -50,6 +50,7 @@ class Vae(Record):
     parameters: PositiveInt
     dtype: FloatDtype
     config: dict[str, Any]
+    traits: VaeTraits = Field(default_factory=VaeTraits, exclude=True)
 
     @functools.cached_property
     def folder(self) -> str:
@@ -59,7 +60,7 @@ class Vae(Record):
     @property
     def takes_clips(self) -> bool:
         """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
-        return self.class_name not in ("AutoencoderKL", "AutoencoderKLFlux2")
+        return not self.traits.images
 
 
 class TextEncoder(Record):
@@ -71,6 +72,7 @@ class TextEncoder(Record):
     max_tokens: Count
     dtype: FloatDtype
     config: dict[str, Any]
+    traits: EncoderTraits = Field(default_factory=EncoderTraits, exclude=True)
 
     @functools.cached_property
     def folder(self) -> str:
@@ -161,10 +163,8 @@ class ModelProfile(Record):
 
     name: Text
     title: Text
-    family: Literal[
-        "wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet",
-        "qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2",
-    ]  # fmt: skip
+    family: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+    """models that one file in trainers/families trains, which is named like it"""
     kind: Literal["video", "image"]
     diffusers_class: Text
     parameters: PositiveInt
@@ -183,6 +183,7 @@ class ModelProfile(Record):
     inputs: dict[str, Any]
     """what the family's code needs beside the config"""
     training: Training
+    traits: Traits = Field(default_factory=Traits, exclude=True)
     origin: str = ""
     """the config.json it was recorded from, for a model of the user's own"""
     lent_by: str = ""
@@ -209,11 +210,15 @@ class ModelProfile(Record):
 
     @property
     def head_size(self) -> int:
-        """Numbers in one head of its attention; of a UNet, whose config counts heads, where its images are largest."""
-        told, channels = self.config.get("attention_head_dim"), self.config.get("block_out_channels")
-        if self.family == "unet" and channels:
-            return int(channels[0]) // int(told[0] if isinstance(told, list) else told or 1)
-        return told if isinstance(told, int) else 128
+        """Numbers in one head of its attention; where the config counts heads instead, at the highest resolution."""
+        size, channels = self.config.get("attention_head_dim"), self.config.get("block_out_channels")
+        if self.traits.head_dim_counts_heads and channels:
+            return int(channels[0]) // int(size[0] if isinstance(size, list) else size or 1)
+        return size if isinstance(size, int) else 128
+
+    def trained_with(self, trainer: str, trait: TrainerTrait) -> bool:
+        """Whether a trainer, by its name, does that with this model."""
+        return trait in self.traits.trainers.get(trainer, ())
 
     @property
     def text_encoder_parameters(self) -> int:

@@ -20,19 +20,6 @@ from planner.catalog.shapes import check_shape
 from planner.errors import VplanError
 from planner.spec.job import Bucket, Job
 
-FPS = {
-    "wan": 16,  # Wan-Video/Wan2.1 and Wan2.2, wan/configs/shared_config.py: sample_fps
-    "wan-vace": 16,
-    "wan-animate": 30,  # Wan2.2 wan/configs/wan_animate_14B.py
-    "cogvideox": 8,  # arXiv 2408.06072, section 3.2
-    "hunyuan-video": 24,  # arXiv 2412.03603
-    "hunyuan-video-1.5": 24,
-    "mochi": 30,  # genmoai/mochi README
-    "easyanimate": 8,  # aigc-apps/EasyAnimate README: 49 frames at 8 a second
-    "unet": 25,  # LatentSync configs/unet/stage1.yaml
-}
-"""Frames per second that models were trained at, by family."""
-
 
 @dataclass(frozen=True)
 class FrameSampling:
@@ -80,13 +67,10 @@ def model_fps(profile: ModelProfile) -> Fraction | None:
     """Frames per second a model was trained at; None for image models."""
     if profile.kind == "image":
         return None
-    if said := profile.inputs.get("frame_rate"):
-        return Fraction(said)
-    if profile.inputs.get("first_frame_given"):
-        return Fraction(24)  # Wan2.2 wan/configs/wan_ti2v_5B.py
-    if profile.config.get("patch_size_t"):
-        return Fraction(16)  # CogVideoX 1.5, model card
-    return Fraction(FPS[profile.family])
+    rate = profile.inputs.get("frame_rate") or profile.traits.frames_per_second
+    if rate is None:
+        raise VplanError(f"profile {profile.name}: no frames_per_second", "add it to the profile's traits")
+    return Fraction(rate)
 
 
 def assign(

@@ -12,7 +12,6 @@ from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, check_job
 from planner.errors import VplanError
-from planner.layout.context_parallel import PLANS
 from planner.spec.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import check, resolve
@@ -175,7 +174,7 @@ def _not_set_up(profile: ModelProfile, job: Job, strategy: Strategy) -> Iterator
 
 def _split_tokens(profile: ModelProfile, strategy: Strategy) -> Iterator[tuple[str, str]]:
     """What ranks that share a sample cannot do: their shares of a gradient are added up when all of it is there."""
-    if profile.family not in PLANS:
+    if profile.traits.split is None:
         yield f"context_parallel of {profile.title}, whose tokens diffusers cannot split,", "use --context-parallel 1"
     if strategy.optimizer_step == "backward":
         yield "context_parallel with the optimizer inside backward", "use --optimizer-step foreach"

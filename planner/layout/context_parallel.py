@@ -9,35 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
+from planner.catalog.traits import SplitPlan
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
 from planner.tape.format import Growing, Monomial, Tape
 from planner.tape.program import Stage
-
-
-class SplitPlan(NamedTuple):
-    """What a family's ``_cp_plan`` splits."""
-
-    text: bool
-    """the text's tokens as well as the clip's"""
-
-    from_the_start: bool
-    """already what goes into the model, not what goes into its blocks"""
-
-    every_attention: bool
-    """else a block's first: the others look at the text, which every GPU has whole"""
-
-
-PLANS = {
-    "wan": SplitPlan(text=False, from_the_start=False, every_attention=False),
-    "flux": SplitPlan(text=True, from_the_start=True, every_attention=True),
-    "flux2": SplitPlan(text=True, from_the_start=True, every_attention=True),
-    "qwen-image": SplitPlan(text=True, from_the_start=False, every_attention=True),
-}
-"""By family. Those of LTX and LTX-2 do not run: their text mask has a row for every head, and each GPU has some."""
 
 FORWARD = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 BACKWARD = tuple(f"{name}_backward" for name in FORWARD)
@@ -58,13 +36,9 @@ def context_parallel(run: Run) -> None:
 
 def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> SplitPlan:
     """What of a model is split; a NotEstimatedError where a clip of this ``grid`` cannot be, into so many parts."""
-    plan = PLANS.get(model.family)
+    plan = model.traits.split
     if plan is None:
-        why = (
-            "its text mask is made for all heads"
-            if model.family in ("ltx", "ltx-2")
-            else "diffusers has no plan for it"
-        )
+        why = model.traits.split_fault or "diffusers has no plan for it"
         fault = f"context_parallel cannot split the tokens of {model.title}: {why}"
         raise NotEstimatedError(fault, "use --context-parallel 1, with --gradient-checkpointing offload")
     for what, count in _counts(model, plan, grid).items():
@@ -80,7 +54,7 @@ def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> SplitPlan
 
 def divides(model: ModelProfile, grid: Mapping[str, int], parts: int) -> bool:
     """Whether a clip of this ``grid`` can be split into so many parts."""
-    plan = PLANS.get(model.family)
+    plan = model.traits.split
     return plan is not None and not any(count % parts for count in _counts(model, plan, grid).values())
 
 

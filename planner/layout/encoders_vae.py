@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from planner.allocator import implementation
-from planner.catalog.components import FRAMEWISE, KEPT_IN_FP32, SPLIT_OVER, SPLIT_SHARE, SPLITTING, chunks_of, frames_of
+from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of
 from planner.catalog.profiles import TextEncoder, Vae
 from planner.layout.group_offload import Turns, host_sizes
 from planner.layout.run import SERVICE
@@ -42,6 +42,9 @@ class ComponentRun(NamedTuple):
     stream: bool = False
     """whether group offload fetches ahead"""
 
+    kept_in_fp32: str = ""
+    """end of the names of weights that stay in fp32 where the rest is fp16"""
+
     @property
     def weights(self) -> str:
         """The category of its weights among a program's names."""
@@ -57,7 +60,8 @@ def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, 
     """A text encoder, for a batch of prompts of its full length."""
     name = encoder.folder
     part = Part(name, {"B": batch, "T": encoder.max_tokens})
-    return ComponentRun(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
+    run = ComponentRun(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
+    return run._replace(kept_in_fp32=encoder.traits.kept_in_fp32)
 
 
 def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> ComponentRun:
@@ -74,13 +78,13 @@ def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, c
         across = -(-rows * vae.spatial // tile[2]) * -(-columns * vae.spatial // tile[3])
         rows, columns = min(rows, tile[0] // vae.spatial), min(columns, tile[1] // vae.spatial)
         times *= across
-    if vae.class_name in FRAMEWISE and frames > 1:
-        length, stride = FRAMEWISE[vae.class_name]
+    if vae.traits.frame_tiles and frames > 1:
+        length, stride = vae.traits.frame_tiles
         frames, times = length, times * -(-frames // stride)
     chunks = chunks_of(vae, frames)
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
     counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
-    split = _split_bytes(tape, part, strategy.vae_dtype) if vae.class_name in SPLITTING and tape else 0
+    split = _split_bytes(tape, part, strategy.vae_dtype) if vae.traits.splits_convolutions and tape else 0
     return ComponentRun(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
 
 
@@ -111,10 +115,9 @@ def load(program: Program, component: ComponentRun) -> tuple[Stage, dict[tuple[s
             assert isinstance(size, int)
             program.sizes.append(int(size * kept))
             program.buffers[buffer] = len(program.sizes) - 1
-    kept_whole = KEPT_IN_FP32.get(component.name.partition("-")[0], "")
-    if component.dtype == "fp16" and kept_whole:
+    if component.dtype == "fp16" and component.kept_in_fp32:
         for name, buffer in _weights(program, component).items():
-            if name.endswith(kept_whole):
+            if name.endswith(component.kept_in_fp32):
                 program.resize(buffer, 2 * program.plain_bytes(buffer))
     if component.offload == "layers":
         blocks = _taken_out(program, component.tape, stage, component.part.name)

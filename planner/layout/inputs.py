@@ -8,7 +8,7 @@ from pathlib import Path
 
 import profiles
 from planner.catalog import lookup, user_data
-from planner.catalog.components import CHUNKS, COMPONENTS, FRAMEWISE, together
+from planner.catalog.components import COMPONENTS, together
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.errors import NotRecordedError
 from planner.layout.run import Facts
@@ -112,7 +112,7 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
     if job.method == "sample":
         pieces = ["decode"]
-    images = model.vae.class_name in CHUNKS or model.vae.class_name in FRAMEWISE
+    images = model.vae.traits.has_image_tapes
     suffixes = {"-image" if images and count == 1 else "" for count in frames}
     for piece, suffix in itertools.product(pieces, suffixes):
         dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 
 from planner.allocator.implementation import held
-from planner.catalog.components import CHUNKS, FRAMEWISE, together
+from planner.catalog.components import together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
 from planner.layout.encoders_vae import (
@@ -59,7 +59,7 @@ def component_bytes(run: Run, residence: str) -> int:
 
 def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
     vae = facts.model.vae
-    image = "-image" if frames == 1 and (vae.class_name in CHUNKS or vae.class_name in FRAMEWISE) else ""
+    image = "-image" if frames == 1 and vae.traits.has_image_tapes else ""
     return facts.around.get(f"{vae.folder}/{piece}{image}")
 
 

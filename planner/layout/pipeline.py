@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from planner.layout import attention_kernel, trainer_terms
-from planner.layout.cogvideox_positions import stored_positions, stored_positions_in_validation
 from planner.layout.context_parallel import context_parallel
 from planner.layout.experts import experts, waiting_gradients
 from planner.layout.fp32_masters import masters
@@ -26,6 +25,7 @@ from planner.layout.single_gpu import (
     step_in_backward,
     workspaces_at_first_use,
 )
+from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.unpriced import refuse_unpriced
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

@@ -90,7 +90,7 @@ def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Colle
         return 0
     if job.experts == "both" and strategy.inactive_expert == "gpu":
         return 0
-    if strategy.sharding in ("zero-3", "fsdp") or strategy.compile == "cudagraphs" or model.family == "unet":
+    if strategy.sharding in ("zero-3", "fsdp") or strategy.compile == "cudagraphs" or model.traits.stages:
         return 0
     if strategy.gradient_checkpointing == "partial":
         return min(model.blocks - 1, strategy.checkpointed_blocks or 0)

@@ -12,12 +12,6 @@ from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
 
 HALF = ("bf16", "fp16")
 
-TORCH_RMS_NORM = ("wan", "wan-vace", "wan-animate", "flux", "flux2", "ltx", "ltx-2", "krea2")
-"""Families whose blocks call torch's own RMSNorm; diffusers' class of that name is made of other operators."""
-
-IN_FP32_THEMSELVES = ("krea2",)
-"""Of those, whose code casts to fp32 itself, whatever autocast does."""
-
 RMS_NORM_IN_FP32 = (2, 12)
 """The torch since which CUDA's autocast computes RMSNorm in fp32 (AT_FORALL_FP32 in ATen/autocast_mode.h). One before
 leaves it in the format of its input: 4 to 7 % less of a checkpointed step of Wan 1.3B, 10 to 18 % of any other."""
@@ -31,7 +25,7 @@ OLDER = "torch2.11"
 
 def is_older(profile: ModelProfile, precision: Precision, torch: str | None) -> bool:
     """Whether a step under this torch differs from what the newest does; a NotRecordedError before `FUSED_RMS_NORM`."""
-    if torch is None or profile.family not in TORCH_RMS_NORM:
+    if torch is None or profile.traits.rms_norm == "none":
         return False
     version = tuple(int(part) for part in torch.split(".")[:2])
     if version < FUSED_RMS_NORM:
@@ -158,7 +152,7 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     """In which precisions a recorded method of a model is recorded. A UNet's convolutions cannot be cast layerwise."""
     if method != "lora":
         return PRECISIONS[method.removesuffix("-wide")]
-    bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.family != "unet")
+    bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.traits.fp8_base)
     return PRECISIONS[method] + tuple(bases)
 
 
@@ -167,8 +161,7 @@ BOTH = (False, True)
 
 def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
     """Whether a recording is of an older torch: both, where that makes a difference."""
-    differs = profile.family in TORCH_RMS_NORM and profile.family not in IN_FP32_THEMSELVES
-    return BOTH if differs and precision.autocast else (False,)
+    return BOTH if profile.traits.rms_norm == "torch" and precision.autocast else (False,)
 
 
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
@@ -226,7 +219,7 @@ class StepVariant(NamedTuple):
         if precision not in known:
             fault = f"{job.method} of {profile.name} is not recorded with {' '.join(precision.flags)}"
             raise NotRecordedError(fault, f"use {precision.nearest(known)}")
-        if strategy.gradient_checkpointing in ("offload", "partial") and profile.family == "unet":
+        if strategy.gradient_checkpointing in ("offload", "partial") and profile.traits.stages:
             fault = f"{profile.title} checkpoints parts of its blocks, of which {strategy.gradient_checkpointing}"
             raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
         counts = profile.shape.batches

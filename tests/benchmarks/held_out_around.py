@@ -16,16 +16,7 @@ from typing import NamedTuple
 
 import profiles
 from planner.catalog import lookup
-from planner.catalog.components import (
-    CHUNKS,
-    COMPONENTS,
-    FEWEST,
-    FRAMEWISE,
-    SHORTEST,
-    Component,
-    components,
-    frames_of,
-)
+from planner.catalog.components import COMPONENTS, Component, components, frames_of
 from planner.catalog.profiles import ModelProfile, Vae
 from planner.tape.format import Tape, read_tape
 from planner.tape.program import Part, Program
@@ -92,10 +83,10 @@ def clip(vae: Vae) -> tuple[int, int]:
     """(latent frames, chunks) of a clip no tape was made from."""
     if not vae.takes_clips:
         return 1, 0
-    if vae.class_name in CHUNKS:
-        chunks = FEWEST.get(vae.class_name, SHORTEST) + 1
+    if vae.traits.chunks:
+        chunks = vae.traits.fewest_chunks + 1
         return frames_of(vae, chunks), chunks
-    return (FRAMEWISE[vae.class_name][0] if vae.class_name in FRAMEWISE else 10), 0
+    return (vae.traits.frame_tiles[0] if vae.traits.frame_tiles else 10), 0
 
 
 def main() -> int:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from trainers.families.common.base import Family
 
-FAMILIES = (
-    *("wan", "wan-vace", "wan-animate", "cogvideox", "ltx", "hunyuan-video", "flux", "sd3", "unet"),
-    *("qwen-image", "flux2", "z-image", "krea2", "mochi", "easyanimate", "hunyuan-video-1.5", "ltx-2"),
-)
+
+def files() -> tuple[str, ...]:
+    """The files of this folder that train models, by name, in alphabetical order."""
+    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
+
+
+def file_of(profile: ModelProfile) -> str:
+    """The file that trains a model: the one its profile names, else the one named like its family."""
+    return profile.traits.trained_by or profile.family.replace("-", "_").replace(".", "_")
 
 
 def family(profile: ModelProfile) -> Family:
-    """The family of a model; its module is named like it."""
-    if profile.family not in FAMILIES:
-        raise VplanError(f"family {profile.family!r} of {profile.name} is unknown", f"known: {', '.join(FAMILIES)}")
-    module = importlib.import_module(f"trainers.families.{profile.family.replace('-', '_').replace('.', '_')}")
-    made: Family = module.FAMILY(profile)
-    return made
+    """What trains a model: the `FAMILY` of its file, made for its profile. A VplanError where there is no such file."""
+    name = file_of(profile)
+    if name not in files():
+        raise VplanError(f"family {profile.family!r} of {profile.name} is unknown", f"known: {', '.join(files())}")
+    of_profile: type[Family] = importlib.import_module(f"{__name__}.{name}").FAMILY
+    return of_profile(profile)

@@ -140,3 +140,6 @@ def _listen(encoder: Encoder, features: Tensor) -> Tensor:
         for hook in hooks:
             hook.remove()
     return torch.stack(seen, dim=1)[: features.shape[1] // 2].float().cpu()
+
+
+FAMILY = LatentSync

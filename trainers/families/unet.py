@@ -142,11 +142,4 @@ def _states(encoder: Encoder, caption: str) -> Any:
     return encoder.model(given.input_ids.to(encoder.device), output_hidden_states=True)
 
 
-def made(profile: ModelProfile) -> Unet:
-    """The family of a UNet: LatentSync's sees clips."""
-    from trainers.families.latentsync import LatentSync
-
-    return LatentSync(profile) if profile.kind == "video" else Unet(profile)
-
-
-FAMILY = made
+FAMILY = Unet

@@ -24,13 +24,14 @@ from planner.errors import VplanError
 FORMATS = ("fp8", "int8", "nf4")
 
 
-def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype) -> None:
+def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype, *, casts_layerwise: bool) -> None:
     """Makes a model of half-precision weights on ``meta`` one that will be stored in a quantised format.
 
     Before the adapter is added: layerwise casting would cast an adapter too, and peft chooses its layer by the base's.
+    ``casts_layerwise``: whether it trains so (`planner.catalog.traits.Traits.fp8_base`).
     """
     if weights_dtype == "fp8":
-        if type(model).__name__ == "UNet2DConditionModel":
+        if not casts_layerwise:
             fault = "fp8 cannot train a UNet: backward of its convolutions would read weights that were cast back"
             raise VplanError(fault, "use --weights-dtype int8 or nf4")
         model.enable_layerwise_casting(  # type: ignore[operator]  # diffusers' own method

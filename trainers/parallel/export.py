@@ -33,8 +33,8 @@ def part(profile: ModelProfile, job: Job | None = None) -> str:
     belongs (``load_lora_weights(..., load_into_transformer_2=True)``). Of both each is in a folder of its part's name.
     """
     if profile.experts == 2 and job and job.experts == "low":
-        return "transformer_2"
-    return "unet" if profile.family == "unet" else "transformer"
+        return f"{profile.traits.part}_2"
+    return profile.traits.part
 
 
 def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average: Average | None) -> None:

@@ -21,7 +21,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.catalog.components import CHUNKS, FRAMEWISE, frames_of
+from planner.catalog.components import frames_of
 from planner.catalog.profiles import Vae
 from planner.estimate.stages import without_garbage_collection
 from planner.tape.format import FORMAT
@@ -47,20 +47,6 @@ LEVELS = (1, 2, 4, 8)
 """Levels of resolution inside a VAE, as multiples of its latents."""
 
 
-FIRST_APART = ("AutoencoderKLHunyuanVideo15",)
-"""VAEs that resample a clip's first frame by itself, so that F - 1 others are a length of their own (diffusers
-autoencoder_kl_hunyuanvideo15.py: HunyuanVideo15Downsample, HunyuanVideo15Upsample)."""
-
-FIRST_MADE_WHOLE = ("AutoencoderKLMochi",)
-"""VAEs that decode as many frames of the first latent as of the others, and drop those too many at the end (diffusers
-autoencoder_kl_mochi.py: drop_last_temporal_frames)."""
-
-
-FIRST_REPEATED = ("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video")
-"""VAEs that put the first frame in front once more before they halve a clip's frames, and two for the convolution:
-2F + 2 at the lowest level (diffusers autoencoder_kl_ltx.py: LTXVideoDownsampler3d)."""
-
-
 def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Lengths inside a VAE that are no product: rows and columns padded by one or two, frames of a clip.
 
@@ -76,12 +62,13 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     for level, extra in itertools.product(levels[:1] if chunked else levels, (0,) if chunked else (0, 2)):
         if vae.temporal > 1 and (level > 1 or extra):
             frames.append((level, 1 - level + extra))  # level * (F - 1) + 1 frames
-    if vae.class_name in FIRST_APART:
-        frames.append((1, -1))
-    if vae.class_name in FIRST_REPEATED:
-        frames.append((1, 1))
-    if vae.class_name in FIRST_MADE_WHOLE:
-        frames += [(level, 2) for level in levels]  # 6F+2 is twice 3F+1
+    first: dict[str, list[tuple[int, int]]] = {
+        "alike": [],
+        "apart": [(1, -1)],
+        "repeated": [(1, 1)],
+        "whole": [(level, 2) for level in levels],  # 6F+2 is twice 3F+1
+    }
+    frames += first[vae.traits.first_frame]
     for level, constant in frames:
         if constant:  # 3F shows as it is
             found[f"{level}F{constant:+d}"] = (constant, ("F",) * level)
@@ -91,9 +78,9 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
 def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[str, ...]]], int]:
     """(atoms, sums, chunks) at which every length has a prime factor over 7 that no other length has."""
     lengths = [(frames, 0) for frames in RECORDED_FRAMES] if vae.takes_clips else [(1, 0)]
-    if vae.class_name in FRAMEWISE:
-        lengths = [(FRAMEWISE[vae.class_name][0], 0)]
-    if vae.class_name in CHUNKS:
+    if vae.traits.frame_tiles:
+        lengths = [(vae.traits.frame_tiles[0], 0)]
+    if vae.traits.chunks:
         lengths = [(frames_of(vae, chunks), chunks) for chunks in RECORDED_CHUNKS]
     sides = sorted(itertools.combinations(filter(_shows, range(17, 400)), 2), key=math.prod)
     for (height, width), (frames, chunks) in itertools.product(sides, lengths):
@@ -250,7 +237,7 @@ def vae_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
     """Records a VAE's ``encode`` or ``decode``; returns the tape file's JSON."""
     atoms, sums, chunks = private_grid(vae)
     trace = record_vae(vae, part, dtype, atoms, chunks)
-    regime = {"F": atoms["F"]} if not vae.takes_clips or vae.class_name in FRAMEWISE else {}
+    regime = {"F": atoms["F"]} if not vae.takes_clips or vae.traits.frame_tiles else {}
     shown = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
     body = compress(trace, shown, [chunks] if chunks else [], CHUNK_HEAD)
     tile = _tile(vae)

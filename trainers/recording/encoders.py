@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -33,50 +33,26 @@ ALIGNED, BEYOND_WINDOW = 8 * 67, 8 * 131
 taken as they are, others copied (attention.cu, pad_bias). Gemma's reach the end of its sliding window, from where on it
 has a second mask. T5 is asked for 226 tokens by one model and 512 by others: its tape copies."""
 
-OF_PIPELINES = {"LTX2TextConnectors": "diffusers.pipelines.ltx2"}
-"""Text encoders that are diffusers' own, and the package of each."""
 
-
-class States(NamedTuple):
-    """How a pipeline takes the hidden states of all layers, which are there until the forward is over."""
-
-    stacked: int = 0
-    """how many of them it joins, -1 for all; 0: it takes one as it is"""
-    dim: int = 0
-    cache: bool = True
-    """whether keys and values of all layers stay too: the forward's default, which no pipeline reads"""
-    masked: bool = True
-    """whether prompts are filled up to one length, so that every layer takes a mask of all pairs"""
-
-
-STATES = {
-    "LlamaModel": States(),  # hunyuan_video/pipeline_hunyuan_video.py
-    "Qwen2VLForConditionalGeneration": States(),  # easyanimate/pipeline_easyanimate.py
-    "Qwen2_5_VLForConditionalGeneration": States(masked=False),  # qwenimage/pipeline_qwenimage.py
-    "Qwen2_5_VLTextModel": States(),  # hunyuan_video1_5/pipeline_hunyuan_video1_5.py
-    "Qwen3Model": States(),  # z_image/pipeline_z_image.py
-    "Qwen3VLModel": States(12, 2),  # krea2/pipeline_krea2.py
-    "Qwen3ForCausalLM": States(3, 1, cache=False),  # flux2/pipeline_flux2_klein.py
-    "Mistral3ForConditionalGeneration": States(3, 1, cache=False),  # flux2/pipeline_flux2.py
-    "Gemma3ForConditionalGeneration": States(-1, -1),  # ltx2/pipeline_ltx2.py
-}
-"""Language models as encoders (diffusers 0.42, pipelines/). A class with a head computes logits of every token too."""
-
-
-def encoder_class(name: str) -> Any:
-    """The class of a bundled text encoder: transformers', else diffusers'."""
-    found = getattr(import_module(OF_PIPELINES.get(name, "transformers")), name, None)
+def encoder_class(encoder: TextEncoder) -> Any:
+    """The class of a text encoder: transformers', else diffusers'. A VplanError where the package has none."""
+    found = getattr(import_module(encoder.traits.package), encoder.class_name, None)
     if found is None:
-        raise VplanError(f"transformers has no {name}", "update it: pip install -U transformers")
+        raise VplanError(f"transformers has no {encoder.class_name}", "update it: pip install -U transformers")
     return found
+
+
+def of_diffusers(encoder: TextEncoder) -> bool:
+    """Whether a text encoder is a part of diffusers' own, built and called otherwise than transformers'."""
+    return encoder.traits.package.startswith("diffusers")
 
 
 def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
     """The encoder on the meta device, with as many layers as asked for."""
-    model_class = encoder_class(encoder.class_name)
+    model_class = encoder_class(encoder)
     config = copy.deepcopy(encoder.config)
     with init_empty_weights():
-        if encoder.class_name in OF_PIPELINES:
+        if of_diffusers(encoder):
             model: nn.Module = model_class.from_config(config)
             return model
         language = config.get("text_config", config)
@@ -103,7 +79,7 @@ def forward(
     encoder: TextEncoder, model: nn.Module, size: tuple[int, int], dtype: torch.dtype, device: torch.device | str
 ) -> Callable[[], Tensor | list[Tensor]]:
     """A call of the encoder as pipelines make it, of (prompts, tokens) ``size``; it returns what they keep."""
-    config, states, (batch, tokens) = encoder.config, STATES.get(encoder.class_name), size
+    config, states, (batch, tokens) = encoder.config, encoder.traits.states, size
 
     def see() -> Tensor:
         pixels = torch.zeros((batch, 3, config["image_size"], config["image_size"]), dtype=dtype, device=device)
@@ -141,12 +117,12 @@ def forward(
         return see
     if "num_mel_bins" in config:
         return hear
-    return connect if encoder.class_name in OF_PIPELINES else read
+    return connect if of_diffusers(encoder) else read
 
 
 def text_tape(encoder: TextEncoder, dtype: str) -> dict[str, Any]:
     """Records a text encoder; returns the tape file's JSON."""
-    states = STATES.get(encoder.class_name)
+    states = encoder.traits.states
     layers = None if states and states.stacked else RECORDED_LAYERS  # what is joined depends on the depth
     tokens, regime = _length(encoder)
     trace = record_text_encoder(encoder, dtype, BATCH, tokens, layers)
@@ -162,10 +138,10 @@ def _length(encoder: TextEncoder) -> tuple[int, dict[str, int]]:
 
     The connectors fill prompts up with registers, a whole number of times, so theirs is the length of all prompts.
     """
-    if encoder.class_name in OF_PIPELINES:
+    if of_diffusers(encoder):
         return encoder.max_tokens, {"T": encoder.max_tokens}
-    states = STATES.get(encoder.class_name)
-    if (states and states.masked) or encoder.class_name == "UMT5EncoderModel":
+    states = encoder.traits.states
+    if (states and states.masked) or encoder.traits.aligned_prompts:
         window = encoder.config.get("text_config", {}).get("sliding_window") or math.inf
         return BEYOND_WINDOW if window <= encoder.max_tokens else ALIGNED, {}
     longest = encoder.config.get("max_position_embeddings", math.inf)

@@ -104,6 +104,7 @@ def derive(source: Source, name: str) -> Derived:
     profile = ModelProfile.read(
         {
             **lender.to_json(),
+            "traits": lookup.lent_traits(lender),
             "name": name,
             "title": name,
             "parameters": parameters,
@@ -112,8 +113,8 @@ def derive(source: Source, name: str) -> Derived:
             "aliases": (),
             "sources": (f"config: {where} of the folder recorded", f"the rest: {lender.name}"),
             "config": config,
-            "vae": vae.to_json(),
-            "text_encoders": tuple(encoder.to_json() for encoder in encoders),
+            "vae": vae,
+            "text_encoders": tuple(encoders),
             "shape": shape,
             "origin": source.origin,
             "lent_by": lender.name,
@@ -257,7 +258,7 @@ def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
     from trainers.recording.encoders import encoder_class
 
     name, where = same[0].class_name, f"{part}/{CONFIG}"
-    model_class = encoder_class(name)
+    model_class = encoder_class(same[0])
     of_diffusers = issubclass(model_class, ConfigMixin)
     named = inspect.signature(model_class if of_diffusers else model_class.config_class).parameters
     config = {key: value for key, value in _harmless(config).items() if key in named}

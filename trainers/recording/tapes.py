@@ -92,9 +92,7 @@ def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict
         return {**config, "mmdit_layers": blocks, "num_layers": 2 * blocks}
     for stack in profile.stacks:
         if stack.alike and isinstance(config[stack.depth_key], int):
-            config[stack.depth_key] = min(blocks, config[stack.depth_key])
-    if profile.family in ("mochi", "sd3"):  # the last block is without text output, so unlike the others
-        config["num_layers"] += 1
+            config[stack.depth_key] = min(blocks, config[stack.depth_key]) + profile.traits.last_block_apart
     return config
 
 

@@ -102,7 +102,6 @@ def pipeline(
     kind = getattr(diffusers, sampler.pipeline)
     parameters = inspect.signature(kind.__init__).parameters
     needed = [name for name, each in parameters.items() if each.default is each.empty and name != "self"]
-    live = {"unet" if "unet" in parameters else name: model for name, model in models.items()}
     parts["vae"].register_to_config(**{k: v for k, v in sampler.vae.items() if k not in parts["vae"].config})
     # All that a pipeline makes itself is to lie where the live models are, not where its first part waits.
     own: dict[str, Any] = {"_execution_device": property(lambda _: device)}
@@ -110,7 +109,7 @@ def pipeline(
         whole_batch = embeds[None].to(device)
         own["encode_image"] = lambda *_: whole_batch
     here = type(kind.__name__, (kind,), own)
-    whole = here(**{**dict.fromkeys(needed), **live, **parts, **sampler.init})
+    whole = here(**{**dict.fromkeys(needed), **models, **parts, **sampler.init})
     whole.set_progress_bar_config(disable=True)
     return whole
 

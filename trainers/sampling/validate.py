@@ -67,7 +67,7 @@ def sample(
     asked = asked or SampleInputs()
     kind, shape = family(profile).for_job(job), pipelines.shape_of(job)
     sampler = pipelines.sampler_of(kind, profile)
-    models = _models(model, strategy, device)
+    models = _models(model, profile, strategy, device)
     vae = asked.vae() if asked.vae else random_vae(profile, strategy)
     leaves = strategy.validation_mode == "offload" and strategy.group_offload == "none"
     away = _Away(model, profile, strategy, device) if leaves else None
@@ -131,10 +131,10 @@ class _Live:
         return getattr(self.model, name)
 
 
-def _models(model: nn.Module, strategy: Strategy, device: torch.device) -> dict[str, _Live]:
+def _models(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> dict[str, _Live]:
     """What trains, by what pipelines call it; of two experts each before its own turn."""
     if not isinstance(model, experts.Experts):
-        return {"transformer": _Live(model, strategy, device)}
+        return {profile.traits.part: _Live(model, strategy, device)}
     return {
         part: _Live(model.part(which), strategy, device, functools.partial(model.turn, which))
         for which, part in experts.PARTS.items()

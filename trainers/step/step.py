@@ -104,13 +104,13 @@ def build_model(
     cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])
     model.requires_grad_(False)
     if weights in QUANTISED:
-        quantise.prepare(model, weights, compute_dtype(strategy))
+        quantise.prepare(model, weights, compute_dtype(strategy), casts_layerwise=profile.traits.fp8_base)
     if job.method == "lora":
         add_adapter(model, job, strategy)
     elif job.method == "full":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not job.trainable or matches(name, job.trainable))
-    set_checkpointing(model, strategy, inputs)
+    set_checkpointing(model, profile, strategy, inputs)
     families.family(profile).prepare(model)
     return model.train()
 
@@ -159,7 +159,9 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
             parameter.requires_grad_(True)
 
 
-def set_checkpointing(model: nn.Module, strategy: Strategy, inputs: InputsOnHost | None = None) -> None:
+def set_checkpointing(
+    model: nn.Module, profile: ModelProfile, strategy: Strategy, inputs: InputsOnHost | None = None
+) -> None:
     """Turns on non-reentrant checkpointing of the blocks the strategy names.
 
     ``offload`` keeps block inputs in host RAM, in ``inputs`` where others keep theirs too.
@@ -170,8 +172,8 @@ def set_checkpointing(model: nn.Module, strategy: Strategy, inputs: InputsOnHost
     calls = 0
     limit = strategy.checkpointed_blocks if mode == "partial" else None
     on_host = (inputs or InputsOnHost()) if mode == "offload" else None
-    # VACE's blocks end in a linear layer: stopped in there, recomputation would leave its weights as they were cast.
-    early_stop = not (strategy.weights_dtype == "fp8" and type(model).__name__ == "WanVACETransformer3DModel")
+    # Stopped inside a last linear layer, recomputation would leave its weights as layerwise casting made them.
+    early_stop = not (strategy.weights_dtype == "fp8" and profile.traits.ends_in_linear)
 
     def start_forward(*_: Any) -> None:
         nonlocal calls
@@ -218,7 +220,7 @@ def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
 
 def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
     """The blocks that are alike: of a UNet, whose stages differ, the transformer blocks in them."""
-    if profile.family == "unet":
+    if profile.traits.stages:
         repeated: Collection[str] = model._repeated_blocks  # type: ignore[assignment]  # diffusers' own attribute
         return [module for module in model.modules() if type(module).__name__ in repeated]
     return [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]

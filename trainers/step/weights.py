@@ -40,9 +40,9 @@ def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
     root = Path(root).expanduser()
     if not root.is_dir():
         raise VplanError(f"there is no folder {quoted(str(root))}", "name the model's folder: --weights FOLDER")
-    part = "unet" if profile.family == "unet" else "transformer"
+    part = profile.traits.part
     if profile.experts == 2 and job.experts == "low":
-        part = "transformer_2"
+        part = f"{part}_2"
     for found in (root / part, root):
         if (found / "config.json").is_file():
             return found

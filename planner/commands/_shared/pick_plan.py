@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from planner.catalog import lookup
+from planner.catalog.diffusers_folder import DENOISERS
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
 from planner.commands._shared.request import TypedQuestion
@@ -86,4 +87,4 @@ def weights_of(model: ModelProfile, said: str | None) -> str:
 def _own_folder(origin: str) -> Path:
     """The folder of the model that a profile was recorded from: a pipeline's, or the component's own."""
     place = Path(origin).parent
-    return place.parent if place.name in ("transformer", "unet") else place
+    return place.parent if place.name in DENOISERS else place

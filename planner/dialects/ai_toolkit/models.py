@@ -42,9 +42,6 @@ ARCHES: dict[str, tuple[str, str]] = {
 NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_kwargs.train_low_noise"}
 """Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
 
-MOVED_WHOLE = ("wan", "flux")
-"""Starts of families of which `low_vram` decides that."""
-
 
 def model_of(given: Settings) -> Fields:
     """The model that the settings mean, and its expert."""
@@ -74,7 +71,8 @@ def _experts_of(given: Settings, model: str) -> Fields:
 def version_of(given: Settings, fields: Fields) -> str:
     """Whether the model goes to the GPU whole before it is quantised."""
     whole = given.get(f"{MODEL}quantize") and not given.get(f"{MODEL}low_vram")
-    return WHOLE if whole and lookup.model(fields["model"]).family.startswith(MOVED_WHOLE) else ""
+    decides = lookup.model(fields["model"]).trained_with("ai-toolkit", "moved-whole-without-low-vram")
+    return WHOLE if whole and decides else ""
 
 
 def say_model(fields: Fields) -> Settings:

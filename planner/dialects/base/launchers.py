@@ -55,39 +55,14 @@ def usual(*fields: str, why: str = "") -> list[Fixed]:
 # ---- models
 
 
-ALIKE = {
-    "cogvideox-fun-2b-inp": "cogvideox-2b",
-    "cogvideox-fun-5b-inp": "cogvideox-5b",
-    "cogvideox-fun-v1.1-2b-inp": "cogvideox-2b",
-    "cogvideox-fun-v1.1-5b-inp": "cogvideox-5b",
-    "flux.1-fill-dev": "flux.1-dev",
-    "flux.1-krea-dev": "flux.1-dev",
-    "flux.1-schnell": "flux.1-dev",
-    "flux1-krea-dev": "flux.1-dev",
-    "ltx-2-repackage": "ltx-2",
-    "qwen-image-edit-2511": "qwen-image-edit",
-    "stable-diffusion-v1-4": "sd1.5",
-    "stable-diffusion-v1-5": "sd1.5",
-    "vace-wan2.1-1.3b-preview": "wan2.1-vace-1.3b",
-    "wan2.1-flf2v-14b-720p": "wan2.1-i2v-14b-720p",
-    "wan2.1-fun-14b-control": "wan2.1-i2v-14b-480p",
-    "wan2.1-fun-14b-inp": "wan2.1-i2v-14b-480p",
-    "wan2.1-fun-v1.1-14b-control": "wan2.1-i2v-14b-480p",
-    "wan2.1-fun-v1.1-14b-inp": "wan2.1-i2v-14b-480p",
-    "wan2.2-fun-a14b-control": "wan2.2-i2v-a14b",
-    "wan2.2-fun-a14b-inp": "wan2.2-i2v-a14b",
-}
-"""Other weights of the same shape, but for what goes in and a few layers around the blocks, by the names that trainers
-give them -> our model."""
-
-
 @functools.cache
 def _known_models() -> dict[str, str]:
-    """Last part of every name and alias, in lower case -> our name."""
-    names = dict(ALIKE)
-    for name in lookup.model_names():
-        for alias in (name, *lookup.model(name).aliases):
-            names.setdefault(alias.lower().rpartition("/")[2], name)
+    """Last part of every name and alias, in lower case -> our name; of other weights of a model's shape too."""
+    models = [lookup.model(name) for name in lookup.model_names()]
+    names = {alike: model.name for model in models for alike in model.traits.same_shape}
+    for model in models:
+        for alias in (model.name, *model.aliases):
+            names.setdefault(alias.lower().rpartition("/")[2], model.name)
     return names
 
 

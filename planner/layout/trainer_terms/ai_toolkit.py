@@ -25,10 +25,10 @@ def loaded_on_the_cpu(run: Run) -> None:
     run.host.loads_on_cpu = run.host.quantises_loaded = True
 
 
-def kontext_is_moved_whole(run: Run) -> None:
+def moved_whole(run: Run) -> None:
     """FLUX.1 Kontext goes to the GPU whole before it is quantised, whatever `low_vram` says
     (extensions_built_in/diffusion_models/flux_kontext/flux_kontext.py ``transformer.to(self.quantize_device)``)."""
-    if run.facts.model.name == "flux.1-kontext-dev":
+    if run.facts.model.trained_with("ai-toolkit", "moved-whole"):
         quantised_whole(run)
 
 
@@ -65,7 +65,7 @@ def encoders_at_start(run: Run) -> None:
     behind = 1 + max(at for at, (moment, _) in enumerate(run.load.stretches) if moment.piece == "load")
     if strategy.text_encoder_dtype in QUANTISED:
         nbytes = HALF * model.text_encoder_parameters
-        if model.family == "flux":
+        if model.trained_with("ai-toolkit", "text-encoder-quantised-beside"):
             there = STORED[strategy.text_encoder_dtype] if strategy.text_encoder == "resident" else 0.0
             whole = run.new(nbytes - int(there * model.text_encoder_parameters), "residents", "text encoder in 16 bits")
             run.place(run.load, [whole, ~whole], "quantising the text encoder", at=behind)
@@ -112,7 +112,7 @@ def _swaps(run: Run) -> bool:
 
 
 TERMS: tuple[Term, ...] = (
-    *(loaded_on_the_cpu, modulation_in_8_bits, wider_adapters, kontext_is_moved_whole, encoders_at_start),
+    *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, moved_whole, encoders_at_start),
     *(swap_in_place, layers_in_turn, cache_emptied),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of

@@ -49,8 +49,8 @@ def table_with_each_checkpoint(run: Run) -> None:
 
 
 def _hidden(run: Run) -> int:
-    """The width of Wan's blocks; 0 of other models."""
-    if not run.facts.model.family.startswith("wan"):
+    """The width of the blocks of a model whose positions are in fp64; 0 of other models."""
+    if not run.facts.model.trained_with("diffsynth", "positions-in-fp64"):
         return 0
     config = run.facts.model.config
     return int(config["num_attention_heads"] * config["attention_head_dim"])

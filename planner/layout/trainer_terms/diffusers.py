@@ -5,10 +5,10 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
-from planner.layout.cogvideox_positions import table_in_half
 from planner.layout.encoders_vae import ComponentRun, alive, load, work
 from planner.layout.phases import encoders, take_sizes, weights_on_gpu
 from planner.layout.run import SERVICE, Run, Term
+from planner.layout.stored_positions import table_in_half
 from planner.tape.program import Moment, Stage
 
 RGB = 3

@@ -23,12 +23,8 @@ def kahan_buffer(run: Run) -> None:
     run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
 
 
-def flux_in_8_bits(run: Run) -> None:
-    """Of FLUX.1 the modulation is cast too (models/flux.py KEEP_IN_HIGH_PRECISION)."""
-    if run.facts.model.family == "flux":
-        modulation_in_8_bits(run)
-
-
-TERMS: tuple[Term, ...] = (flux_in_8_bits, wider_adapters, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer)
+TERMS: tuple[Term, ...] = (
+    *(modulation_in_8_bits("diffusion-pipe"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer),
+)
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers with ``x.to('cpu')`` (utils/unsloth_utils.py)."""

@@ -14,9 +14,6 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Job, Machine, Strategy
 from planner.tape.program import Stage
 
-ALL_LINEAR = ("wan", "qwen-image")
-"""Families whose wider recorded choice is every linear layer of the blocks but modulation."""
-
 
 def on_all_linear(profile: ModelProfile, weights_dtype: object) -> tuple[str, ...] | None:
     """`lora_targets` of a trainer that adapts every linear layer of the blocks; None is the model's usual layers.
@@ -24,7 +21,7 @@ def on_all_linear(profile: ModelProfile, weights_dtype: object) -> tuple[str, ..
     Those are taken where the wider choice is not recorded: of other families, and over a quantised base
     (`planner.tape.variants.precisions`), where `wider_adapters` adds what is missing.
     """
-    wide = profile.lora.wide if profile.family.startswith(ALL_LINEAR) else ()
+    wide = profile.lora.wide if profile.traits.wide_is_all_linear else ()
     return wide if wide and weights_dtype not in QUANTISED else None
 
 
@@ -33,7 +30,7 @@ def note(profile: ModelProfile, targets: object) -> str | None:
     if targets is not None:
         return None
     what = f"it adapts every linear layer of the blocks, priced on {profile.title}'s usual ones"
-    wide = profile.lora.wide and profile.family.startswith(ALL_LINEAR)
+    wide = profile.lora.wide and profile.traits.wide_is_all_linear
     return f"{what} and what more of them take over a base in 16 bits" if wide else what
 
 
@@ -51,7 +48,7 @@ def wider_adapters(run: Run) -> None:
     weights, gradients and states, and what the step keeps for them."""
     wide = run.facts.model.lora.wide
     asked = run.job.method == "lora" and run.job.lora_targets is None and run.strategy.weights_dtype in QUANTISED
-    if not asked or not wide or not run.facts.model.family.startswith(ALL_LINEAR):
+    if not asked or not wide or not run.facts.model.traits.wide_is_all_linear:
         return
     strategy = Strategy.read(
         {

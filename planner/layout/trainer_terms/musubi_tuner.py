@@ -13,19 +13,15 @@ from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, modula
 def modulation_in_16_bits(run: Run) -> None:
     """``--fp8_scaled`` left Qwen-Image's modulation layers, a third of each block, in 16 bits until 2025-09-18
     (qwen_image/qwen_image_model.py FP8_OPTIMIZATION_EXCLUDE_KEYS, changed in 0df4bee)."""
-    if run.strategy.weights_dtype == "fp8" and run.facts.model.family == "qwen-image":
+    if run.strategy.weights_dtype == "fp8" and run.facts.model.trained_with("musubi-tuner", "modulation-in-16-bits"):
         for name, buffer in run.named("weight").items():
             if "_mod." in name:
                 run.resize(buffer, 2 * run.sizes[buffer])
 
 
-def hunyuan_in_8_bits(run: Run) -> None:
-    """HunyuanVideo is cast whole (hunyuan_model/models.py ``load_transformer``)."""
-    if run.facts.model.family == "hunyuan-video":
-        modulation_in_8_bits(run)
-
-
-TERMS: tuple[Term, ...] = (hunyuan_in_8_bits, wider_adapters, swap_in_place, checkpoints_saved_on_cpu)
+TERMS: tuple[Term, ...] = (
+    *(modulation_in_8_bits("musubi-tuner"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu),
+)
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 

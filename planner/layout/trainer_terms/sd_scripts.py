@@ -14,6 +14,8 @@ from planner.layout.trainer_terms.shared import (
     swap_in_place,
 )
 
-TERMS: tuple[Term, ...] = (modulation_in_8_bits, swap_in_place, checkpoints_saved_on_cpu, cache_emptied)
+TERMS: tuple[Term, ...] = (
+    *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
+)
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from planner.layout.run import Run
+from planner.layout.run import Run, Term
 from planner.layout.single_gpu import fetched_when_needed
 from planner.spec.job import SPLIT
 
@@ -29,16 +29,22 @@ MODULATION = re.compile(r"\.norm\w*\.linear\.weight")
 """The layers of FLUX.1's and HunyuanVideo's blocks that make scales and shifts, by the ends of diffusers' names."""
 
 
-def modulation_in_8_bits(run: Run) -> None:
-    """An fp8 base whose every linear layer is cast, where diffusers' layerwise casting, which is recorded, leaves what
-    it calls a norm in 16 bits: in FLUX.1 and HunyuanVideo a fourth of the model. sd-scripts flux_train_network.py
-    ``model.to(torch.float8_e4m3fn)`` at 48d368f; musubi-tuner hunyuan_model/models.py ``load_transformer`` at 30c658c;
-    ai-toolkit toolkit/util/quantize.py ``quantize`` at 27a03a9; diffusion-pipe models/flux.py KEEP_IN_HIGH_PRECISION
-    at 8f83dbf."""
-    if run.strategy.weights_dtype == "fp8" and run.facts.model.family in ("flux", "hunyuan-video"):
+def modulation_in_8_bits(trainer: str) -> Term:
+    """The term of a trainer that casts every linear layer of an fp8 base, where diffusers' layerwise casting, which is
+    recorded, leaves what it calls a norm in 16 bits: in FLUX.1 and HunyuanVideo a fourth of the model. sd-scripts
+    flux_train_network.py ``model.to(torch.float8_e4m3fn)`` at 48d368f; musubi-tuner hunyuan_model/models.py
+    ``load_transformer`` at 30c658c; ai-toolkit toolkit/util/quantize.py ``quantize`` at 27a03a9; diffusion-pipe
+    models/flux.py KEEP_IN_HIGH_PRECISION at 8f83dbf. Of which models, their profiles say."""
+
+    def term(run: Run) -> None:
+        """Modulation layers take half of what was recorded, where the trainer casts them too."""
+        if run.strategy.weights_dtype != "fp8" or not run.facts.model.trained_with(trainer, "modulation-in-8-bits"):
+            return
         for name, buffer in run.named("weight").items():
             if MODULATION.search(name) and name not in run.named("gradient"):
                 run.resize(buffer, run.sizes[buffer] // 2)
+
+    return term
 
 
 def cache_emptied(run: Run) -> None:

@@ -11,9 +11,8 @@ from planner.estimate.estimate import estimate
 from planner.layout.inputs import facts
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
-from planner.tape.variants import IN_FP32_THEMSELVES, TORCH_RMS_NORM
 
-MODELS = [name for name in lookup.model_names() if lookup.model(name).family in TORCH_RMS_NORM]
+MODELS = [name for name in lookup.model_names() if lookup.model(name).traits.rms_norm != "none"]
 
 
 def peak_bytes(name: str, torch: str | None, **strategy: object) -> int:
@@ -28,7 +27,7 @@ def peak_bytes(name: str, torch: str | None, **strategy: object) -> int:
 def test_a_step_under_an_older_torch_keeps_less(name: str) -> None:
     older = peak_bytes(name, "2.11.0+cu130")
     newer = peak_bytes(name, "2.12")
-    assert older == newer if lookup.model(name).family in IN_FP32_THEMSELVES else older < 0.99 * newer
+    assert older == newer if lookup.model(name).traits.rms_norm == "torch-in-fp32" else older < 0.99 * newer
     assert peak_bytes(name, None) == newer == peak_bytes(name, "2.13.0")
     assert peak_bytes(name, "2.9") == older
 

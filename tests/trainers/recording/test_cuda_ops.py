@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import profiles
 from planner.catalog import lookup
-from planner.tape.variants import TORCH_RMS_NORM, StepVariant
+from planner.tape.variants import StepVariant
 from trainers.recording import cuda_ops, op_table
 from trainers.recording.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
 from trainers.recording.tapes import shallow_config
@@ -303,4 +303,4 @@ def test_families_that_call_torch_s_rms_norm_are_known(family: str) -> None:
     job, strategy = next(StepVariant.all(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy, shallow_config(profile))
     sources = (inspect.getsource(kind) for kind in {type(module) for module in model.modules()})
-    assert any("F.rms_norm(" in source for source in sources) == (family in TORCH_RMS_NORM)
+    assert any("F.rms_norm(" in source for source in sources) == (profile.traits.rms_norm != "none")

@@ -14,7 +14,8 @@ from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
-from trainers.families import FAMILIES, family
+from trainers import families
+from trainers.families import family
 from trainers.step import step
 from trainers.step.optimizers import make_optimizer
 
@@ -302,7 +303,7 @@ def batch(profile: ModelProfile, strategy: Strategy, seed: int = 1) -> dict[str,
 
 
 def test_the_tiny_models_are_of_all_families() -> None:
-    assert {lookup.model(name).family for name in MODELS} == set(FAMILIES)
+    assert {families.file_of(lookup.model(name)) for name in MODELS} == set(families.files())
 
 
 def test_inputs_have_the_format_that_weights_have_when_they_are_used() -> None:

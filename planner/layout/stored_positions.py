@@ -1,4 +1,5 @@
-"""CogVideoX 1.0's table of sine positions: stored for the shape a model is made for, computed anew for any other."""
+"""A table of sine positions, as CogVideoX 1.0 has: stored for the shape a model is made for, computed anew for any
+other."""
 
 from __future__ import annotations
 
@@ -6,8 +7,6 @@ from planner.catalog.profiles import ModelProfile
 from planner.layout.phases import validation_grid
 from planner.layout.run import Run
 from planner.tape.program import Program, Stage
-
-TABLE = "patch_embed.pos_embedding"
 
 
 def stored_positions(run: Run) -> None:
@@ -30,7 +29,7 @@ def table_in_half(run: Run) -> None:
     """A script that casts the whole model casts the table too, and adding it to what is embedded takes no copy then."""
     if not _has_table(run):
         return
-    table = run.named("weight")[TABLE]
+    table = run.named("weight")[run.facts.model.traits.stored_positions]
     run.resize(table, run.sizes[table] // 2)
     if not _made_for(run.facts.model, run.grid):
         return
@@ -40,7 +39,9 @@ def table_in_half(run: Run) -> None:
 
 
 def _has_table(run: Run) -> bool:
-    return TABLE in run.named("weight") and not run.facts.model.config.get("use_learned_positional_embeddings")
+    model = run.facts.model
+    learned = model.config.get("use_learned_positional_embeddings")
+    return model.traits.stored_positions in run.named("weight") and not learned
 
 
 def _made_for(model: ModelProfile, grid: dict[str, int]) -> bool:

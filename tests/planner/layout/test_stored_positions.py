@@ -1,4 +1,4 @@
-"""planner/layout/cogvideox_positions.py on the tapes of CogVideoX-2B: its table of positions is made anew at foreign
+"""planner/layout/stored_positions.py on the tapes of CogVideoX-2B: its table of positions is made anew at foreign
 shapes only."""
 
 from __future__ import annotations

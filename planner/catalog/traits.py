@@ -1,0 +1,145 @@
+"""What is true of a model, a VAE or a text encoder and stands in no config: the `traits` tables of a model's TOML file.
+
+Configs say how large a model is. How its code in diffusers works through a batch, how pipelines call it and what other
+trainers do with it is said here, so that no code asks for a model's name. Traits are no part of `--json`, and a model
+of the user's own has those of the bundled models of its classes (`planner.catalog.lookup`).
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from planner.schema import Count, Flag, Record
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class VaeTraits(Record):
+    """What the class of a VAE does that its config does not say (diffusers models/autoencoders). Alike for all VAEs of
+    a class."""
+
+    images: Flag = False
+    """it works on images (batch, channels, rows, columns), which have no axis of frames"""
+    chunks: tuple[Count, Count] | None = None
+    """latent frames of the first chunk and of each further one, where it takes a clip in chunks: Wan's, Qwen-Image's
+    and EasyAnimate's one by one with a cache, CogVideoX's 8 frames (2 latent) and what is left in the first"""
+    fewest_chunks: Count = 5
+    """chunks a tape has at least: three from the start and two from the end, more where it addresses more from its end,
+    because it does not unfold at fewer. A shorter clip is priced like this one"""
+    frame_tiles: tuple[Count, Count] | None = None
+    """latent frames of a tile and of the stride, where it takes a long clip in overlapping tiles of frames:
+    HunyuanVideo's 16+1 frames, 12 apart (``use_framewise_encoding``)"""
+    splits_convolutions: Flag = False
+    """a convolution over too many numbers is split in time, copied and joined (autoencoder_kl_cogvideox.py,
+    CogVideoXSafeConv3d, which Mochi's has too)"""
+    first_frame: Literal["alike", "apart", "whole", "repeated"] = "alike"
+    """how a clip's first frame is resampled. apart: by itself, so that the F - 1 others are a length of their own
+    (autoencoder_kl_hunyuanvideo15.py: HunyuanVideo15Downsample, HunyuanVideo15Upsample); whole: decoded to as many
+    frames as the others, and those too many are dropped at the end (autoencoder_kl_mochi.py:
+    drop_last_temporal_frames); repeated: put in front once more before a clip's frames are halved, and twice for the
+    convolution, 2F + 2 at the lowest level (autoencoder_kl_ltx.py: LTXVideoDownsampler3d)"""
+
+    @property
+    def has_image_tapes(self) -> bool:
+        """Whether one frame is recorded apart from a clip: it goes through whole, a clip in chunks or tiles."""
+        return self.chunks is not None or self.frame_tiles is not None
+
+
+class EncoderStates(Record):
+    """How a pipeline takes the hidden states of a language model's layers, all of which are there until the forward is
+    over (diffusers 0.42, pipelines/)."""
+
+    stacked: Annotated[int, Field(strict=True, ge=-1)] = 0
+    """how many of the last ones it joins, -1 for all; 0: it takes one as it is"""
+    dim: Annotated[int, Field(strict=True, ge=-1)] = 0
+    """the axis they are joined along"""
+    cache: Flag = True
+    """keys and values of all layers stay too: the forward's default, which no pipeline reads"""
+    masked: Flag = True
+    """prompts are filled up to one length, so that every layer takes a mask of all pairs"""
+
+
+class EncoderTraits(Record):
+    """What the class of a text encoder does that its config does not say. Alike for all encoders of a class."""
+
+    package: Annotated[str, Field(pattern=r"^(transformers|diffusers(\.pipelines\.\w+)?)$")] = "transformers"
+    """where its class is; diffusers has some of its own"""
+    kept_in_fp32: str = ""
+    """end of the names of weights that ``from_pretrained`` leaves in fp32 where the rest is loaded in fp16
+    (transformers modeling_t5.py and modeling_umt5.py ``_keep_in_fp32_modules``; bf16 is not held back)"""
+    states: EncoderStates | None = None
+    """of a language model as encoder, of whose layers pipelines take the hidden states; None: its output is taken"""
+    aligned_prompts: Flag = False
+    """all models call it with prompts of a multiple of 8 tokens: such rows of a mask need no padding"""
+
+
+class SplitPlan(Record):
+    """What diffusers' context parallelism splits of a model (its ``_cp_plan``, diffusers/models/transformers)."""
+
+    text: Flag
+    """the text's tokens as well as the clip's"""
+    from_the_start: Flag
+    """already what goes into the model, not what goes into its blocks"""
+    every_attention: Flag
+    """else a block's first: the others look at the text, which every GPU has whole"""
+
+
+TrainerTrait = Literal[
+    "modulation-in-8-bits",
+    "modulation-in-16-bits",
+    "positions-in-fp64",
+    "moved-whole",
+    "moved-whole-without-low-vram",
+    "text-encoder-quantised-beside",
+]
+"""What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
+
+The first two: layers that make scales and shifts, over an fp8 base. positions-in-fp64: queries and keys are turned so.
+moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
+"""
+
+
+class Traits(Record):
+    """What is true of a model and stands in no config: what its class in diffusers does, how its pipeline calls it, and
+    what trainers do with it."""
+
+    same_shape: tuple[Text, ...] = ()
+    """other weights of the same shape, but for what goes in and a few layers around the blocks, by the names that
+    trainers give them"""
+    part: Text = "transformer"
+    """what pipelines call it: its folder, and the prefix of its LoRA weights"""
+    trained_by: str = ""
+    """file in trainers/families that trains it, where that is not the family's"""
+    frames_per_second: Count | None = None
+    """of the clips a video model was trained on, where `inputs` has no frame_rate that the model is given"""
+    stages: Flag = False
+    """its stacks are the levels of a UNet, each of a resolution of its own with several blocks inside: those are what
+    is checkpointed and compiled, and nothing of it is swapped by a search"""
+    head_dim_counts_heads: Flag = False
+    """attention_head_dim in the config is the number of heads, in spite of its name (diffusers UNets)"""
+    last_block_apart: Flag = False
+    """the last block is unlike the others, and recorded beside them: it has no output for the text"""
+    ends_in_linear: Flag = False
+    """its blocks end in a linear layer: recomputation that stops as early as it can would stop inside it, and leave the
+    weights of an fp8 base as they were cast"""
+    fp8_base: Flag = True
+    """LoRA trains over a base in fp8 by diffusers' layerwise casting; a convolution's backward reads its weights, which
+    are cast back by then"""
+    rms_norm: Literal["none", "torch", "torch-in-fp32"] = "none"
+    """torch: its blocks call torch's own RMSNorm, which CUDA's autocast computes in fp32 since 2.12; torch-in-fp32:
+    they do, and cast to fp32 themselves, whatever autocast does; none: they do not (diffusers' class of that name is
+    made of other operators)"""
+    guidance_in_one_batch: Flag = False
+    """its pipeline runs the prompt and the empty prompt as one batch of two (diffusers pipelines); else the model is
+    called twice, or was distilled to need it once"""
+    stored_positions: str = ""
+    """buffer with the table of sine positions for the shape in the config, from which any other shape's is made anew"""
+    wide_is_all_linear: Flag = False
+    """`lora.wide` is every linear layer of the blocks but modulation"""
+    split: SplitPlan | None = None
+    """what context parallelism splits; None: it cannot"""
+    split_fault: str = ""
+    """why not, where diffusers has a plan that does not run"""
+    trainers: dict[str, tuple[TrainerTrait, ...]] = {}
+    """what other trainers do with it, by the trainer's name"""
