@@ -79,6 +79,11 @@ class TextEncoder(Record):
         """The folder of its tapes, by class and config."""
         return _folder(self.class_name, self.config)
 
+    @property
+    def sees(self) -> bool:
+        """Whether it encodes an image instead of a prompt."""
+        return "image_size" in self.config
+
 
 class ShapeRules(Record):
     """Which clips the model takes, and which are usual."""

@@ -92,11 +92,16 @@ TrainerTrait = Literal[
     "moved-whole",
     "moved-whole-without-low-vram",
     "text-encoder-quantised-beside",
+    "own-model",
+    "shift-by-size",
+    "vae-in-fp32",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
 The first two: layers that make scales and shifts, over an fp8 base. positions-in-fp64: queries and keys are turned so.
 moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
+own-model: it is what the trainer's own scripts build. shift-by-size: sampling's shift is to be set by the size.
+vae-in-fp32: the VAE overflows in half precision.
 """
 
 

@@ -113,7 +113,7 @@ def forward(
         # beside each other behind every token: a copy, when they were joined in front of the tokens
         return joined.permute(0, 2, 1, 3).flatten(2) if states.dim == 1 else joined
 
-    if "image_size" in config:
+    if encoder.sees:
         return see
     if "num_mel_bins" in config:
         return hear

@@ -99,6 +99,11 @@ OFFLOAD_NOTE = (
 OFFLOAD_COST = "slower: the copies are pageable and synchronous"
 
 
+def folder_of(model: str) -> str | None:
+    """Folder of the example that trains a model; None where there is none."""
+    return FOLDERS.get(lookup.model(model).family.partition("-")[0])
+
+
 def files_of(fields: Fields) -> list[str]:
     """The files of a model as `--model_id_with_origin_paths` lists them."""
     name = str(fields["model"])

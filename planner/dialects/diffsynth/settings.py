@@ -49,6 +49,7 @@ from planner.dialects.diffsynth.names import (
     SPLIT_COST,
     WAN_LAYERS,
     files_of,
+    folder_of,
 )
 from planner.errors import VplanError
 from planner.layout.trainer_terms.diffsynth import OFFLOADED
@@ -82,7 +83,7 @@ def _profile(settings: Settings) -> ModelProfile:
 
 
 def _is_wan(model: str) -> bool:
-    return lookup.model(model).family.startswith("wan")
+    return folder_of(model) == FOLDERS["wan"]
 
 
 def _listed(settings: Settings) -> list[str]:
@@ -277,11 +278,11 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
     if plan.machine.nodes > 1:
         launcher.append(f"--num_machines {plan.machine.nodes}")
-    settings = {"script": f"examples/{FOLDERS[model.family.partition('-')[0]]}/model_training/train.py", **settings}
+    settings = {"script": f"examples/{folder_of(model.name)}/model_training/train.py", **settings}
     data = {"--dataset_base_path": "data/my_set", "--dataset_metadata_path": "data/my_set/metadata.csv"}
     extra: dict[str, object] = {"--learning_rate": "1e-4", "--num_epochs": 5, "--output_path": "models/train/out"}
     extra["--remove_prefix_in_ckpt"] = "pipe.dit."
-    if any(encoder.name.startswith("clip-vit") for encoder in model.text_encoders):
+    if any(encoder.sees for encoder in model.text_encoders):
         extra["--extra_inputs"] = "input_image"
     text, train = export_line(plan), own_settings(settings)
     if plan.strategy.text_encoder == "cached":

@@ -231,10 +231,10 @@ def _vae_dtype(settings: Settings) -> Fields:
 
 
 def _say_vae_dtype(fields: Fields) -> Settings:
-    sdxl = fields["model"] == "sdxl"
-    if fields["vae_dtype"] == "bf16" and sdxl:
+    overflows = lookup.model(fields["model"]).trained_with("diffusers", "vae-in-fp32")
+    if fields["vae_dtype"] == "bf16" and overflows:
         return {"--pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}
-    if fields["vae_dtype"] != ("fp32" if sdxl else "bf16"):
+    if fields["vae_dtype"] != ("fp32" if overflows else "bf16"):
         raise NotSaidError(Inexpressible("vae_dtype", fields["vae_dtype"], "bf16", "the VAE has --mixed_precision"))
     return {}
 

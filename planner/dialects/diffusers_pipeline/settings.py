@@ -231,7 +231,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{fields['frames']} frames, the model's usual length: the call does not say"
     if fields["vae_dtype"] == "fp32":
         yield "the VAE decodes in fp32: twice the memory of bf16"
-    if lookup.model(fields["model"]).family.startswith("wan"):
+    if lookup.model(fields["model"]).trained_with("diffusers-pipeline", "shift-by-size"):
         yield "flow_shift is 3.0 at 480p and 5.0 at 720p for Wan 2.1"
 
 

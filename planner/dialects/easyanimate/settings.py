@@ -99,7 +99,7 @@ def _say_model(fields: Fields) -> Settings:
 
 
 def _say_own_model(fields: Fields) -> Settings:
-    if lookup.model(fields["model"]).family != "easyanimate":
+    if not lookup.model(fields["model"]).trained_with("easyanimate", "own-model"):
         why = "its scripts build EasyAnimate's own transformer"
         raise NotSaidError(Inexpressible("model", fields["model"], "easyanimate-v5.1-7b", why))
     return _say_model(fields)
@@ -157,8 +157,8 @@ def _say_validation(fields: Fields) -> Settings:
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    family = lookup.model(fields["model"]).family
-    if "--vae_mini_batch" in settings and (fields["batch_size"] == 1 or family == "easyanimate"):
+    own = lookup.model(fields["model"]).trained_with("easyanimate", "own-model")
+    if "--vae_mini_batch" in settings and (fields["batch_size"] == 1 or own):
         alone = "with batch 1 there is nothing to split"
         many = "the VAE itself takes 4 frames at a time, whatever it says"
         why = f"it splits over the batch, not over frames: {alone if fields['batch_size'] == 1 else many}"
@@ -208,7 +208,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         extra["--train_mode"] = "inpaint"
     if plan.job.method == "full":
         extra["--trainable_modules"] = "."
-    if lookup.model(plan.job.model).family == "easyanimate":
+    if lookup.model(plan.job.model).trained_with("easyanimate", "own-model"):
         extra["--config_path"] = "config/easyanimate_video_v5.1_magvit_qwen.yaml"
     return {"train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher)}
 

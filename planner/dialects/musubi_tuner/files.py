@@ -63,7 +63,7 @@ def _script(plan: Plan, settings: Settings) -> str:
     fp8 = {name: value for name, value in own.items() if name in ("--fp8_t5", "--fp8_llm", "--fp8_vl", *_FP8)}
     data: dict[str, object] = {"--dataset_config": "dataset.toml"}
     latents: Settings = {"script": caching.format("latents")}
-    if family == "wan" and "i2v" in plan.job.model:
+    if family == "wan" and str(own.get("--task")).startswith("i2v"):
         latents["--i2v"] = True
     if "--vae_dtype" in own:
         latents["--vae_dtype"] = own["--vae_dtype"]
