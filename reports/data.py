@@ -18,7 +18,7 @@ from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
 from planner.hardware.memory_trace import Overlay
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.search import capacity_axes
 from planner.search import ladder as ways_of
@@ -122,7 +122,7 @@ class Builder:
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
         known = self.model if job.model == self.plan.job.model else None
-        return facts(job, strategy, machine, known, self.cards[machine.gpu])
+        return load_facts(job, strategy, machine, known, self.cards[machine.gpu])
 
     def estimate(self) -> Estimate:
         """The plan's own, or a new one where its file has none."""
@@ -316,11 +316,11 @@ def ways(seen: Sequence[QuickEstimate], plan: Plan, search: Search) -> tuple[Run
 
 
 def _predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-    return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine), trainer))
+    return Prediction.of(estimate(job, strategy, machine, load_facts(job, strategy, machine), trainer))
 
 
 def _after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
-    return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)
+    return after_step_bytes(job, strategy, machine, load_facts(job, strategy, machine), trainer)
 
 
 def environment(made: str) -> tuple[Fact, ...]:

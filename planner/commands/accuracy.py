@@ -143,7 +143,7 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
     all probes of other plans."""
     from planner.estimate.estimate import estimate
     from planner.evidence.from_ledger import with_learned
-    from planner.layout.inputs import facts
+    from planner.layout.inputs import load_facts
 
     ids = {row.id for row in own}
     before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
@@ -154,7 +154,7 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
         def predict(
             job: Job, strategy: Strategy, machine: Machine, trainer: str, others: list[ProbeRow] = others
         ) -> Prediction:
-            known = with_learned(facts(job, strategy, machine), trainer, others)
+            known = with_learned(load_facts(job, strategy, machine), trainer, others)
             return Prediction.of(estimate(job, strategy, machine, known, trainer))
 
         after += compare([row], predict, lambda *_: 0)
@@ -221,14 +221,14 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
 def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     """The real estimator, imported only when there is something to compare. `cards`: what is known better of some."""
     from planner.estimate.estimate import after_step_bytes, estimate
-    from planner.layout.inputs import facts
+    from planner.layout.inputs import load_facts
 
     def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
         card = cards.get(machine.gpu) if trainer == "vplan" else None
-        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine, gpu=card), trainer))
+        return Prediction.of(estimate(job, strategy, machine, load_facts(job, strategy, machine, gpu=card), trainer))
 
     def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
-        return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)
+        return after_step_bytes(job, strategy, machine, load_facts(job, strategy, machine), trainer)
 
     return predict, after_step
 

@@ -21,7 +21,7 @@ from planner.commands._shared.verb import (
 from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.plan import Plan, write_plan
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
     request = asked.settle()
     if request.frames_max:
         raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
-    known = facts(request.job, request.strategy, request.machine, request.model, request.gpu)
+    known = load_facts(request.job, request.strategy, request.machine, request.model, request.gpu)
     known = with_learned(known, asked.trainer)
     found = assess(request.job, request.strategy, request.machine, known, asked.trainer).estimate
     found = found.replace(assumptions=(*request.assumptions, *found.assumptions))

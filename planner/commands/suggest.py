@@ -29,7 +29,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.parallel import spread
 from planner.search.objectives import PREFERRED, Relaxed, largest, relaxed
@@ -149,7 +149,7 @@ class _Wanted:
         self.screen = Screen(self._facts, asked.trainer)
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        found = facts(job, strategy, machine, None, self.cards[machine.gpu])
+        found = load_facts(job, strategy, machine, None, self.cards[machine.gpu])
         return replace(found, measurements=self._learned(found.model.name, found.gpu))
 
     def _learned(self, model: str, gpu: GpuProfile) -> ModelMeasurements:
@@ -181,7 +181,7 @@ class _Wanted:
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - request.machine.reserve:
                 continue
             machine = request.machine.replace(gpu=card.name)
-            known = facts(plan.job, plan.strategy, machine, request.model, card)
+            known = load_facts(plan.job, plan.strategy, machine, request.model, card)
             there = assess(plan.job, plan.strategy, machine, known, self.asked.trainer, self.screen.lay_out, like=there)
             if there.estimate.verdict != plan.verdict:
                 found.append(there.estimate)

@@ -33,7 +33,7 @@ from planner.commands._shared.verb import (
 from planner.errors import VplanError
 from planner.evidence.measurement import Setup
 from planner.launch.supported import check_computers
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.search.objectives import PREFERRED
 from planner.search.question import Question, Switch
 from planner.search.screening import Screen
@@ -144,7 +144,7 @@ def command(
     if real:
         check_computers(request.machine)
     goal = _goal(asked, request, prefer)
-    screen = Screen(lambda job, way, machine: facts(job, way, machine, request.model, request.gpu))
+    screen = Screen(lambda job, way, machine: load_facts(job, way, machine, request.model, request.gpu))
     question = Question(
         request.job, request.strategy, request.machine, request.model, request.gpu, request.fixed, allow is not None
     )

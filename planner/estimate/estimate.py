@@ -206,7 +206,7 @@ def _sides(
     lowest, highest = fragmentation.reserved_range(played)
     found, share = _reserved(played), correction.share(where)
     more = max(round(share * (highest - found)), most_bytes - device_bytes)
-    return fragmentation.widened(correction.sides_of(where), device_bytes, round(share * (found - lowest)), more)
+    return fragmentation.widen(correction.sides_of(where), device_bytes, round(share * (found - lowest)), more)
 
 
 def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> tuple[ReplayedStage, int]:

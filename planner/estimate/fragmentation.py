@@ -38,7 +38,7 @@ def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
     return max(apart, min(found, *others)), max(found, *others)
 
 
-def widened(sides: Sides, device_bytes: int, less_bytes: int, more_bytes: int) -> Sides:
+def widen(sides: Sides, device_bytes: int, less_bytes: int, more_bytes: int) -> Sides:
     """The margin around what holes may make of a peak: so much less, so much more."""
     below, above = sides
     lowest, highest = 1 - less_bytes / device_bytes, 1 + more_bytes / device_bytes

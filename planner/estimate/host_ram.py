@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from planner.layout import experts
 from planner.layout.checkpoint_inputs import block_inputs, shared_inputs
-from planner.layout.encoders_vae import STORED
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.fp32_masters import master_bytes
-from planner.layout.group_offload import host_sizes
-from planner.layout.phases import caching, encoders, weights_on_gpu
+from planner.layout.group_offload import host_copy_bytes
+from planner.layout.phases import encoders, encoding_runs, weights_on_gpu
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
 from planner.layout.single_gpu import ema_bytes
@@ -104,7 +104,7 @@ def _training(run: Run, machine: Machine) -> dict[PhaseName, Parts]:
         phases["denoise"] = {**held, "weights": held["weights"] + max(grouped, applying)}
         moved = grouped if strategy.group_offload != "none" else model if strategy.validation_mode == "offload" else 0
         phases["decode"] = {**held, "weights": held["weights"] + moved}
-    phases["save"] = {**held, "saving": nvme.checkpoint_bytes(run)}
+    phases["save"] = {**held, "saving": nvme.checkpoint_host_bytes(run)}
     return phases
 
 
@@ -242,7 +242,7 @@ def _sampling(run: Run) -> dict[PhaseName, Parts]:
     grouped, applying = _groups(run)
     held, model = _held(run, run.machine)["weights"], _weights(run)
     if strategy.vae == "swapped":
-        held += int(vae.parameters * STORED[strategy.vae_dtype])
+        held += int(vae.parameters * BYTES_PER_PARAMETER[strategy.vae_dtype])
     away = model if strategy.vae == "swapped" and not grouped else 0
     before = model if strategy.text_encoder == "swapped" else 0
     return {
@@ -268,7 +268,7 @@ def _groups(run: Run) -> tuple[int, int]:
         return 0, 0
     sizes = {name: run.sizes[buffer] for name, buffer in run.named("weight").items()}
     lists = {entry.module_list for entry in run.facts.step.runs}
-    pageable, pinned = host_sizes(strategy.group_offload, strategy.group_offload_stream, sizes, lists)
+    pageable, pinned = host_copy_bytes(strategy.group_offload, strategy.group_offload_stream, sizes, lists)
     plain = sum(sizes.values())
     return pageable + pinned, plain + pinned if strategy.group_offload == "block" else max(plain, pinned)
 
@@ -278,7 +278,7 @@ def _groups(run: Run) -> tuple[int, int]:
 
 def _waiting(run: Run) -> int:
     """The most that a text encoder keeps in host RAM while it encodes before the model is there."""
-    return max((encoding.encoding_only.waiting_bytes for encoding in caching(run, may_wait=True)), default=0)
+    return max((encoding.encoding_only.waiting_bytes for encoding in encoding_runs(run, may_wait=True)), default=0)
 
 
 def _swapped_encoders(run: Run) -> int:
@@ -286,7 +286,11 @@ def _swapped_encoders(run: Run) -> int:
     places = ["swapped"]
     if run.samples_only and run.strategy.group_offload != "none":  # a resident one waits too, all but its turn
         places.append("resident")
-    return sum(int(entry.parameters * STORED[entry.dtype]) for place in places for entry in encoders(run, place, 1))
+    return sum(
+        int(entry.parameters * BYTES_PER_PARAMETER[entry.dtype])
+        for place in places
+        for entry in encoders(run, place, 1)
+    )
 
 
 # ---- disk
@@ -296,7 +300,7 @@ def disk_bytes(run: Run) -> int:
     """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well, and
     what an NVMe offload keeps there all the time."""
     if run.strategy.sharding.startswith("zero"):
-        return 14 * run.trained_parameters + nvme.kept_bytes(run)
+        return 14 * run.trained_parameters + nvme.drive_bytes(run)
     if run.strategy.sharding == "fsdp":
         return 3 * trained_bytes(run)
     gradients = run.named("gradient")

@@ -2,7 +2,7 @@
 
 FLOPs and bytes are exact sums over the recorded operators. Every efficiency below is a published measurement of that
 kind of kernel on that kind of card; none is fitted to a step time. A step's kernels are slower than those measured
-alone, see `USUAL`; a trainer's Python and data loading are not in here.
+alone, see `ROOFLINE_USUAL`; a trainer's Python and data loading are not in here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from planner.tape.templates import kept_template
 
 KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
 
-REACHED, USUAL = 0.79, 0.825
+ROOFLINE_LEAST, ROOFLINE_USUAL = 0.79, 0.825
 """The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
 configurations of torchtitan (pytorch/torchtitan#3828)."""
 
@@ -52,7 +52,7 @@ DEFAULT_EFFICIENCY = 0.75
 """Where nobody published one, and for convolutions: what torch's own RuntimeEstimator assumes of every operator
 (torch/distributed/_tools/runtime_estimator.py, pytorch#134243)."""
 
-COPY = 0.9
+COPY_EFFICIENCY = 0.9
 """Reached memory bandwidth over the data sheet's: H100 copies 3.0 of 3.35 TB/s; RTX 4090 918 to 924 of 1008 GB/s
 (tinygrad/open-gpu-kernel-modules#6)."""
 
@@ -86,7 +86,7 @@ class Work(NamedTuple):
 
 Kind = tuple[str, int]
 """(one of tape.KINDS, 1 when its arithmetic is bf16 or fp16)"""
-Term = tuple[str, int, tuple[int, ...]]
+SizeTerm = tuple[str, int, tuple[int, ...]]
 """A kind, and the exponents of the tape's atoms that its coefficients are multiplied with."""
 
 
@@ -144,14 +144,14 @@ class Seconds(NamedTuple):
 
 def symbolic_work(
     tape: Tape, piece: str, counts: Sequence[int] | None = None, only: Choice | None = None, passes: str = ""
-) -> dict[Term, Work]:
+) -> dict[SizeTerm, Work]:
     """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
 
     `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it, or that
     is among the chosen. `passes`: of this pass alone.
     """
     counts = counts or [run.count for run in tape.runs]
-    sums: dict[Term, list[int]] = {}
+    sums: dict[SizeTerm, list[int]] = {}
     for item in tape.pieces[piece]:
         if passes not in ("", item["pass"]):
             continue
@@ -171,7 +171,7 @@ def symbolic_work(
     return {term: Work(*cell) for term, cell in sums.items()}
 
 
-def evaluate(terms: Mapping[Term, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
+def evaluate_work(terms: Mapping[SizeTerm, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
     """Symbolic work at the given values of the tape's atoms."""
     found: dict[Kind, Work] = {}
     for (kind, half, exponents), (flops, nbytes) in terms.items():
@@ -190,10 +190,10 @@ def work_of(
     passes: str = "",
 ) -> dict[Kind, Work]:
     """The work of one piece of a tape at one shape, over the full depth. `grid` as of `planner.catalog.shapes.grid`."""
-    return evaluate(symbolic_work(tape, piece, counts, only, passes), tape.values(grid))
+    return evaluate_work(symbolic_work(tape, piece, counts, only, passes), tape.values(grid))
 
 
-def add(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
+def add_work(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
     """The work of both."""
     found = dict(one)
     for kind, amount in other.items():
@@ -210,7 +210,7 @@ def optimizer_work_of(
 
     `scale`: bytes of trained parameters of the full model per byte recorded.
     """
-    recorded = evaluate(_recorded_work(tape, piece), tape.values(grid))
+    recorded = evaluate_work(_recorded_work(tape, piece), tape.values(grid))
     grows = {kind: scale if one_by_one or kind[0] != KERNELS else 1.0 for kind in recorded}
     return {
         kind: Work(round(amount.flops * grows[kind]), round(amount.nbytes * grows[kind]))
@@ -219,7 +219,7 @@ def optimizer_work_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _recorded_work(tape: Tape, piece: str) -> dict[Term, Work]:
+def _recorded_work(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
     """Of the blocks that were recorded. A search asks for the same ones again and again."""
     return symbolic_work(tape, piece, [run.recorded for run in tape.runs])
 
@@ -253,8 +253,8 @@ def step_seconds(
     hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
-    total = max(_busy(turns, USUAL, 1.0), hidden) + waiting + host
-    slow = _busy(turns, REACHED, SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
+    total = max(_busy_seconds(turns, ROOFLINE_USUAL, 1.0), hidden) + waiting + host
+    slow = _busy_seconds(turns, ROOFLINE_LEAST, SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
     compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
 
@@ -277,7 +277,7 @@ class KernelBatch(NamedTuple):
         return cls(kernels, GAP_SECONDS * launches, each * launches)
 
 
-def _busy(turns: Sequence[KernelBatch], reached: float, slower: float) -> float:
+def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -> float:
     """Seconds of turns whose kernels reach that part of their roofline, and whose launches take so many times as long:
     a turn's kernels begin once its launches do and all kernels before them are done, and end no sooner than its last
     launch."""
@@ -296,7 +296,7 @@ def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine:
 
 
 def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job, head_size: int) -> float:
-    bandwidth = COPY * gpu.bandwidth_gbs * 1e9
+    bandwidth = COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9
     seconds = 0.0
     for (kind, half), amount in work.items():
         if kind == KERNELS:
@@ -350,7 +350,7 @@ def _host_rate(gpu: GpuProfile, machine: Machine) -> float:
     if machine.links and machine.links.host_gbs:
         return machine.links.host_gbs * 1e9
     if gpu.unified or machine.unified:  # the same memory reads and writes every byte
-        return COPY * gpu.bandwidth_gbs * 1e9 / 2
+        return COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9 / 2
     return gpu.link_gbs * 1e9
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from planner.allocator.caching import Replayed
 from planner.allocator.implementation import CachingAllocator
-from planner.layout.phases import caching
+from planner.layout.phases import encoding_runs
 from planner.layout.run import Run
 from planner.spec.plan import PhaseName
 from planner.tape.program import Stage
@@ -49,7 +49,7 @@ def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) ->
     played: list[ReplayedStage] = []
     flat: dict[int, list[int]] = {}
     with without_garbage_collection():
-        for encoding in [encoding for run in runs if cached for encoding in caching(run)]:
+        for encoding in [encoding for run in runs if cached for encoding in encoding_runs(run)]:
             assert encoding.phases.encode is not None
             replayed = replay_encoding(encoding)
             played.append(
@@ -77,7 +77,7 @@ def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) ->
 def reused_replay(run: Run, known: Sequence[ReplayedStage], cached: bool = True) -> list[ReplayedStage]:
     """The replay of a run in which stage by stage the same happens as in one that is known; empty where it does not."""
     here: list[tuple[Run, PhaseName, Stage]] = []
-    for encoding in caching(run) if cached else ():
+    for encoding in encoding_runs(run) if cached else ():
         assert encoding.phases.encode is not None
         here.append((encoding, "encode", encoding.phases.encode))
     here += [(run, phase, stage) for phase, stage in run.stages]

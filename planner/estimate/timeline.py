@@ -29,7 +29,7 @@ from planner.tape.program import Stage
 
 POINTS = 360
 """Moments of a step that are told. The peaks are among them."""
-LEAST = 24
+MIN_POINTS = 24
 """The same of a short stage."""
 STEADY: tuple[PhaseName, ...] = ("train", "optimizer")
 """What a later step is made of; of a job that only samples, a noise level."""
@@ -115,13 +115,13 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
     for index, (_, stage) in enumerate(run.stages[: wanted[-1] + 1]):
         if index in wanted:
             share = points * len(stage.ops) // total
-            history = thin(allocator.timeline(stage.ops, run.sizes), max(share, LEAST))
-            found += _told(run, stage, history, live, names, events)
+            history = thin(allocator.timeline(stage.ops, run.sizes), max(share, MIN_POINTS))
+            found += _points_of(run, stage, history, live, names, events)
             marks += _marks(stage, events)
             events += len(stage.ops)
         else:
             allocator.run(stage.ops, run.sizes)
-        _follow(stage.ops, live)
+        _track_live(stage.ops, live)
         if any(stage is entry for entry in run.empty_cache.after) or (stage is run.load and run.empty_cache.after_load):
             allocator.empty_cache()
     peak = max(found, key=lambda point: sum(point.parts))
@@ -150,7 +150,7 @@ def thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, in
     return [history[index] for index in sorted(kept)]
 
 
-def _follow(ops: Sequence[int], live: dict[int, None]) -> None:
+def _track_live(ops: Sequence[int], live: dict[int, None]) -> None:
     for event in ops:
         if event >= 0:
             live[event] = None
@@ -158,7 +158,7 @@ def _follow(ops: Sequence[int], live: dict[int, None]) -> None:
             live.pop(~event, None)
 
 
-def _told(
+def _points_of(
     run: Run,
     stage: Stage,
     history: Sequence[tuple[int, int, int]],

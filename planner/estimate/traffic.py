@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.estimate.roofline import KERNELS, Kind, StepWork, Traffic, Work, add, optimizer_work_of, work_of
+from planner.estimate.roofline import KERNELS, Kind, StepWork, Traffic, Work, add_work, optimizer_work_of, work_of
 from planner.layout.checkpoint_inputs import block_inputs, shared_inputs
 from planner.layout.experts import exchanged_bytes
 from planner.layout.run import Run, main_piece
@@ -20,7 +20,7 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
     own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
-    return StepWork(both, add(optimizer, own), forward, run.facts.model.head_size)
+    return StepWork(both, add_work(optimizer, own), forward, run.facts.model.head_size)
 
 
 def passes_work(run: Run) -> Passes:
@@ -35,7 +35,7 @@ def _passes_work(run: Run, passes: str) -> dict[Kind, Work]:
     assert facts.checkpointed is not None
     others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks, passes=passes)
     chosen = work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks, passes=passes)
-    return add(others, chosen)
+    return add_work(others, chosen)
 
 
 def traffic(run: Run) -> Traffic:
@@ -75,7 +75,7 @@ def traffic(run: Run) -> Traffic:
         host += weights if strategy.group_offload_stream else 0
         host_waiting += 0 if strategy.group_offload_stream else 2 * weights
     host_waiting += exchanged_bytes(run)
-    return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.moved_bytes(run))
+    return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.drive_traffic_bytes(run))
 
 
 def _split_bytes(run: Run) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog.shapes import grid
 from planner.errors import VplanError, quoted
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.spec.plan import Plan
@@ -165,7 +165,7 @@ def _rounded(nbytes: int) -> int:
 
 def laid_out(plan: Plan) -> Run:
     """A plan's run at its largest shape, as a probe steps it."""
-    known = facts(plan.job, plan.strategy, plan.machine)
+    known = load_facts(plan.job, plan.strategy, plan.machine)
     shapes = [grid(known.model, plan.job, shape) for shape in plan.job.shapes]
     largest = max(shapes, key=lambda at: at["B"] * (at["F"] * at["H"] * at["W"] + at["T"]))
     return lay_out(plan.job, plan.strategy, plan.machine, known, largest)

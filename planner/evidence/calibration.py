@@ -14,7 +14,7 @@ from pydantic import Field
 from planner.catalog import user_data
 from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError, quoted
-from planner.estimate.roofline import COPY, matmul_efficiency
+from planner.estimate.roofline import COPY_EFFICIENCY, matmul_efficiency
 from planner.evidence.measurement import Setup
 from planner.schema import Bytes, NotNegative, Record
 from planner.units import GIB, MIB
@@ -108,7 +108,7 @@ def calibrated(card: GpuProfile, found: Calibration) -> GpuProfile:
     changes: dict[str, object] = {
         "bf16_tflops": matmul if card.bf16_tflops else 0.0,
         "fp16_tflops": card.fp16_tflops * share,
-        "bandwidth_gbs": rates.copy_bytes_per_second / COPY / 1e9,
+        "bandwidth_gbs": rates.copy_bytes_per_second / COPY_EFFICIENCY / 1e9,
         "link_gbs": min(rates.to_device_bytes_per_second, rates.to_host_bytes_per_second) / 1e9,
         "source": f"{card.source}; calibrated {found.time}",
     }

@@ -23,7 +23,7 @@ from planner.estimate.estimate import estimate
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, held_out, is_of_a_gpu, peaks_of, phases_of
 from planner.layout.correction import NO_MEASUREMENTS, SEPARATE_PHASES, MeasuredRun, ModelMeasurements, Proof, fit
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.spec.plan import RAN_OUT, Environment, Measured, PhaseName, PhasePeak
 
@@ -201,7 +201,7 @@ class _Said:
 
 def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
     try:
-        found = estimate(row.job, row.strategy, row.machine, facts(row.job, row.strategy, row.machine, gpu=card))
+        found = estimate(row.job, row.strategy, row.machine, load_facts(row.job, row.strategy, row.machine, gpu=card))
     except VplanError:
         return None
     went = phases_of(row.details)

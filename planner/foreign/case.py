@@ -13,7 +13,7 @@ from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
 from planner.dialects.base.bindings import Dialect, Fields, Given, NotSaidError, Settings, Translation, read
 from planner.errors import NotRecordedError, VplanError
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
 from planner.spec.rules import check, resolve
 
@@ -128,7 +128,7 @@ def _with_mixed_precision(
     if not known or strategy.autocast != "none":
         return error
     try:
-        facts(_at_a_recorded_batch(job), strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
+        load_facts(_at_a_recorded_batch(job), strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
     except NotRecordedError:
         return error
     fault = f"{job.method} of {job.model} without mixed precision is not recorded"
@@ -143,7 +143,7 @@ def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) 
     for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
         asked = strategy.replace(**changes)
         try:
-            facts(recorded, asked, machine)
+            load_facts(recorded, asked, machine)
         except NotRecordedError:
             if strategy.weights_dtype not in QUANTISED:
                 raise

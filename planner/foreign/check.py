@@ -32,7 +32,7 @@ from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case, settle
 from planner.layout import margin
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.search.screening import Screen
 from planner.spec.job import Job, Machine, Strategy
@@ -131,7 +131,7 @@ class Pricing:
 
     def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
         """What is known about a question."""
-        return facts(job, strategy, machine, self.model, self.gpu)
+        return load_facts(job, strategy, machine, self.model, self.gpu)
 
     def may_be(self, verdict: str, case: Case) -> bool:
         """Whether a replay could say that it fits, or is tight, by a quick estimate; False where there is none."""

@@ -18,7 +18,7 @@ from planner.errors import NotEstimatedError, VplanError, quoted
 from planner.estimate.estimate import assess
 from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.schema import Record
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan, plan_to_toml
@@ -121,7 +121,7 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
     """The plan's estimate as that trainer holds memory; None where nothing answers."""
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
-        known = facts(plan.job, plan.strategy, plan.machine, profile, card)
+        known = load_facts(plan.job, plan.strategy, plan.machine, profile, card)
         return assess(plan.job, plan.strategy, plan.machine, known, trainer).estimate
     except NotEstimatedError:
         return None

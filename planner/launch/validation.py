@@ -10,7 +10,7 @@ from planner.catalog import lookup
 from planner.errors import NotRecordedError, VplanError, quoted
 from planner.estimate.estimate import estimate
 from planner.launch.launch import Preparation, Validation
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.plan import Plan
 from planner.units import format_gib
 from planner.worker_process import read_json
@@ -26,7 +26,7 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
         return plan, None
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
-        known = facts(plan.job, plan.strategy, plan.machine, profile, card)
+        known = load_facts(plan.job, plan.strategy, plan.machine, profile, card)
         found = estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
     except NotRecordedError:
         return plan, None

@@ -29,12 +29,12 @@ def context_parallel(run: Run) -> None:
     parts = run.strategy.context_parallel
     if parts == 1:
         return
-    plan = split(run.facts.model, run.grid, parts)
+    plan = split_plan(run.facts.model, run.grid, parts)
     _divide(run, plan, parts)
     run.work.exchanged_bytes = _exchange(run, run.step, plan)
 
 
-def split(model: ModelProfile, grid: Mapping[str, int], parts: int) -> SplitPlan:
+def split_plan(model: ModelProfile, grid: Mapping[str, int], parts: int) -> SplitPlan:
     """What of a model is split; a NotEstimatedError where a clip of this ``grid`` cannot be, into so many parts."""
     plan = model.traits.split
     if plan is None:

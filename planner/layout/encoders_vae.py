@@ -8,17 +8,25 @@ from typing import NamedTuple
 from planner.allocator import implementation
 from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of
 from planner.catalog.profiles import TextEncoder, Vae
-from planner.layout.group_offload import Turns, host_sizes
-from planner.layout.run import SERVICE
+from planner.layout.group_offload import GroupTransfers, host_copy_bytes
+from planner.layout.run import STRATEGY_MOMENT
 from planner.spec.job import Strategy
 from planner.tape.format import Monomial, Tape
 from planner.tape.program import Part, Program, Stage
 
-STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 64}
+BYTES_PER_PARAMETER = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "nf4": 0.5 + 4 / 64,
+    "int4": 0.5 + 4 / 64,
+}
 """Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
 
 
-class ComponentRun(NamedTuple):
+class ComponentPass(NamedTuple):
     """A text encoder or the VAE at one shape, ready to be laid out."""
 
     name: str
@@ -56,15 +64,17 @@ class ComponentRun(NamedTuple):
         return self.tape is not None and self.counts is None and bool(self.tape.runs)
 
 
-def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> ComponentRun:
+def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> ComponentPass:
     """A text encoder, for a batch of prompts of its full length."""
     name = encoder.folder
     part = Part(name, {"B": batch, "T": encoder.max_tokens})
-    run = ComponentRun(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
+    run = ComponentPass(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
     return run._replace(kept_in_fp32=encoder.traits.kept_in_fp32)
 
 
-def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]) -> ComponentRun:
+def vae_component(
+    vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]
+) -> ComponentPass:
     """The VAE for ``clip``: latent frames F, rows H, columns W, batch B."""
     name = vae.folder
     frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
@@ -85,7 +95,7 @@ def vae_component(vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, c
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
     counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
     split = _split_bytes(tape, part, strategy.vae_dtype) if vae.traits.splits_convolutions and tape else 0
-    return ComponentRun(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
+    return ComponentPass(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
 
 
 def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
@@ -98,14 +108,16 @@ def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
 # ---- laying out
 
 
-def load(program: Program, component: ComponentRun) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
+def load_component(program: Program, component: ComponentPass) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
     """Its weights; and apart, by block, those that group offload brings for their turn only."""
     stage = Stage("load", [])
-    kept = STORED[component.dtype] / 2
+    kept = BYTES_PER_PARAMETER[component.dtype] / 2
     blocks: dict[tuple[str, int], list[int]] = {}
     if component.tape is None:
-        buffer = program.buffer(int(component.parameters * STORED[component.dtype]), "residents", component.name)
-        stage.stretches.append((SERVICE, [buffer]))
+        buffer = program.buffer(
+            int(component.parameters * BYTES_PER_PARAMETER[component.dtype]), "residents", component.name
+        )
+        stage.stretches.append((STRATEGY_MOMENT, [buffer]))
         return stage, blocks
     first = len(program.buffers)
     stage = program.unfold(component.tape, "load", None, component.part._replace(batch=1))
@@ -138,7 +150,7 @@ def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tu
     return blocks
 
 
-def work(program: Program, component: ComponentRun, blocks: dict[tuple[str, int], list[int]]) -> Stage:
+def run_component(program: Program, component: ComponentPass, blocks: dict[tuple[str, int], list[int]]) -> Stage:
     """One encode or decode. What came out (latents, embeddings) is alive behind it."""
     if component.tape is None:
         return Stage(component.piece, [])
@@ -146,19 +158,21 @@ def work(program: Program, component: ComponentRun, blocks: dict[tuple[str, int]
     if blocks:
         _bring(program, stage, blocks)
     elif component.offload != "none":
-        turns = Turns(component.offload, component.stream, program.plain_bytes, _weight(program))
-        turns.weave(stage, _weights(program, component))
+        transfers = GroupTransfers(component.offload, component.stream, program.plain_bytes, _weight(program))
+        transfers.insert(stage, _weights(program, component))
     if component.dtype not in ("bf16", "fp16", "fp32"):
         largest = max(program.plain_bytes(buffer) for buffer in _weights(program, component).values())
-        whole = program.buffer(int(largest * 2 / STORED[component.dtype]), "temporary", "dequantised weight")
-        stage.stretches.insert(0, (SERVICE, [whole]))
-        stage.stretches.append((SERVICE, [~whole]))
+        whole = program.buffer(
+            int(largest * 2 / BYTES_PER_PARAMETER[component.dtype]), "temporary", "dequantised weight"
+        )
+        stage.stretches.insert(0, (STRATEGY_MOMENT, [whole]))
+        stage.stretches.append((STRATEGY_MOMENT, [~whole]))
     if component.tiles > 1:
         _repeat(program, component, stage)
     return stage
 
 
-def _weights(program: Program, component: ComponentRun) -> dict[str, int]:
+def _weights(program: Program, component: ComponentPass) -> dict[str, int]:
     return program.named.get(component.weights, {})
 
 
@@ -177,7 +191,7 @@ def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[in
         stage.stretches[position] = (moment, [brought, *events, ~brought])
 
 
-def _repeat(program: Program, component: ComponentRun, stage: Stage) -> None:
+def _repeat(program: Program, component: ComponentPass, stage: Stage) -> None:
     """Runs it tile by tile, or sample by sample: the last one while what all others gave is kept; then the parts are
     joined, by rows and as a whole (diffusers ``tiled_encode``, ``tiled_decode``)."""
     out = program.named[f"batch of {component.part.name}"]["out"]
@@ -185,19 +199,19 @@ def _repeat(program: Program, component: ComponentRun, stage: Stage) -> None:
     kept = program.buffer(nbytes * (component.tiles - 1), "activation", "finished tiles")
     rows = program.buffer(nbytes * component.tiles, "activation", "joined rows")
     whole = program.buffer(nbytes * component.tiles, "batch", "out")
-    stage.stretches.insert(0, (SERVICE, [kept]))
-    stage.stretches.append((SERVICE, [rows, ~kept, ~out, whole, ~rows]))
+    stage.stretches.insert(0, (STRATEGY_MOMENT, [kept]))
+    stage.stretches.append((STRATEGY_MOMENT, [rows, ~kept, ~out, whole, ~rows]))
 
 
-def alive(*stages: Stage) -> list[int]:
+def alive_after(*stages: Stage) -> list[int]:
     """What is alive behind these stages, run after each other on an empty allocator."""
     return implementation.alive([event for stage in stages for event in stage.ops], [])
 
 
-def waiting_bytes(program: Program, component: ComponentRun) -> int:
+def waiting_bytes(program: Program, component: ComponentPass) -> int:
     """Host RAM of an encoder that group offload brings in turn."""
     if component.offload == "none" or component.tape is None:
         return 0
     sizes = {name: program.plain_bytes(buffer) for name, buffer in _weights(program, component).items()}
     lists = {run.module_list for run in component.tape.runs}
-    return sum(host_sizes(component.offload, component.stream, sizes, lists))
+    return sum(host_copy_bytes(component.offload, component.stream, sizes, lists))

@@ -55,7 +55,7 @@ def experts(run: Run) -> None:
         weights, adapter = -(-weights // world), -(-adapter // world)
         if strategy.offload_params != "none":
             weights = adapter = 0
-    if not waits(run):
+    if not waits_in_host_ram(run):
         there = weights - idle_swapped(run)
         run.add(run.load, there, "weight" if both else "residents", "other expert", at=0)
     if not both or run.samples_only:
@@ -66,7 +66,7 @@ def experts(run: Run) -> None:
         run.add(run.optimizer_first, states, "optimizer", "other expert's states")
 
 
-def waits(run: Run) -> bool:
+def waits_in_host_ram(run: Run) -> bool:
     """Whether the other expert is in host RAM: it was sent there, or group offload brings it in turn."""
     return run.strategy.inactive_expert == "cpu" or (run.samples_only and run.strategy.group_offload != "none")
 
@@ -87,13 +87,13 @@ def waiting_gradients(run: Run) -> None:
         run.free(run.accumulate, run.leftovers, at=0)
     else:
         run.place(run.accumulate, list(made.values()), "other expert's gradients", at=0)
-    lent = _lent(run) if run.strategy.optimizer_step == "foreach" else 0
+    lent = _step_temporary_bytes(run) if run.strategy.optimizer_step == "foreach" else 0
     for stage in (run.optimizer_first, run.optimizer):
         copies = run.add(stage, lent, "temporary", "other expert's step", at=0)
         run.free(stage, [copies, *made.values()])
 
 
-def _lent(run: Run) -> int:
+def _step_temporary_bytes(run: Run) -> int:
     """The most that an optimizer step takes and gives back."""
     own = {event for event in run.optimizer.ops if event >= 0}
     events = (event for event in run.optimizer.ops if event >= 0 or ~event in own)
@@ -105,7 +105,7 @@ def host_bytes(run: Run) -> int:
     """Host RAM of the expert that waits there, or of those of its blocks that do."""
     if run.facts.model.experts == 1 or run.strategy.inactive_expert == "absent":
         return 0
-    return idle_weights(run)[0] if waits(run) else idle_swapped(run)
+    return idle_weights(run)[0] if waits_in_host_ram(run) else idle_swapped(run)
 
 
 def high_share(training: Training) -> float:
@@ -122,7 +122,7 @@ def exchanged_bytes(run: Run) -> int:
     """What passes the link in a step, on average, because the expert that waited in host RAM is to run: what is frozen
     of both but swapped blocks, each time two micro-batches after each other are not the same one's turn."""
     model = run.facts.model
-    if run.job.experts != "both" or run.samples_only or not waits(run) or model.training.boundary is None:
+    if run.job.experts != "both" or run.samples_only or not waits_in_host_ram(run) or model.training.boundary is None:
         return 0
     high = high_share(model.training)
     swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
@@ -130,7 +130,7 @@ def exchanged_bytes(run: Run) -> int:
     return round(2 * high * (1 - high) * run.strategy.gradient_accumulation * moved)
 
 
-def assumption(model: ModelProfile, job: Job) -> str | None:
+def expert_assumption(model: ModelProfile, job: Job) -> str | None:
     """What a question that names no expert is taken to ask; None for other models and when it does."""
     if model.experts == 1 or job.experts is not None:
         return None

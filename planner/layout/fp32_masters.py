@@ -13,14 +13,14 @@ from planner.layout.run import Run
 FULL, HALF = 4, 2
 
 
-def applies(run: Run) -> bool:
+def keeps_masters(run: Run) -> bool:
     """Whether the run keeps masters. DeepSpeed keeps its own, see `planner.layout.sharding.zero`."""
     return run.strategy.master_weights == "fp32" and not run.strategy.sharding.startswith("zero")
 
 
 def masters(run: Run) -> None:
     """A master per trained 16-bit parameter, and at each step its fp32 gradient in place of the 16-bit one."""
-    if not applies(run):
+    if not keeps_masters(run):
         return
     gradients = _cast_gradients(run)
     kept = [run.new(FULL // HALF * run.sizes[buffer], "optimizer", "fp32 master") for buffer in gradients]
@@ -44,6 +44,6 @@ def _cast_gradients(run: Run) -> list[int]:
 
 def master_bytes(run: Run) -> int:
     """All masters of a run."""
-    if not applies(run):
+    if not keeps_masters(run):
         return 0
     return run.trained_experts * FULL // HALF * run.total_bytes(_cast_gradients(run))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.layout.run import Run
-from planner.layout.sharding.weave import Weaver, spans
+from planner.layout.sharding.stage_editor import StageEditor, spans
 from planner.tape.program import Block, Stage
 from planner.units import power_of_two
 
@@ -22,7 +22,7 @@ Groups = Mapping[Block | None, Mapping[str, int]]
 """By block (None: outside all of them): full name -> buffer."""
 
 
-class Turns(NamedTuple):
+class GroupTransfers(NamedTuple):
     """How the weights of one module come to the GPU."""
 
     kind: str
@@ -33,9 +33,9 @@ class Turns(NamedTuple):
     new: Callable[[int], int]
     """a new buffer for weights, of so many bytes"""
 
-    def weave(self, stage: Stage, weights: Mapping[str, int]) -> None:
+    def insert(self, stage: Stage, weights: Mapping[str, int]) -> None:
         """Puts the coming and going of weights (full name -> buffer) into a forward that has none of them."""
-        weaver, blocks = Weaver(stage), spans(stage, "forward")
+        editor, blocks = StageEditor(stage), spans(stage, "forward")
         if self.kind == "block":
             # A list inside another module is not looked for, and one that the tape does not follow counts with the
             # rest.
@@ -45,26 +45,28 @@ class Turns(NamedTuple):
             inside.setdefault(_block_of(name, blocks), {})[name] = buffer
         last = len(stage.stretches) - 1
         if self.kind == "block":
-            self._by_block(weaver, blocks, inside, last)
+            self._by_block(editor, blocks, inside, last)
         else:
             own = [name for name in inside[None] if "." not in name]
             held = [inside[None].pop(name) for name in own]  # the model's own, while its children run
-            weaver.before(0, held)
-            self._by_leaf(weaver, blocks, inside, last)
-            weaver.after(last, [~buffer for buffer in held])
-        weaver.weave("group offload")
+            editor.before(0, held)
+            self._by_leaf(editor, blocks, inside, last)
+            editor.after(last, [~buffer for buffer in held])
+        editor.insert("group offload")
 
-    def _by_block(self, weaver: Weaver, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int) -> None:
+    def _by_block(
+        self, editor: StageEditor, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int
+    ) -> None:
         rest = list(inside[None].values())
         groups = [(list(inside.get(block, {}).values()), *place) for block, place in blocks.items()]
-        weaver.before(0, [*rest, *(groups[0][0] if self.stream and groups else ())])
+        editor.before(0, [*rest, *(groups[0][0] if self.stream and groups else ())])
         for index, (group, first, end) in enumerate(groups):
             fetched = groups[index + 1][0] if self.stream and index + 1 < len(groups) else []
-            weaver.before(first, fetched if self.stream else group)
-            weaver.after(end, [~buffer for buffer in group])
-        weaver.after(last, [~buffer for buffer in rest])
+            editor.before(first, fetched if self.stream else group)
+            editor.after(end, [~buffer for buffer in group])
+        editor.after(last, [~buffer for buffer in rest])
 
-    def _by_leaf(self, weaver: Weaver, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int) -> None:
+    def _by_leaf(self, editor: StageEditor, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int) -> None:
         """Which layer runs when inside a part is not on a tape: the largest counts throughout."""
         needs = {block: self._most(weights) for block, weights in inside.items()}
         in_blocks = {index for first, end in blocks.values() for index in range(first, end + 1)}
@@ -72,8 +74,8 @@ class Turns(NamedTuple):
         for block, (first, end) in [*blocks.items(), *outside]:
             if needs.get(block):
                 turn = self.new(needs[block])
-                weaver.before(first, [turn])
-                weaver.after(end, [~turn])
+                editor.before(first, [turn])
+                editor.after(end, [~turn])
 
     def _most(self, weights: Mapping[str, int]) -> int:
         """The most bytes of a part's weights at once: a layer, with a stream the two largest as if one followed the
@@ -87,7 +89,7 @@ class Turns(NamedTuple):
         return sum(layers[: 2 if self.stream else 1]) + sum(owned[owner] for owner in parents)
 
 
-def host_sizes(kind: str, stream: bool, weights: Mapping[str, int], lists: Collection[str]) -> tuple[int, int]:
+def host_copy_bytes(kind: str, stream: bool, weights: Mapping[str, int], lists: Collection[str]) -> tuple[int, int]:
     """(pageable, pinned) bytes of the copies in host RAM, given the bytes of each weight and the names of lists.
 
     Without a stream the weights themselves wait. With one each has a pinned copy for good, but for what is in no list
@@ -109,13 +111,13 @@ def _block_of(name: str, blocks: Mapping[Block, tuple[int, int]]) -> Block | Non
     return None
 
 
-def model_in_turn(run: Run, denoise: Stage) -> None:
+def offload_model_groups(run: Run, denoise: Stage) -> None:
     """The model's weights come to the GPU group by group."""
     strategy = run.strategy
-    turns = Turns(
+    transfers = GroupTransfers(
         strategy.group_offload,
         strategy.group_offload_stream,
         run.sizes.__getitem__,
         lambda nbytes: run.new(nbytes, "weight", "group offload"),
     )
-    turns.weave(denoise, run.named("weight"))
+    transfers.insert(denoise, run.named("weight"))

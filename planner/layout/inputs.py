@@ -62,7 +62,7 @@ def _read_table(path: Path, written_ns: int) -> Parameters:
     return read_parameters(path)
 
 
-def facts(
+def load_facts(
     job: Job, strategy: Strategy, machine: Machine, model: ModelProfile | None = None, gpu: GpuProfile | None = None
 ) -> Facts:
     """Everything ``estimate`` needs, loaded. ``model`` and ``gpu`` spare the look-up by name."""

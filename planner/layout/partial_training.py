@@ -19,7 +19,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)
 
 
-def part_trained(run: Run) -> None:
+def freeze_unmatched(run: Run) -> None:
     """Takes gradients, states and what the step lends for them from the weights that match no pattern."""
     patterns = run.job.trainable
     if not patterns:
@@ -32,13 +32,13 @@ def part_trained(run: Run) -> None:
     run.drop(run.step, frozen.values())
     states = {name: buffer for name, buffer in run.named("optimizer").items() if name.rpartition(":")[0] in frozen}
     for stage in (run.optimizer_first, run.optimizer):
-        run.drop(stage, [*frozen.values(), *states.values(), *_lent(run, stage, frozen)])
+        run.drop(stage, [*frozen.values(), *states.values(), *_foreach_copies(run, stage, frozen)])
     for category, names in (("gradient", frozen), ("optimizer", states)):
         for name in names:
             del run.program.named[category][name]
 
 
-def _lent(run: Run, stage: Stage, frozen: dict[str, int]) -> set[int]:
+def _foreach_copies(run: Run, stage: Stage, frozen: dict[str, int]) -> set[int]:
     """What a foreach operator makes for each frozen weight: one tensor as large as it, in the stretch of its block."""
     named = {buffer for buffers in run.program.named.values() for buffer in buffers.values()}
     masters = run.strategy.master_weights == "fp32"

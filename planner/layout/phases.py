@@ -14,17 +14,17 @@ from planner.catalog.components import together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
 from planner.layout.encoders_vae import (
-    STORED,
-    ComponentRun,
-    alive,
-    load,
+    BYTES_PER_PARAMETER,
+    ComponentPass,
+    alive_after,
+    load_component,
+    run_component,
     text_component,
     vae_component,
     waiting_bytes,
-    work,
 )
-from planner.layout.group_offload import model_in_turn
-from planner.layout.run import SERVICE, Facts, Run
+from planner.layout.group_offload import offload_model_groups
+from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.layout.run_records import EncodingOnly
 from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.spec.job import QUANTISED, Bucket, Job
@@ -36,7 +36,7 @@ from planner.units import GIB
 # ---- encoding before training
 
 
-def encoders(run: Run, residence: str, batch: int) -> list[ComponentRun]:
+def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
     """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
     strategy, model = run.strategy, run.facts.model
     found = []
@@ -54,7 +54,7 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentRun]:
 
 def component_bytes(run: Run, residence: str) -> int:
     """The weights of the text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``."""
-    return sum(int(entry.parameters * STORED[entry.dtype]) for entry in encoders(run, residence, 1))
+    return sum(int(entry.parameters * BYTES_PER_PARAMETER[entry.dtype]) for entry in encoders(run, residence, 1))
 
 
 def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
@@ -74,7 +74,7 @@ BESIDE_WHOLE_BYTES = 2 * GIB
 have such layers take at most 1.7 GiB beside their weights (LTX-2's Gemma)."""
 
 
-def caching(run: Run, may_wait: bool = False) -> list[Run]:
+def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
     """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
 
     One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
@@ -83,7 +83,7 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
     """
     components = encoders(run, "cached", 1)
     if run.samples_only:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
-        components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, samples(run))]
+        components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, batch_samples(run))]
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     groups = [tuple(components)] if run.device.encoders_together else [(component,) for component in components]
@@ -93,7 +93,7 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
     for group in filter(None, groups):
         program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
         by_layer, waiting = "", sum(waiting_bytes(program, component) for component in group)
-        weights = int(group[0].parameters * STORED[group[0].dtype])
+        weights = int(group[0].parameters * BYTES_PER_PARAMETER[group[0].dtype])
         if weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers:
             program, stage, sizes, peak = _encoding((group[0]._replace(offload="layers"),), cublas_bytes(gpu))
             by_layer = group[0].name.partition("-")[0]
@@ -107,18 +107,18 @@ def caching(run: Run, may_wait: bool = False) -> list[Run]:
 
 
 @functools.lru_cache(maxsize=32)
-def _encoding(components: tuple[ComponentRun, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
+def _encoding(components: tuple[ComponentPass, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
     """(program, stage, sizes, allocated peak) of loading, encoding with and freeing some components."""
     program = Program()
     workspaces = [program.buffer(workspace, "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
-    stage = Stage("encode", [(SERVICE, workspaces)])
-    loaded = [load(program, component) for component in components]
+    stage = Stage("encode", [(STRATEGY_MOMENT, workspaces)])
+    loaded = [load_component(program, component) for component in components]
     for loading, _ in loaded:
         stage.stretches += loading.stretches
     for component, (_, blocks) in zip(components, loaded, strict=True):
-        done = work(program, component, blocks)
-        stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
-    stage.stretches.append((SERVICE, [~buffer for buffer in alive(stage)]))
+        done = run_component(program, component, blocks)
+        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
+    stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
     sizes = program.bytes_of({})
     return program, stage, sizes, held(stage.ops, sizes)[1]
 
@@ -130,9 +130,9 @@ def residents(run: Run) -> None:
     """Text encoders and VAE that stay on the GPU, or come for each batch, encode it before every step.
 
     Resident ones are loaded before the model. Where a job only samples, they encode once, and what is swapped has come
-    and gone before the model comes (see ``caching``).
+    and gone before the model comes (see ``encoding_runs``).
     """
-    batch, first = samples(run), len(run.program.buffers)
+    batch, first = batch_samples(run), len(run.program.buffers)
     together = [*encoders(run, "resident", batch), *encoders(run, "swapped", batch)]
     run.device.split_bytes = {
         **run.device.split_bytes,
@@ -141,17 +141,17 @@ def residents(run: Run) -> None:
     loads: list[tuple[Moment, list[int]]] = []
     stage = Stage("encode", [])
     for component in encoders(run, "resident", batch):
-        loading, blocks = load(run.program, component)
-        done = work(run.program, component, blocks)
+        loading, blocks = load_component(run.program, component)
+        done = run_component(run.program, component, blocks)
         loads += loading.stretches
-        stage.stretches += [*done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
     for component in encoders(run, "swapped", batch) if not run.samples_only else ():
-        loading, blocks = load(run.program, component)
-        done = work(run.program, component, blocks)
-        gone = [*alive(done), *alive(loading)]
-        stage.stretches += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])]
+        loading, blocks = load_component(run.program, component)
+        done = run_component(run.program, component, blocks)
+        gone = [*alive_after(done), *alive_after(loading)]
+        stage.stretches += [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in gone])]
     if run.samples_only and run.strategy.vae == "resident":
-        loads += load(run.program, decoder(run, run.grid, batch))[0].stretches
+        loads += load_component(run.program, decoder(run, run.grid, batch))[0].stretches
     run.load.stretches[:0] = loads
     take_sizes(run, first)
     run.phases.encode = stage if stage.ops else None
@@ -172,23 +172,23 @@ def validation(run: Run) -> None:
     denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
     if run.handover.gathered_bytes:
         denoise.stretches.insert(
-            0, (SERVICE, [run.program.buffer(run.handover.gathered_bytes, "buckets", "gathered weights")])
+            0, (STRATEGY_MOMENT, [run.program.buffer(run.handover.gathered_bytes, "buckets", "gathered weights")])
         )
     if run.strategy.weights_dtype in QUANTISED:
         whole = run.program.buffer(_dequantised_bytes(run), "temporary", "dequantised weight")
-        denoise.stretches.insert(0, (SERVICE, [whole]))
-    denoise.stretches.append((SERVICE, [~buffer for buffer in alive(denoise)]))
+        denoise.stretches.insert(0, (STRATEGY_MOMENT, [whole]))
+    denoise.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(denoise)]))
     moved = weights_on_gpu(run)
     decode = decode_with(run, decoder(run, shape, 1))
-    leaving = (SERVICE, [~buffer for buffer in moved])
+    leaving = (STRATEGY_MOMENT, [~buffer for buffer in moved])
     if run.strategy.group_offload != "none":
         take_sizes(run, first)
-        model_in_turn(run, denoise)
+        offload_model_groups(run, denoise)
         first = len(run.program.buffers)
         denoise.stretches.insert(0, leaving)
-        decode.stretches.append((SERVICE, moved))
+        decode.stretches.append((STRATEGY_MOMENT, moved))
     elif mode == "offload":
-        decode.stretches = [leaving, *decode.stretches, (SERVICE, moved)]
+        decode.stretches = [leaving, *decode.stretches, (STRATEGY_MOMENT, moved)]
     take_sizes(run, first)
     run.phases.validation = [("denoise", denoise), ("decode", decode)]
 
@@ -198,15 +198,15 @@ def _dequantised_bytes(run: Run) -> int:
     numbers for its own product (diffusers layerwise casting, bitsandbytes ``dequantize_4bit``, torchao)."""
     trained = run.named("gradient")
     frozen = (run.sizes[buffer] for name, buffer in run.named("weight").items() if name not in trained)
-    return int(max(frozen) * STORED["bf16"] / STORED[run.strategy.weights("lora")])
+    return int(max(frozen) * BYTES_PER_PARAMETER["bf16"] / BYTES_PER_PARAMETER[run.strategy.weights("lora")])
 
 
-def samples(run: Run) -> int:
+def batch_samples(run: Run) -> int:
     """Samples of one batch: where a job only samples, guidance may double them on their way through the model."""
     return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples_only else 1)
 
 
-def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentRun:
+def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
     """The VAE as it decodes so many samples of a shape."""
     model = run.facts.model
     clip = _clip(model, shape, batch)
@@ -219,15 +219,15 @@ def weights_on_gpu(run: Run) -> list[int]:
     return [buffer for buffer in run.named("weight").values() if buffer in loaded and ~buffer not in loaded]
 
 
-def decode_with(run: Run, component: ComponentRun) -> Stage:
+def decode_with(run: Run, component: ComponentPass) -> Stage:
     """The VAE comes if it is not there, decodes, and leaves again."""
-    loading, blocks = load(run.program, component)
+    loading, blocks = load_component(run.program, component)
     if run.strategy.vae == "resident":
         loading = Stage("load", [])
-    done = work(run.program, component, blocks)
+    done = run_component(run.program, component, blocks)
     run.device.split_bytes = {**run.device.split_bytes, "decode": component.split_bytes}
-    gone = [*alive(done), *alive(loading)]
-    return Stage("decode", [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in gone])])
+    gone = [*alive_after(done), *alive_after(loading)]
+    return Stage("decode", [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in gone])])
 
 
 def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:
@@ -243,7 +243,7 @@ def saving(run: Run) -> None:
     where they are."""
     if run.samples_only:
         return
-    run.phases.save = Stage("save", [(SERVICE, [])])
+    run.phases.save = Stage("save", [(STRATEGY_MOMENT, [])])
     if run.strategy.sharding in ("zero-3", "fsdp"):
         largest = 2 * max(run.elements.values())
         if run.strategy.sharding == "fsdp" and trained_storage(run.job, run.strategy) == "fp32":

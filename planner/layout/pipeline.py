@@ -6,9 +6,9 @@ from planner.layout import attention_kernel, trainer_terms
 from planner.layout.context_parallel import context_parallel
 from planner.layout.experts import experts, waiting_gradients
 from planner.layout.fp32_masters import masters
-from planner.layout.partial_training import part_trained
+from planner.layout.partial_training import freeze_unmatched
 from planner.layout.phases import residents, saving, validation
-from planner.layout.run import Facts, Run, Term, recorded
+from planner.layout.run import Facts, Run, Transform, unfold_recording
 from planner.layout.sampling import sampling
 from planner.layout.sharding.fsdp import fsdp
 from planner.layout.sharding.nvme import check_buffers
@@ -30,10 +30,10 @@ from planner.layout.unpriced import refuse_unpriced
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
-TRANSFORMS: tuple[Term, ...] = (
+TRANSFORMS: tuple[Transform, ...] = (
     stored_positions,
     context_parallel,
-    part_trained,
+    freeze_unmatched,
     cublas_workspace,
     residents,
     experts,
@@ -57,7 +57,7 @@ TRANSFORMS: tuple[Term, ...] = (
 )
 
 
-def transforms(trainer: str) -> tuple[Term, ...]:
+def transforms(trainer: str) -> tuple[Transform, ...]:
     """All that is applied to a recorded run, in order, as ``trainer`` would run it."""
     return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_first_use)
 
@@ -68,31 +68,31 @@ def lay_out(
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
     refuse_unpriced(job, strategy)
     run = Run(Configuration(job, strategy, machine), facts, grid)
-    run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
+    run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, strategy)
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
     run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
     run.sizes = run.program.bytes_of(grid)
-    choose_kernels(run)
-    end_of_step(run)
+    drop_other_workspaces(run)
+    free_leftovers(run)
     for transform in transforms(trainer):
         transform(run)
     return run
 
 
-def kernels(strategy: Strategy, machine: Machine, facts: Facts) -> frozenset[str]:
+def workspace_kernels(strategy: Strategy, machine: Machine, facts: Facts) -> frozenset[str]:
     """The attention kernels whose workspaces will be taken."""
     return frozenset(attention_kernel.workspaces(attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops)))
 
 
-def choose_kernels(run: Run) -> None:
+def drop_other_workspaces(run: Run) -> None:
     """Drops the workspaces of attention kernels that will not run."""
-    chosen = kernels(run.strategy, run.machine, run.facts)
+    chosen = workspace_kernels(run.strategy, run.machine, run.facts)
     others = [buffer for buffer, kernel in run.program.kernel.items() if kernel not in chosen]
     if others:
         run.drop(run.step, others)
 
 
-def end_of_step(run: Run) -> None:
+def free_leftovers(run: Run) -> None:
     """The loop's variables: the batch, the loss and whatever else a step leaves die when the next one begins."""
     if run.samples_only:  # the next call makes its input anew, from what the scheduler made of this prediction
         run.free(run.step, run.leftovers)

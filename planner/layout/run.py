@@ -39,7 +39,7 @@ T = TypeVar("T")
 PAGED_ELEMENTS = 100_000
 """States of smaller tensors are not paged (bitsandbytes/optim/optimizer.py, get_state_buffer)."""
 
-SERVICE = Moment("", "", "", -1)
+STRATEGY_MOMENT = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
 
 
@@ -183,18 +183,18 @@ class Run:
         """
         buffer = self.new(nbytes, category, name)
         position = len(stage.stretches) if at is None else at
-        stage.stretches.insert(position, (SERVICE._replace(passes=name), [buffer]))
+        stage.stretches.insert(position, (STRATEGY_MOMENT._replace(passes=name), [buffer]))
         return buffer
 
     def place(self, stage: Stage, events: list[int], name: str, *, at: int | None = None) -> None:
         """Puts events into a stage, before its ``at``-th stretch (at the end when None)."""
         position = len(stage.stretches) if at is None else at
-        stage.stretches.insert(position, (SERVICE._replace(passes=name), events))
+        stage.stretches.insert(position, (STRATEGY_MOMENT._replace(passes=name), events))
 
     def free(self, stage: Stage, buffers: Iterable[int], *, at: int | None = None) -> None:
         """Frees buffers in a stage, before its ``at``-th stretch (at the end when None)."""
         position = len(stage.stretches) if at is None else at
-        stage.stretches.insert(position, (SERVICE, [~buffer for buffer in buffers]))
+        stage.stretches.insert(position, (STRATEGY_MOMENT, [~buffer for buffer in buffers]))
 
     def drop(self, stage: Stage, buffers: Iterable[int]) -> None:
         """Removes every event of the buffers from a stage."""
@@ -327,8 +327,8 @@ class Run:
         """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
         gradients, shares = self.named("gradient"), self.shared(_recorded_shares)
         sizes = list(map(self.sizes.__getitem__, gradients.values()))
-        recorded = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
-        return sum(sizes) / recorded if sizes else 1.0
+        unfold_recording = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
+        return sum(sizes) / unfold_recording if sizes else 1.0
 
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
@@ -374,7 +374,7 @@ def main_piece(tape: Tape) -> str:
     return "step" if "step" in tape.pieces else "denoise"
 
 
-def recorded(program: Program, facts: Facts, strategy: Strategy) -> tuple[Stage, Stage, frozenset[Block]]:
+def unfold_recording(program: Program, facts: Facts, strategy: Strategy) -> tuple[Stage, Stage, frozenset[Block]]:
     """(load, step, the blocks that are checkpointed where only some are): the recorded step at full depth."""
     load = program.unfold(facts.step, "load")
     if facts.checkpointed is None:
@@ -383,5 +383,5 @@ def recorded(program: Program, facts: Facts, strategy: Strategy) -> tuple[Stage,
     return load, *partial(program, facts.step, facts.checkpointed, strategy.checkpointed_blocks)
 
 
-Term = Callable[[Run], None]
+Transform = Callable[[Run], None]
 """A transformation: changes a Run in place."""

@@ -106,7 +106,7 @@ class Handover:
 
 
 class EncodingOnly(NamedTuple):
-    """Of a run that only encodes (`planner.layout.phases.caching`): what it takes as a whole."""
+    """Of a run that only encodes (`planner.layout.phases.encoding_runs`): what it takes as a whole."""
 
     peak_bytes: int = 0
     """allocated; 0 of every other run"""

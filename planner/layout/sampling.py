@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from planner.layout.group_offload import model_in_turn
-from planner.layout.phases import decode_with, decoder, samples, take_sizes, weights_on_gpu
-from planner.layout.run import SERVICE, Run
+from planner.layout.group_offload import offload_model_groups
+from planner.layout.phases import batch_samples, decode_with, decoder, take_sizes, weights_on_gpu
+from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.tape.program import Stage
 
 
@@ -18,13 +18,13 @@ def sampling(run: Run) -> None:
         return
     if run.strategy.group_offload != "none":
         run.drop(run.load, run.named("weight").values())
-        model_in_turn(run, run.step)
+        offload_model_groups(run, run.step)
     first = len(run.program.buffers)
-    decode = decode_with(run, decoder(run, run.grid, samples(run)))
+    decode = decode_with(run, decoder(run, run.grid, batch_samples(run)))
     run.phases.validation = [("decode", decode)]
     if run.strategy.vae == "swapped" and (moved := weights_on_gpu(run)):
-        leaving = Stage("denoise", [(SERVICE, [~buffer for buffer in moved])])
+        leaving = Stage("denoise", [(STRATEGY_MOMENT, [~buffer for buffer in moved])])
         run.phases.validation.insert(0, ("denoise", leaving))
-        run.phases.reload = Stage("load", [(SERVICE, moved)])
+        run.phases.reload = Stage("load", [(STRATEGY_MOMENT, moved)])
         run.empty_cache.after.append(leaving)
     take_sizes(run, first)

@@ -10,8 +10,8 @@ import itertools
 from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError
 from planner.layout.checkpoint_inputs import block_inputs
-from planner.layout.run import SERVICE, Run
-from planner.layout.sharding.weave import first_backward
+from planner.layout.run import STRATEGY_MOMENT, Run
+from planner.layout.sharding.stage_editor import first_backward
 from planner.tape.program import Block, Moment, Stage
 from planner.tape.variants import UNPAGED, Precision
 from planner.units import KIB, MIB
@@ -91,9 +91,9 @@ def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
             gone.add(block)
             woven.append((moment, [*events, *leaving]))
         else:
-            for fetched, name in ((block, "checkpoint"), (before.get(block), AHEAD)):
+            for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
                 if fetched is not None and fetched not in brought:
-                    woven.append((SERVICE._replace(passes=name), inputs[fetched]))
+                    woven.append((STRATEGY_MOMENT._replace(passes=name), inputs[fetched]))
                     brought.add(fetched)
             ends = [~buffer for buffer in inputs[block]]
             if any(end in events for end in ends):
@@ -105,7 +105,7 @@ def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
 NCCL_BYTES = 600 * MIB
 """One communicator: 544 to 688 MB on four A100 (NVIDIA/nccl#964), 512 MiB even for one rank (nccl#2363)."""
 
-AHEAD = "checkpoint fetched ahead"
+FETCHED_AHEAD = "checkpoint fetched ahead"
 
 
 def fetched_when_needed(run: Run) -> None:
@@ -113,25 +113,25 @@ def fetched_when_needed(run: Run) -> None:
     late: dict[int, None] = {}
     woven: list[tuple[Moment, list[int]]] = []
     for moment, events in run.step.stretches:
-        if moment.passes == AHEAD:
+        if moment.passes == FETCHED_AHEAD:
             late |= dict.fromkeys(events)
             continue
         if moment.passes == "backward" and (coming := [buffer for buffer in late if ~buffer in events]):
-            woven.append((SERVICE._replace(passes="checkpoint"), coming))
+            woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), coming))
             late = {buffer: None for buffer in late if buffer not in coming}
         woven.append((moment, events))
     assert not late, "what was to come ahead is freed in its block's backward"
     run.step.stretches = woven
 
 
-RING = 2
+SWAP_RING_BUFFERS = 2
 """Buffers that swapped blocks come through."""
 
 
 def block_swap(run: Run) -> None:
     """Block swap: the last ``swap_blocks`` of the checkpointed blocks live in pinned host RAM and stream through a ring
-    of ``RING`` buffers, each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``; OneTrainer
-    docs/RamOffloading.md)."""
+    of ``SWAP_RING_BUFFERS`` buffers, each as large as the largest of them (musubi-tuner, ``--block_swap_h2d_only``;
+    OneTrainer docs/RamOffloading.md)."""
     count = run.strategy.swap_blocks
     if not count:
         return
@@ -144,7 +144,7 @@ def block_swap(run: Run) -> None:
     run.drop(run.load, gone)
     if anew := gone & run.shared(_weights_made_anew):  # the ring holds them
         run.drop(run.step, anew)
-    for _ in range(min(RING, count)):
+    for _ in range(min(SWAP_RING_BUFFERS, count)):
         run.add(run.load, largest, "buckets", "swap ring")
 
 
@@ -159,12 +159,12 @@ def step_in_backward(run: Run) -> None:
     made, and frees it (torch ``register_post_accumulate_grad_hook``). States are made in the first step's backward."""
     if run.strategy.optimizer_step != "backward":
         return
-    first, later = _by_gradient(run, run.optimizer_first), _by_gradient(run, run.optimizer)
-    run.first_step = _stepped(run.step, first)
-    run.step = _stepped(run.step, later)
+    first, later = _updates_by_gradient(run, run.optimizer_first), _updates_by_gradient(run, run.optimizer)
+    run.first_step = _with_updates(run.step, first)
+    run.step = _with_updates(run.step, later)
 
 
-def _by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
+def _updates_by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
     """Takes an optimizer's stage apart: the gradient freed at its end -> the events of one parameter's step.
 
     Neighbouring frees are on a tape in the order of allocation, so those behind the gradient's belong to it too.
@@ -181,11 +181,11 @@ def _by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
         freed = ~event if ends else freed
     if freed is not None:
         found[freed] = events
-    stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.pipeline.end_of_step`
+    stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.pipeline.free_leftovers`
     return found
 
 
-def _stepped(step: Stage, steps: dict[int, list[int]]) -> Stage:
+def _with_updates(step: Stage, steps: dict[int, list[int]]) -> Stage:
     """A step in which events follow the making of each gradient."""
     stretches = []
     for moment, events in step.stretches:

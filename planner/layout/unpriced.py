@@ -89,4 +89,4 @@ def refuse_untaken(job: Job, strategy: Strategy, machine: Machine, facts: Facts)
     """Raises a NotEstimatedError for what the model does not take: what laying the run out would find."""
     attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops)
     for shape in job.shapes if strategy.context_parallel > 1 else ():
-        context_parallel.split(facts.model, grid(facts.model, job, shape), strategy.context_parallel)
+        context_parallel.split_plan(facts.model, grid(facts.model, job, shape), strategy.context_parallel)

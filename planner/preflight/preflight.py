@@ -20,7 +20,7 @@ from planner.evidence.from_ledger import with_learned
 from planner.evidence.ledger import Ledger, default_path
 from planner.hardware import doctor
 from planner.launch.supported import settled
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, on_host, versions
 from planner.preflight.gpu_wait import cards_of, on_card, wait
 from planner.spec.plan import Estimate, Plan
@@ -130,7 +130,7 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
-        known = with_learned(facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
+        known = with_learned(load_facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
         found = assess(plan.job, plan.strategy, machine, known, plan.trainer).estimate
     except NotRecordedError as error:
         if must:

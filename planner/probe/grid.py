@@ -11,7 +11,7 @@ from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.hardware import doctor
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import resolve
@@ -65,7 +65,7 @@ def _allowed(model: ModelProfile, frames: int) -> int:
 def _may_run(job: Job, strategy: Strategy, machine: Machine, card: GpuProfile) -> bool:
     """Whether training itself seems to fit: text and clips are encoded by nobody here."""
     try:
-        found = estimate(job, strategy, machine, facts(job, strategy, machine, gpu=card))
+        found = estimate(job, strategy, machine, load_facts(job, strategy, machine, gpu=card))
     except VplanError:
         return False
     peaks = [peak.device_bytes for phase, peak in found.phases.items() if phase != "encode"]

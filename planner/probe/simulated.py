@@ -21,7 +21,7 @@ from planner.catalog.shapes import grid
 from planner.evidence.measurement import ProbeRow
 from planner.hardware.memory_trace import POINTS, MemoryTrace, PhaseTrace
 from planner.layout import inputs
-from planner.layout.phases import caching
+from planner.layout.phases import encoding_runs
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.probe.simulated_truth import Hidden, host_bytes, true_seconds
@@ -49,7 +49,7 @@ class SimulatedRunner:
     it was asked before, so a search can be told again."""
 
     seed: int = 0
-    facts: Callable[[Job, Strategy, Machine], Facts] = inputs.facts
+    facts: Callable[[Job, Strategy, Machine], Facts] = inputs.load_facts
     layout: Layout = lay_out
     crash: float = CRASH
     asked: dict[str, int] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class _Played:
         first = self.runs[0]
         expandable = first.strategy.expandable_segments
         for run in self.runs:
-            for encoding in caching(run):
+            for encoding in encoding_runs(run):
                 assert encoding.phases.encode is not None
                 alone = CachingAllocator(expandable_segments=expandable, capacity_bytes=room)
                 yield "encode", alone.run(encoding.phases.encode.ops, self._sizes(encoding))

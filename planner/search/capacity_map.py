@@ -18,8 +18,8 @@ from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import outside_bytes
 from planner.layout import margin
-from planner.layout.phases import caching
-from planner.layout.pipeline import kernels
+from planner.layout.phases import encoding_runs
+from planner.layout.pipeline import workspace_kernels
 from planner.layout.run import Run
 from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.search.batched_peaks import PeakForms, peak_forms
@@ -125,7 +125,10 @@ class Forms:
         """Of the job at each shape, without what is cached ahead of training."""
         question = search.question
         # Cards differ in their attention's kernel, and in a workspace that is there all the time.
-        alike = strategy, kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine))
+        alike = (
+            strategy,
+            workspace_kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine)),
+        )
         known = self._allocated.setdefault(alike, {})
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
         by_recording: dict[int, list[Shape]] = {}
@@ -225,7 +228,7 @@ class Room:
         facts = self.search.screen.facts(job, way, question.machine)
         run = Run(Configuration(job, way, question.machine), facts, grid(question.model, job))
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
-        return max((entry.encoding_only.peak_bytes - workspace for entry in caching(run)), default=0)
+        return max((entry.encoding_only.peak_bytes - workspace for entry in encoding_runs(run)), default=0)
 
 
 class Mapper(Room):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
-from planner.layout.encoders_vae import STORED
-from planner.layout.single_gpu import RING
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER
+from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.job import SPLIT, Job, Strategy
 from planner.tape.format import CATEGORIES, Growing, Tape
 from planner.tape.templates import Item, Pattern, in_order, pattern_of, target_block
 
-LEAST = {**STORED, "nf4": 0.5, "int4": 0.5}
+LEAST = {**BYTES_PER_PARAMETER, "nf4": 0.5, "int4": 0.5}
 """Bytes per parameter, without the constants of 4-bit formats, which may be quantised too."""
 
 WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
@@ -93,7 +93,7 @@ class Walked:
         for count in range(1, blocks + 1):
             gone += self.frozen_blocks[-count]
             largest = max(largest, self.frozen[-count])
-            most = max(most, gone - min(RING, count) * largest)
+            most = max(most, gone - min(SWAP_RING_BUFFERS, count) * largest)
         return most
 
     def host_bytes(self, strategy: Strategy) -> int:

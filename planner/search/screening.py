@@ -19,10 +19,10 @@ from planner.estimate.estimate import outside_bytes
 from planner.estimate.roofline import StepWork, Traffic, step_seconds
 from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import Passes, passes_work, step_work, traffic
-from planner.layout.phases import caching
-from planner.layout.pipeline import choose_kernels, end_of_step, kernels, transforms
-from planner.layout.run import Facts, Run, recorded
-from planner.layout.single_gpu import RING
+from planner.layout.phases import encoding_runs
+from planner.layout.pipeline import drop_other_workspaces, free_leftovers, transforms, workspace_kernels
+from planner.layout.run import Facts, Run, unfold_recording
+from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.layout.unpriced import refuse_unpriced, refuse_untaken
 from planner.search import lower_bounds
 from planner.spec.configuration import Configuration
@@ -125,7 +125,7 @@ class Screen:
         facts = self.facts(job, strategy, machine)
         run = self._bare(job, strategy, machine, facts, grid(facts.model, job))
         blocks = [run.total_bytes(buffers) for buffers in run.swapped_blocks.values()]
-        return sum(blocks) - min(RING, len(blocks)) * max(blocks, default=0)
+        return sum(blocks) - min(SWAP_RING_BUFFERS, len(blocks)) * max(blocks, default=0)
 
     def floor_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
         """What is in host RAM for certain: never more than `host_ram_bytes`, and known sooner."""
@@ -183,7 +183,7 @@ class Screen:
         runs = [
             Run(Configuration(job, strategy, machine), facts, grid(facts.model, job, shape)) for shape in job.shapes
         ]
-        each = [encoding for run in runs for encoding in caching(run)]
+        each = [encoding for run in runs for encoding in encoding_runs(run)]
         peaks = (replay_encoding(one).reserved_peak_bytes + one.device.split_bytes["encode"] for one in each)
         reserved = max(peaks, default=0)
         return facts.measurements.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
@@ -203,7 +203,7 @@ class Screen:
         allocated, in_optimizer = allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))
         correction, outside = facts.measurements.correction, outside_bytes(run)
         device = correction.peak(allocated, allocated, outside).device_bytes
-        encoding = max((entry.encoding_only.peak_bytes for entry in caching(run)), default=0)
+        encoding = max((entry.encoding_only.peak_bytes for entry in encoding_runs(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
         device = max(device, correction.peak(encoding, encoding, outside, "encode").device_bytes)
@@ -260,7 +260,7 @@ class Screen:
             run = replace(step, base=step, configuration=configuration, facts=facts, program=program, step=copy)
             run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
             run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
-            end_of_step(run)
+            free_leftovers(run)
             self._laid_out[tapes] = run
         return self._laid_out[tapes]
 
@@ -269,8 +269,8 @@ class Screen:
         if key not in self._steps:
             run = Run(Configuration(job, strategy, machine), facts)
             try:
-                run.load, run.step, run.checkpointed = recorded(run.program, facts, strategy)
-                choose_kernels(run)
+                run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, strategy)
+                drop_other_workspaces(run)
                 self._steps[key] = run
             except NotRecordedError as error:  # two recordings that cannot be put together, of which many ask
                 self._steps[key] = error
@@ -282,7 +282,12 @@ class Screen:
 
 def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, ...]:
     """What tells one layout from another: the recordings, of how many blocks each is taken, and attention's kernel."""
-    step = id(facts.step), id(facts.checkpointed), strategy.checkpointed_blocks, kernels(strategy, machine, facts)
+    step = (
+        id(facts.step),
+        id(facts.checkpointed),
+        strategy.checkpointed_blocks,
+        workspace_kernels(strategy, machine, facts),
+    )
     return *step, id(facts.optimizer)
 
 

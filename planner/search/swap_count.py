@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from planner.layout import margin
-from planner.layout.single_gpu import RING
+from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.search.feasibility import Feasibility
 from planner.search.pruning import Pruning
 from planner.search.screening import QuickEstimate
@@ -81,7 +81,9 @@ class SwapCount:
         budget = self.question.budget_bytes
         room = budget**2 / margin.interval(budget, sides=self.question.sides)[1]
         share = (first - room) / max(first - second, 1)
-        low += 0 if low else min(RING, high - 1)  # the first blocks only make room for the ring they come through
+        low += (
+            0 if low else min(SWAP_RING_BUFFERS, high - 1)
+        )  # the first blocks only make room for the ring they come through
         return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
     def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:

@@ -22,7 +22,7 @@ import vplan
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.estimate.stages import replay_stages
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.search.batched_peaks import peak_forms
 from planner.spec.job import Job, Machine, Strategy
@@ -89,7 +89,7 @@ def laid_out(model: str, **more: object) -> tuple[dict[str, int], object]:
     job = Job(model=model, frames=profile.shape.default_frames, height=height, width=width)
     strategy = resolve(job, Strategy.read({"gradient_checkpointing": "full", **more}), MACHINE)
     shape = grid(profile, job)
-    return shape, lay_out(job, strategy, MACHINE, facts(job, strategy, MACHINE), shape)
+    return shape, lay_out(job, strategy, MACHINE, load_facts(job, strategy, MACHINE), shape)
 
 
 def peaks_per_second(times: int) -> tuple[float, float]:

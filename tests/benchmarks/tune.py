@@ -30,7 +30,7 @@ from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.evidence.jsonl import append_row, rows_by_id
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.run import Run
 from planner.probe.simulated import SimulatedRunner
 from planner.probe.simulated_truth import Hidden, true_seconds
@@ -316,7 +316,7 @@ def drawn(number: int) -> Case:
         ram = chance.choice((64, 128, 256)) * gpus * GIB
         seed = chance.randrange(10**6)
         machine = Machine(gpu=card.name, gpus=gpus, host_ram=ram)
-        screen = Screen(lambda job, way, machine, model=model, card=card: facts(job, way, machine, model, card))
+        screen = Screen(lambda job, way, machine, model=model, card=card: load_facts(job, way, machine, model, card))
         try:
             job = lookup.job_for(model, {"method": method, "lora_rank": chance.choice((8, 16, 64)), **shape})
             question = Question(job, Strategy.read({}), machine, model, card)

@@ -169,7 +169,7 @@ def _deepspeed(case: Case) -> Bytes:
     import deepspeed
     import torch
 
-    from planner.layout.sharding.zero import Settings
+    from planner.layout.sharding.zero import ZeroSettings
     from trainers.families import family
     from trainers.parallel.engines import deepspeed_config
     from trainers.step import step
@@ -180,7 +180,7 @@ def _deepspeed(case: Case) -> Bytes:
     profile, job, strategy, model = _model(case)
     trainable = step.trainable_parameters(model)
     optimizer = make_optimizer(trainable, strategy)
-    config = deepspeed_config(job, strategy, Settings(**case.settings))
+    config = deepspeed_config(job, strategy, ZeroSettings(**case.settings))
     watch = Watch()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     watched = _watch_stage_3 if strategy.sharding == "zero-3" else _watch_stages_1_and_2

@@ -146,7 +146,7 @@ def weights(run: Run, frozen: bool) -> int:
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_terms, "DEEPSPEED", zero_terms.Settings(**SETTINGS))
+    monkeypatch.setattr(zero_terms, "DEEPSPEED", zero_terms.ZeroSettings(**SETTINGS))
 
 
 def agree(ranks: list[Bytes], expected: Bytes) -> None:

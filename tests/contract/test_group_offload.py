@@ -16,7 +16,7 @@ from diffusers.hooks import group_offloading
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from planner.layout.group_offload import Turns, host_sizes
+from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.tape.program import Moment, Stage
 from planner.units import power_of_two
 
@@ -165,7 +165,7 @@ def woven(watched: Watched, sizes: dict[str, int], kind: str, stream: bool) -> d
     outside = Moment("denoise", "forward", "", -1)
     places = [outside, *(Moment("denoise", "forward", *block) for block in watched.order), outside]
     stage = Stage("denoise", [(moment, []) for moment in places])
-    Turns(kind, stream, table.__getitem__, new).weave(stage, {name: i for i, name in enumerate(sizes)})
+    GroupTransfers(kind, stream, table.__getitem__, new).insert(stage, {name: i for i, name in enumerate(sizes)})
     held = 0
     most: dict[tuple[str, int] | None, int] = {}
     for moment, events in stage.stretches:
@@ -220,7 +220,7 @@ def test_with_a_stream_the_same_weights_have_a_copy_for_good(
     config = _config(kind, stream=True)
     group_offloading._apply_group_offloading(model[0], config)
     sizes = {name: tensor.nbytes for name, tensor in (*model[0].named_parameters(), *model[0].named_buffers())}
-    pageable, pinned = host_sizes(kind, True, sizes, model[2])
+    pageable, pinned = host_copy_bytes(kind, True, sizes, model[2])
     # Two layers of T5 hold one table of tokens, and each copies it; a layer that never runs is not counted.
     once = dict.fromkeys(made)
     assert len(made) - len(once) == (name == "t5" and kind == "leaf")

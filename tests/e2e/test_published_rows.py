@@ -12,7 +12,7 @@ from planner.catalog.shapes import grid
 from planner.estimate.estimate import after_step_bytes, estimate
 from planner.evidence.accuracy import Comparison, Prediction, compare, coverage
 from planner.evidence.published import Row, read_rows
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.spec.job import Job, Machine, Strategy
@@ -30,10 +30,10 @@ KNOWN_MISSES = {
 @pytest.fixture(scope="module")
 def compared() -> list[Comparison]:
     def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-        return Prediction.of(estimate(job, strategy, machine, facts(job, strategy, machine), trainer))
+        return Prediction.of(estimate(job, strategy, machine, load_facts(job, strategy, machine), trainer))
 
     def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
-        return after_step_bytes(job, strategy, machine, facts(job, strategy, machine), trainer)
+        return after_step_bytes(job, strategy, machine, load_facts(job, strategy, machine), trainer)
 
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     rows = [row for path in files for row in read_rows(path, expandable_segments=False)[0]]
@@ -102,7 +102,7 @@ def test_reserved_peaks_of_validation() -> None:
         job, machine = rows[row].job, rows[row].machine.replace(host_ram=2**37)
         asked = rows[row].strategy.replace(validation_mode="on", text_encoder_dtype="fp16")
         strategy = resolve(job, asked, machine)
-        found = estimate(job, strategy, machine, facts(job, strategy, machine), "diffusers@2024-10")
+        found = estimate(job, strategy, machine, load_facts(job, strategy, machine), "diffusers@2024-10")
         phases = ("first_step", "denoise", "decode")
         peak = max(found.phases[phase].reserved_bytes for phase in phases) / GIB
         if job.method == "lora":  # of full fine-tuning, what a further step would take is in it
@@ -131,7 +131,7 @@ def first_step(run: Run, spare: tuple[int, ...]) -> tuple[float, float]:
 
 def laid_out(row: Row) -> Run:
     strategy = resolve(row.job, row.strategy, row.machine)
-    known = facts(row.job, strategy, row.machine)
+    known = load_facts(row.job, strategy, row.machine)
     return lay_out(row.job, strategy, row.machine, known, grid(known.model, row.job), row.trainer)
 
 

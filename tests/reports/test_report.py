@@ -22,7 +22,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.evidence.accuracy import compare
 from planner.evidence.published import read_rows
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.search.capacity_axes import lengths, sizes
 from planner.search.capacity_map import Cell
 from planner.search.ladder import ladder, pareto
@@ -44,7 +44,7 @@ def plan() -> Plan:
     job = job_for(MODEL, {"model": MODEL.name, "frames": 33, "method": "lora"})
     machine = Machine(gpu="12GB", host_ram=32 * GIB)
     strategy = resolve(job, Strategy(gradient_checkpointing="full"), machine)
-    found = estimate(job, strategy, machine, facts(job, strategy, machine))
+    found = estimate(job, strategy, machine, load_facts(job, strategy, machine))
     seen = Measured(outcome="ok", phase="train", device_bytes=found.peak.device_bytes + GIB, step_seconds=1.5)
     env = Environment(
         gpu="card", driver="1", torch="2", diffusers="3", attention_kernel="flash", command="vplan probe", time="then"
@@ -88,7 +88,7 @@ def test_the_map_agrees_with_estimates_at_its_edge(told: data.PlanData) -> None:
     for cell in {cell.shape: cell for pair in edges[:2] for cell in pair if cell.rung is not None}.values():
         strategy = table.ladder[cell.rung].strategy.replace(vae_tiling=cell.tiled)  # type: ignore[index]
         job = at(told, cell)
-        own = estimate(job, strategy, machine, facts(job, strategy, machine))
+        own = estimate(job, strategy, machine, load_facts(job, strategy, machine))
         assert own.verdict == cell.verdict, cell
         assert abs(own.peak.device_bytes / cell.device_bytes - 1) < 0.03, cell
     order = {"fits": 0, "tight": 1, "no": 2}
@@ -104,7 +104,7 @@ def test_the_longest_clips_rise_with_the_card_and_the_plans_own_is_an_estimate(t
     own = by_card["24GB"]
     assert own.lossless_by is not None
     job, machine = told.found.job.replace(frames=own.lossless), Machine(gpu="24GB", host_ram=own.host_ram)
-    found = estimate(job, own.lossless_by, machine, facts(job, own.lossless_by, machine))
+    found = estimate(job, own.lossless_by, machine, load_facts(job, own.lossless_by, machine))
     assert found.verdict != "no" and found.peak.device_bytes > 0.85 * found.budget_bytes
 
 
@@ -307,12 +307,14 @@ def test_the_map_of_a_plan_that_samples_decodes_each_clip() -> None:
     job = job_for(MODEL, {"model": MODEL.name, "method": "sample"})
     machine = Machine(gpu="24GB", host_ram=64 * GIB)
     strategy = resolve(job, Strategy(), machine)
-    told = data.Builder("plan.toml", Plan.of(estimate(job, strategy, machine, facts(job, strategy, machine)))).data()
+    told = data.Builder(
+        "plan.toml", Plan.of(estimate(job, strategy, machine, load_facts(job, strategy, machine)))
+    ).data()
     column = [row[-1] for row in told.capacity.cells]
     ways = [told.capacity.ladder[cell.rung].strategy for cell in column if cell.rung is not None]
     assert len(set(ways)) > 1
     for cell, way in zip(column, ways, strict=True):
-        found = estimate(at(told, cell), way, machine, facts(job, way, machine))
+        found = estimate(at(told, cell), way, machine, load_facts(job, way, machine))
         assert found.verdict == cell.verdict
         assert cell.device_bytes == pytest.approx(found.peak.device_bytes, rel=0.15)
         assert found.peak.phase in ("encode", "decode")

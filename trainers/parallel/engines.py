@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from planner.catalog.profiles import ModelProfile
-from planner.layout.sharding.zero import Settings
+from planner.layout.sharding.zero import ZeroSettings
 from planner.spec.job import Job, Strategy
 from trainers.step.step import DTYPES, MAX_GRAD_NORM
 
@@ -23,7 +23,7 @@ PIN = torch.cuda.is_available()
 """Pinned host memory is there to be copied to a GPU."""
 
 
-def deepspeed_config(job: Job, strategy: Strategy, settings: Settings, drive: Path | None = None) -> dict[str, Any]:
+def deepspeed_config(job: Job, strategy: Strategy, settings: ZeroSettings, drive: Path | None = None) -> dict[str, Any]:
     """DeepSpeed's configuration for a ``zero-N`` strategy with a client optimizer; what is left out is its default.
 
     ``drive``: the folder of what ``nvme`` offloads.

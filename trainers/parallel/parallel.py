@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.catalog.profiles import ModelProfile
-from planner.layout.sharding.zero import DEEPSPEED, Settings
+from planner.layout.sharding.zero import DEEPSPEED, ZeroSettings
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.parallel import context
@@ -151,7 +151,7 @@ class Zero(Alone):
     replicated = False
 
     def __init__(
-        self, trainee: step.Trainee, job: Job, strategy: Strategy, settings: Settings, drive: Path | None
+        self, trainee: step.Trainee, job: Job, strategy: Strategy, settings: ZeroSettings, drive: Path | None
     ) -> None:
         super().__init__(trainee)
         import deepspeed
@@ -264,7 +264,7 @@ def _keep_misplaced_gradients(swapper: Any) -> None:
 
 def set_up(
     model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
-    settings: Settings = DEEPSPEED, drive: Path | None = None,
+    settings: ZeroSettings = DEEPSPEED, drive: Path | None = None,
 ) -> tuple[step.Trainee, Alone]:  # fmt: skip
     """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
     device = next(model.parameters()).device  # of the computation: what trains may wait in host RAM

@@ -13,7 +13,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import replay
 from planner.foreign.check import settle
 from planner.foreign.oom_message import LONGEST, Explanation, explain, parse
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.units import GIB
 from planner.untrusted import read_text
 
@@ -34,6 +34,6 @@ def explained(path: str, script: Script | None, told: Mapping[str, Any], machine
         machine = {**machine, "gpu": f"{message.capacity_bytes / GIB:.2f}GiB"}
     dialect, given = dialects.recognise(script)
     case = settle(dialect, given, told, machine)
-    known = facts(case.job, case.strategy, case.machine, case.model, case.gpu)
+    known = load_facts(case.job, case.strategy, case.machine, case.model, case.gpu)
     _, played = replay(case.job, case.strategy, case.machine, known, case.trainer)
     return explain(message, played)

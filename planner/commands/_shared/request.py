@@ -23,7 +23,7 @@ from planner.commands._shared.options import MAX, job_options, machine_options, 
 from planner.commands._shared.verb import Function
 from planner.errors import VplanError
 from planner.layout import trainer_terms
-from planner.layout.experts import assumption
+from planner.layout.experts import expert_assumption
 from planner.schema import Record
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan
@@ -134,7 +134,7 @@ class TypedQuestion:
             notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
         if "lora_rank" not in said and job.method == "lora":
             notes.append(f"LoRA rank {job.lora_rank}")
-        if note := assumption(model, job):
+        if note := expert_assumption(model, job):
             notes.append(note)
         longest = max(shape.frames for shape in job.shapes)
         if longest > model.shape.max_frames:

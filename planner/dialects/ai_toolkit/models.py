@@ -14,7 +14,7 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.launchers import known_model
 from planner.dialects.base.values import listed, number, whole
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.ai_toolkit import WHOLE
+from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
 from planner.spec.job import QUANTISED, Bucket, ValidationShape
 
 AT = "ai-toolkit 27a03a9"
@@ -72,7 +72,7 @@ def version_of(given: Settings, fields: Fields) -> str:
     """Whether the model goes to the GPU whole before it is quantised."""
     whole = given.get(f"{MODEL}quantize") and not given.get(f"{MODEL}low_vram")
     decides = lookup.model(fields["model"]).trained_with("ai-toolkit", "moved-whole-without-low-vram")
-    return WHOLE if whole and decides else ""
+    return QUANTISED_WHOLE if whole and decides else ""
 
 
 def say_model(fields: Fields) -> Settings:

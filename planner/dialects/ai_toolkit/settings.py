@@ -44,8 +44,8 @@ from planner.dialects.base.launchers import EXPANDABLE, one_of, usual, word_for
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import number, whole
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.ai_toolkit import WHOLE
-from planner.layout.trainer_terms.lora_layers import note, on_all_linear
+from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
+from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.untrusted import flat
@@ -304,7 +304,7 @@ def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
 def notes(given: Settings, fields: Fields) -> Iterator[str]:
     """What it does without being asked."""
     yield "resolutions are areas: priced as squares"
-    if said := note(lookup.model(fields["model"]), fields["lora_targets"]):
+    if said := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
         yield said
     if given.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
         yield "low_vram tiles the VAE and moves parts away while it samples, which is not priced: it needs less there"
@@ -335,7 +335,7 @@ MOVES = (
     Move({"text_encoder": "cached"}, "disk for the embeddings, and no caption dropout"),
     Move({"validation_mode": "off"}, "no samples while it trains"),
     Move({"version": ""}, "quantised a block at a time", said=lambda given: [LOW_VRAM],
-         when=lambda fields: fields["version"] == WHOLE and not _two_on_gpu(fields)),
+         when=lambda fields: fields["version"] == QUANTISED_WHOLE and not _two_on_gpu(fields)),
     Move({"inactive_expert": "cpu", "version": ""}, "slower where the noise level changes sides",
          said=lambda given: [LOW_VRAM], when=_two_on_gpu),
     Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),

@@ -52,7 +52,7 @@ from planner.dialects.diffsynth.names import (
     folder_of,
 )
 from planner.errors import VplanError
-from planner.layout.trainer_terms.diffsynth import OFFLOADED
+from planner.layout.trainer_terms.diffsynth import MODEL_OFFLOAD
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 from planner.units import format_gib
@@ -289,7 +289,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         caching = train | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
         text += command_line(caching, data | extra | {"--output_path": "models/train/cache"}, launcher)
         data = {"--dataset_base_path": "models/train/cache"}
-    if plan.trainer.endswith(f"@{OFFLOADED}"):
+    if plan.trainer.endswith(f"@{MODEL_OFFLOAD}"):
         extra["--enable_model_cpu_offload"] = True
     return {"train.sh": text + command_line(train, data | extra, launcher)}
 
@@ -391,5 +391,5 @@ DIALECT = Dialect(
         Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several),
     ),
     files=files,
-    version=lambda given, fields: OFFLOADED if given.get("--enable_model_cpu_offload") else "",
+    version=lambda given, fields: MODEL_OFFLOAD if given.get("--enable_model_cpu_offload") else "",
 )

@@ -40,7 +40,7 @@ from planner.dialects.diffusion_pipe.models import (
     shape_of,
 )
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.lora_layers import note, on_all_linear
+from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.untrusted import flat
@@ -304,7 +304,9 @@ def _without_deepspeed(words: Sequence[str]) -> list[str]:
 def notes(given: Settings, fields: Fields) -> Iterator[str]:
     """What it does without being asked."""
     yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
-    if fields["method"] == "lora" and (said := note(lookup.model(fields["model"]), fields["lora_targets"])):
+    if fields["method"] == "lora" and (
+        said := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
+    ):
         yield said
     if fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED:
         yield "adapters over a quantised base are counted in fp32"

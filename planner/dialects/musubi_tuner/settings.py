@@ -45,7 +45,7 @@ from planner.dialects.musubi_tuner.models import (
     say_shape,
     shape_of,
 )
-from planner.layout.trainer_terms.lora_layers import note, on_all_linear
+from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
 from planner.spec.plan import Plan
 from planner.untrusted import flat
 
@@ -300,7 +300,7 @@ def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
 def notes(given: Settings, fields: Fields) -> Iterator[str]:
     """What it does without being asked."""
     narrow = "--network_args" in given and family_of(fields["model"]) == "wan"
-    if not narrow and (said := note(lookup.model(fields["model"]), fields["lora_targets"])):
+    if not narrow and (said := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
         yield said
     yield f"latents and prompts are cached before training ({AT})"
     if not given.get("--network_dim"):

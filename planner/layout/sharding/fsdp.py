@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.layout.run import Run
-from planner.layout.sharding.weave import Weaver, first_backward, spans
+from planner.layout.sharding.stage_editor import StageEditor, first_backward, spans
 from planner.layout.sharding.zero import FULL, HALF, cast_to_16_bits
 from planner.tape.program import Block, Stage
 from planner.tape.variants import trained_storage
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """The parameters that are gathered together, in elements; ``share`` is of one rank, with its padding."""
 
     share: int
@@ -29,7 +29,7 @@ class Group(NamedTuple):
     """buffers of the gradients before they are reduced"""
 
 
-def share_of(rows: int, elements: int, world: int) -> int:
+def padded_share(rows: int, elements: int, world: int) -> int:
     """Elements of a parameter on each rank: whole rows, rounded up (``padded_sharded_size``)."""
     return -(-rows // world) * (elements // rows)
 
@@ -42,7 +42,8 @@ def fsdp(run: Run) -> None:
     stored = _stored_bytes(run)
     cast_to_16_bits(run)
     shares = {
-        name: share_of(table.rows_of(name, run.grid["R"]), elements, world) for name, elements in run.elements.items()
+        name: padded_share(table.rows_of(name, run.grid["R"]), elements, world)
+        for name, elements in run.elements.items()
     }
     groups = _groups(run, shares, stored)
     offloaded = run.strategy.offload_params != "none"
@@ -54,9 +55,9 @@ def fsdp(run: Run) -> None:
     buffers = 1 if world == 1 else 2
     run.handover.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
     again = run.step.copy()
-    kept = _Woven(run, groups, run.step).weave(adds=False)
+    kept = _FsdpPass(run, groups, run.step).insert(adds=False)
     if run.strategy.gradient_accumulation > 1:
-        _Woven(run, groups, again).weave(adds=True)
+        _FsdpPass(run, groups, again).insert(adds=True)
         run.free(again, run.leftovers, at=0)
         run.accumulate = again
     _step_over_shares(run, shares, kept)
@@ -73,14 +74,14 @@ def _stored_bytes(run: Run) -> dict[str, int]:
     }
 
 
-def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Block | None, Group]:
+def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Block | None, ParameterGroup]:
     """One per block, and one (None) of everything outside them."""
     names: dict[Block | None, list[str]] = {None: []}
     for name in shares:
         names.setdefault(run.facts.step.block_of(name), []).append(name)
     gradients = run.named("gradient")
     return {
-        block: Group(
+        block: ParameterGroup(
             share=sum(shares[name] for name in inside),
             cast_share=sum(shares[name] for name in inside if stored[name] != HALF),
             trained_share=sum(shares[name] for name in inside if name in gradients),
@@ -90,12 +91,12 @@ def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Bl
     }
 
 
-class _Woven:
+class _FsdpPass:
     """One forward and backward with FSDP2's buffers woven in."""
 
-    def __init__(self, run: Run, groups: dict[Block | None, Group], stage: Stage) -> None:
+    def __init__(self, run: Run, groups: dict[Block | None, ParameterGroup], stage: Stage) -> None:
         self.run, self.groups = run, groups
-        self.stage, self.weaver = stage, Weaver(stage)
+        self.stage, self.editor = stage, StageEditor(stage)
         self.world = run.machine.world
         self.kept: list[int] = []
         """Reduced gradients that live until the step."""
@@ -103,35 +104,35 @@ class _Woven:
         self._fetched: int | None = None
         self._reduced: int | None = None
 
-    def weave(self, adds: bool) -> list[int]:
+    def insert(self, adds: bool) -> list[int]:
         """Weaves; returns the gradients that are kept. ``adds``: to those of an earlier micro-batch."""
         forward, backward = spans(self.stage, "forward"), spans(self.stage, "backward")
         last, turn = len(self.stage.stretches) - 1, first_backward(self.stage)
         root = self._gathered(None)
-        self.weaver.before(0, [*self._fetch(None), root])
+        self.editor.before(0, [*self._fetch(None), root])
         for block, (begin, end) in forward.items():
             gathered, copied_out = self._gathered(block), self._copied_out()
-            self.weaver.before(begin, [*self._fetch(block), *copied_out, gathered])
-            self.weaver.after(end, [~gathered])
-        self.weaver.before(turn, self._copied_out())
+            self.editor.before(begin, [*self._fetch(block), *copied_out, gathered])
+            self.editor.after(end, [~gathered])
+        self.editor.before(turn, self._copied_out())
         self._backward(list(backward.items()), turn, adds)
-        self.weaver.after(last, [~root, *self._reduce(None, adds), *self._let_go()])
+        self.editor.after(last, [~root, *self._reduce(None, adds), *self._let_go()])
         gradients = {buffer for group in self.groups.values() for buffer in group.gradients}
         freed = {
             index: [event for event in events if event >= 0 or ~event not in gradients]
             for index, (_, events) in enumerate(self.stage.stretches)
         }
-        self.weaver.weave("fsdp", freed)
+        self.editor.insert("fsdp", freed)
         return self.kept
 
     def _backward(self, blocks: list[tuple[Block, tuple[int, int]]], turn: int, adds: bool) -> None:
         """The next group is fetched when a group's own weights have been copied out."""
-        self.weaver.before(turn, self._fetch(blocks[0][0]))
+        self.editor.before(turn, self._fetch(blocks[0][0]))
         for position, (block, (begin, end)) in enumerate(blocks):
             gathered, copied_out = self._gathered(block), self._copied_out()
             ahead = self._fetch(blocks[position + 1][0]) if position + 1 < len(blocks) else []
-            self.weaver.before(begin, [gathered, *copied_out, *ahead])
-            self.weaver.after(end, [~gathered, *self._reduce(block, adds)])
+            self.editor.before(begin, [gathered, *copied_out, *ahead])
+            self.editor.after(end, [~gathered, *self._reduce(block, adds)])
 
     def _gathered(self, block: Block | None) -> int:
         """A group's weights, whole and in 16 bits."""

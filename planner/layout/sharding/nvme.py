@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from planner.errors import VplanError
 from planner.layout.run import Run
-from planner.layout.sharding.zero import DEEPSPEED, FULL, HALF, sub_groups, trained
+from planner.layout.sharding.zero import DEEPSPEED, FULL, HALF, sub_groups, trained_elements
 
 OPTIMIZER_BUFFERS = 4
 """``buffer_count`` of the optimizer: a weight, its gradient and Adam's two states at a time."""
@@ -40,10 +40,10 @@ def optimizer_host_bytes(run: Run) -> int:
     the buffers that the others pass through."""
     partitions = _partitions(run)
     largest = max(sub_groups(partitions, DEEPSPEED.sub_group))
-    return HALF * sum(partitions) + FULL * kept_gradients(partitions) + OPTIMIZER_BUFFERS * FULL * largest
+    return HALF * sum(partitions) + FULL * gradients_in_ram(partitions) + OPTIMIZER_BUFFERS * FULL * largest
 
 
-def kept_gradients(partitions: Sequence[int], sub_group: int = DEEPSPEED.sub_group) -> int:
+def gradients_in_ram(partitions: Sequence[int], sub_group: int = DEEPSPEED.sub_group) -> int:
     """How many numbers of a rank's gradients stay in host RAM."""
     kept = place = 0
     for elements in partitions:
@@ -55,7 +55,7 @@ def kept_gradients(partitions: Sequence[int], sub_group: int = DEEPSPEED.sub_gro
     return kept
 
 
-def checkpoint_bytes(run: Run) -> int:
+def checkpoint_host_bytes(run: Run) -> int:
     """Host RAM of one rank for its share of a checkpoint: fp32 weights and two states, read back from the drive one
     after another and written as one file (trainers/parallel/parallel.py ``Zero.state``)."""
     return 3 * FULL * sum(_partitions(run)) if run.strategy.offload_optimizer == "nvme" else 0
@@ -67,7 +67,7 @@ def params_host_bytes(run: Run) -> int:
     return HALF * (pool + min(MOST_IN_CPU, sum(_partitions(run))))
 
 
-def kept_bytes(run: Run) -> int:
+def drive_bytes(run: Run) -> int:
     """What all ranks together keep on the drive: fp32 weights, gradients and two states; and weights in 16 bits."""
     nbytes = 0
     if run.strategy.offload_optimizer == "nvme":
@@ -77,7 +77,7 @@ def kept_bytes(run: Run) -> int:
     return nbytes * run.machine.gpus
 
 
-def moved_bytes(run: Run) -> int:
+def drive_traffic_bytes(run: Run) -> int:
     """What one step reads from and writes to a node's drive: all that the optimizer keeps, in and out; weights for
     forward, for backward and, those that train, back."""
     nbytes, world = 0, run.machine.world
@@ -92,8 +92,8 @@ def moved_bytes(run: Run) -> int:
 def _on_drive(run: Run) -> int:
     """Numbers of one rank's weights, two states, and gradients as far as they go there."""
     partitions = _partitions(run)
-    return 4 * sum(partitions) - kept_gradients(partitions)
+    return 4 * sum(partitions) - gradients_in_ram(partitions)
 
 
 def _partitions(run: Run) -> list[int]:
-    return [-(-elements // run.machine.world) for elements in trained(run).values()]
+    return [-(-elements // run.machine.world) for elements in trained_elements(run).values()]

@@ -7,7 +7,7 @@ tests/contract reads the same bytes off the real engines. Ranks differ by what f
 the largest is priced.
 
 Bytes of one rank, and the function that counts them. P trained parameters over N ranks; S = P / N, rounded up by
-`aligned` over all of them in stages 1 and 2, parameter by parameter in stage 3.
+`aligned_elements` over all of them in stages 1 and 2, parameter by parameter in stage 3.
 
 | term | stage 1 | stage 2 | stage 3 | function |
 |---|---|---|---|---|
@@ -33,13 +33,13 @@ from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
-from planner.layout.sharding.weave import first_backward
+from planner.layout.sharding.stage_editor import first_backward
 from planner.tape.program import Stage
 
 HALF, FULL = 2, 4
 """Bytes of a 16-bit and of an fp32 number."""
 
-NORM = 8
+NORM_BYTES = 8
 """Gradient norms are added up in fp64, one parameter at a time (``get_norm_dtype`` in runtime/zero/utils.py)."""
 
 STEP_COPIES = {"foreach": 1, "loop": 2, "fused": 0}
@@ -53,7 +53,7 @@ MOST_8_BIT = 2**31 - 1
 (backends/cuda/ops.py)."""
 
 
-class Settings(NamedTuple):
+class ZeroSettings(NamedTuple):
     """DeepSpeed's sizes, in elements; its own defaults."""
 
     reduce_bucket: int = 500_000_000
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
     """``stage3_param_persistence_threshold``: smaller parameters stay whole on every rank"""
 
 
-DEEPSPEED = Settings()
+DEEPSPEED = ZeroSettings()
 
 
 def zero(run: Run) -> None:
@@ -95,13 +95,13 @@ def cast_to_16_bits(run: Run) -> None:
                 run.resize(buffer, HALF * elements)
 
 
-def trained(run: Run) -> dict[str, int]:
+def trained_elements(run: Run) -> dict[str, int]:
     """Name -> elements of the trained parameters, in the model's order."""
     gradients = run.named("gradient")
     return {name: elements for name, elements in run.elements.items() if name in gradients}
 
 
-def aligned(elements: int, world: int) -> int:
+def aligned_elements(elements: int, world: int) -> int:
     """Elements of the flat buffer of stages 1 and 2: shares begin at 4 bytes (``nccl_start_alignment_factor``)."""
     multiple = 2 * world
     return -(-elements // multiple) * multiple
@@ -109,13 +109,13 @@ def aligned(elements: int, world: int) -> int:
 
 def most_in_one_share(elements: Sequence[int], world: int) -> int:
     """Elements of all parameters that one share touches, border crossers whole (``params_in_partition``); the most."""
-    return max(in_share(elements, world, rank) for rank in range(world))
+    return max(elements_in_share(elements, world, rank) for rank in range(world))
 
 
-def in_share(elements: Sequence[int], world: int, rank: int) -> int:
+def elements_in_share(elements: Sequence[int], world: int, rank: int) -> int:
     """Elements of all parameters that the share of ``rank`` touches."""
     ends = list(itertools.accumulate(elements))
-    share = aligned(ends[-1], world) // world
+    share = aligned_elements(ends[-1], world) // world
     first = bisect.bisect_right(ends, rank * share)
     last = bisect.bisect_left(ends, min((rank + 1) * share, ends[-1]))
     return sum(elements[first : last + 1])
@@ -135,16 +135,16 @@ def sub_groups(partitions: Sequence[int], size: int) -> list[int]:
 # ---- stages 1 and 2
 
 
-def _stages_1_and_2(run: Run, settings: Settings) -> None:
-    elements = list(trained(run).values())
+def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
+    elements = list(trained_elements(run).values())
     world, offloaded = run.machine.world, run.strategy.offload_optimizer != "none"
-    share = aligned(sum(elements), world) // world
+    share = aligned_elements(sum(elements), world) // world
     _flatten_weights(run, share, max(elements), offloaded)
     partition = -1
     if not offloaded:
         partition = run.new(HALF * most_in_one_share(elements, world), "gradient", "gradient partition")
     bucket = run.new(HALF * settings.reduce_bucket, "buckets", "reduce bucket")
-    flush = _Flush(run, settings, [] if offloaded else [partition], NORM * max(elements))
+    flush = _BucketReduction(run, settings, [] if offloaded else [partition], NORM_BYTES * max(elements))
     if run.strategy.sharding == "zero-2":
         again = run.step.copy()
         _reduce_in_backward(run.step, run, bucket, flush)
@@ -159,7 +159,7 @@ def _stages_1_and_2(run: Run, settings: Settings) -> None:
         run.place(stage, before_step.copy(), "reduction", at=0)
         if not offloaded:
             states = _states(run, share) if stage is run.optimizer_first else []
-            norm = run.new(NORM * max(elements), "temporary", "norm in fp64")
+            norm = run.new(NORM_BYTES * max(elements), "temporary", "norm in fp64")
             step = [norm, ~norm, *_step(run, share, states, ~partition)]
             run.place(stage, step, "step", at=1)
 
@@ -169,7 +169,7 @@ def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> Non
     host; then this rank's master is cloned from it, and zeros for its first gradients come and go."""
     world = run.machine.world
     parameters = run.parameters
-    weights = [parameters[name] for name in trained(run)]
+    weights = [parameters[name] for name in trained_elements(run)]
     flat = run.new(HALF * share * world, "weight", "flat weights")
     beside = sum(run.sizes[event] for event in run.load.ops if event >= 0) + run.sizes[flat]
     freed = [~weight for weight in weights]
@@ -186,12 +186,12 @@ def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> Non
 
 
 @dataclass
-class _Flush:
+class _BucketReduction:
     """What reducing a full bucket allocates: a copy of it (``allreduce_bucket`` flattens the slices of the ranks), and
     the first time what keeps the result."""
 
     run: Run
-    settings: Settings
+    settings: ZeroSettings
     kept: list[int]
     norm_bytes: int
 
@@ -207,7 +207,7 @@ class _Flush:
         return made + (self.kept if first else [])
 
 
-def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _Flush) -> None:
+def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _BucketReduction) -> None:
     """Every gradient moves into the bucket as it is made; a full bucket is reduced, and what is left at the end. Stage
     3 has its bucket already (None)."""
     gradients = set(run.named("gradient").values())
@@ -238,12 +238,12 @@ def _begin_bucket(run: Run, stage: Stage, bucket: int) -> None:
     run.place(stage, [bucket], "reduce bucket", at=first_backward(stage))
 
 
-def _reduce_all(run: Run, bucket: int, flush: _Flush) -> list[int]:
+def _reduce_all(run: Run, bucket: int, flush: _BucketReduction) -> list[int]:
     """Stage 1 reduces behind backward, over the parameters in their order (``reduce_gradients``)."""
     gradients = run.named("gradient")
     events: list[int] = []
     filled, flushed = 0, False
-    for name, elements in trained(run).items():
+    for name, elements in trained_elements(run).items():
         if filled and filled + elements > flush.settings.reduce_bucket:
             events += flush.events(filled, not flushed)
             filled, flushed = 0, True
@@ -252,10 +252,10 @@ def _reduce_all(run: Run, bucket: int, flush: _Flush) -> list[int]:
     return [*events, *flush.events(filled, not flushed), ~bucket]
 
 
-def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _Flush, offloaded: bool) -> Stage:
+def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _BucketReduction, offloaded: bool) -> Stage:
     """A further micro-batch: its reduced gradients are added to those that are kept, and freed."""
     kept = [] if offloaded else [run.new(run.sizes[flush.kept[0]], "gradient", "gradient partition")]
-    _reduce_in_backward(stage, run, bucket, _Flush(run, flush.settings, kept, flush.norm_bytes))
+    _reduce_in_backward(stage, run, bucket, _BucketReduction(run, flush.settings, kept, flush.norm_bytes))
     run.free(stage, kept)
     run.free(stage, run.leftovers, at=0)
     return stage
@@ -288,8 +288,8 @@ def _step(run: Run, share: int, states: Sequence[int], *freed: int) -> list[int]
 # ---- stage 3
 
 
-def _stage_3(run: Run, settings: Settings) -> None:
-    elements = trained(run)
+def _stage_3(run: Run, settings: ZeroSettings) -> None:
+    elements = trained_elements(run)
     world, offloaded = run.machine.world, run.strategy.offload_optimizer != "none"
     partitions = [-(-count // world) for count in elements.values()]
     groups = sub_groups(partitions, settings.sub_group)
@@ -304,7 +304,7 @@ def _stage_3(run: Run, settings: Settings) -> None:
     run.add(run.load, HALF * settings.reduce_bucket, "buckets", "reduce bucket")
     run.accumulate = None  # every micro-batch is like the first: what it adds to is there from the beginning
     largest = -(-max(elements.values()) // world)
-    _reduce_in_backward(run.step, run, None, _Flush(run, settings, [], NORM * largest))
+    _reduce_in_backward(run.step, run, None, _BucketReduction(run, settings, [], NORM_BYTES * largest))
     _gather(run, settings)
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, set(run.named("gradient").values()))
@@ -315,17 +315,17 @@ def _stage_3(run: Run, settings: Settings) -> None:
 def _sub_group_steps(run: Run, groups: Sequence[int], largest: int, first: bool) -> Iterator[int]:
     # isinf over all gradients takes their absolute values and a mask (``has_overflow``).
     overflow = run.new((HALF + 1) * sum(groups), "temporary", "overflow check")
-    norm = run.new(NORM * largest, "temporary", "norm in fp64")
+    norm = run.new(NORM_BYTES * largest, "temporary", "norm in fp64")
     yield from (overflow, ~overflow, norm, ~norm)
     for group in groups:
         yield from _step(run, group, _states(run, group) if first else [])
 
 
-def _split_weights(run: Run, settings: Settings, trained_share: int) -> None:
+def _split_weights(run: Run, settings: ZeroSettings, trained_share: int) -> None:
     """Every rank keeps its share of all parameters, and small ones whole beside it. With ``offload_params`` the shares
     are in host RAM, but for those of small frozen parameters (``ds_persist``)."""
     world, offloaded = run.machine.world, run.strategy.offload_params != "none"
-    names, sizes = trained(run), run.elements
+    names, sizes = trained_elements(run), run.elements
     frozen = {name: -(-count // world) for name, count in sizes.items() if name not in names}
     small = [name for name, count in sizes.items() if count <= settings.persistent]
     run.drop(run.load, set(run.parameters.values()))
@@ -337,7 +337,7 @@ def _split_weights(run: Run, settings: Settings, trained_share: int) -> None:
         run.add(run.load, HALF * sum(sizes[name] for name in small), "weight", "small weights")
 
 
-def _gather(run: Run, settings: Settings) -> None:
+def _gather(run: Run, settings: ZeroSettings) -> None:
     """Gathered weights. From the second step on every module's turn fetches ``prefetch`` elements further ahead, and
     what is fetched ahead is not let go, so they soon reach the most that may live, and one parameter more. What is
     kept to be used again, forward and then backward, is less, but a whole block that is recomputed. A batch is there

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from planner.layout.run import Term
+from planner.layout.run import Transform
 
 NAMES = (
     "ai-toolkit",
@@ -25,19 +25,19 @@ NAMES = (
 """Trainers with a file here."""
 
 
-def terms(trainer: str) -> tuple[Term, ...]:
+def terms(trainer: str) -> tuple[Transform, ...]:
     """The memory terms of a trainer as it is today or, written ``trainer@version``, as that version was."""
     name, _, version = trainer.partition("@")
     if name not in NAMES:
         return ()
-    today: tuple[Term, ...] = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").TERMS
+    today: tuple[Transform, ...] = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").TERMS
     return today + versions(name).get(version, ())
 
 
-def versions(name: str) -> dict[str, tuple[Term, ...]]:
+def versions(name: str) -> dict[str, tuple[Transform, ...]]:
     """What a trainer's earlier versions did beside its terms of today, by version."""
     if name not in NAMES:
         return {}
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-    older: dict[str, tuple[Term, ...]] = getattr(module, "OLDER", {})
+    older: dict[str, tuple[Transform, ...]] = getattr(module, "OLDER", {})
     return older

@@ -6,9 +6,9 @@ trains. Its adapters are fp32 (jobs/process/BaseSDTrainProcess.py ``network.forc
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import STORED, alive, load
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, load_component
 from planner.layout.phases import encoders, take_sizes
-from planner.layout.run import SERVICE, Run, Term
+from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.trainer_terms.lora_layers import wider_adapters
 from planner.layout.trainer_terms.shared import cache_emptied, modulation_in_8_bits, swap_in_place
 from planner.spec.job import QUANTISED
@@ -41,7 +41,7 @@ def quantised_whole(run: Run) -> None:
         return
     nbytes = HALF * run.facts.model.parameters
     if run.job.experts is not None and run.strategy.inactive_expert == "gpu":
-        nbytes += int(STORED[run.strategy.weights_dtype] * run.facts.model.parameters)
+        nbytes += int(BYTES_PER_PARAMETER[run.strategy.weights_dtype] * run.facts.model.parameters)
     _passing(run, nbytes, "model in 16 bits")
 
 
@@ -49,7 +49,7 @@ def _passing(run: Run, nbytes: int, name: str) -> None:
     whole = run.new(nbytes, "residents", name)
     run.phases.before_load = (
         *run.phases.before_load,
-        Stage("load", [(SERVICE._replace(passes=name), [whole, ~whole])]),
+        Stage("load", [(STRATEGY_MOMENT._replace(passes=name), [whole, ~whole])]),
     )
 
 
@@ -66,7 +66,7 @@ def encoders_at_start(run: Run) -> None:
     if strategy.text_encoder_dtype in QUANTISED:
         nbytes = HALF * model.text_encoder_parameters
         if model.trained_with("ai-toolkit", "text-encoder-quantised-beside"):
-            there = STORED[strategy.text_encoder_dtype] if strategy.text_encoder == "resident" else 0.0
+            there = BYTES_PER_PARAMETER[strategy.text_encoder_dtype] if strategy.text_encoder == "resident" else 0.0
             whole = run.new(nbytes - int(there * model.text_encoder_parameters), "residents", "text encoder in 16 bits")
             run.place(run.load, [whole, ~whole], "quantising the text encoder", at=behind)
         else:
@@ -78,13 +78,13 @@ def encoders_at_start(run: Run) -> None:
     vae = model.vae.folder
     for component in encoders(run, "cached", 1):
         if component.name != vae:
-            loading, _ = load(run.program, component)
+            loading, _ = load_component(run.program, component)
             coming += loading.stretches
-            gone += alive(loading)
+            gone += alive_after(loading)
     take_sizes(run, first)
     run.load.stretches += coming
     run.phases.unload = Stage(
-        "encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
+        "encoders leave", [(STRATEGY_MOMENT._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
     )
     run.empty_cache.after.append(run.phases.unload)
 
@@ -97,7 +97,7 @@ def layers_in_turn(run: Run) -> None:
     swapped = [buffer for buffers in run.swapped_blocks.values() for buffer in buffers] if _swaps(run) else []
     if not swapped:
         return
-    stored = STORED[run.strategy.weights("lora")]
+    stored = BYTES_PER_PARAMETER[run.strategy.weights("lora")]
     last = max(run.swapped_blocks.values(), key=run.total_bytes)
     largest = sorted((run.sizes[buffer] for buffer in last), reverse=True)[:SLOTS]
     for name in ("layers ahead in forward", "layers ahead in backward"):
@@ -111,15 +111,15 @@ def _swaps(run: Run) -> bool:
     return run.strategy.swap_blocks > 0
 
 
-TERMS: tuple[Term, ...] = (
+TERMS: tuple[Transform, ...] = (
     *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, moved_whole, encoders_at_start),
     *(swap_in_place, layers_in_turn, cache_emptied),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of
 loading (toolkit/basic.py at 0657f36)."""
 
-WHOLE = "quantised-whole"
+QUANTISED_WHOLE = "quantised-whole"
 """The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
 
-OLDER: dict[str, tuple[Term, ...]] = {WHOLE: (quantised_whole,)}
+OLDER: dict[str, tuple[Transform, ...]] = {QUANTISED_WHOLE: (quantised_whole,)}
 """Without `low_vram`. Files that are written have it."""

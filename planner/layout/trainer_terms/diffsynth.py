@@ -7,7 +7,7 @@ Its text encoders, VAE and model stand on the GPU together in plain ``sft``, whi
 from __future__ import annotations
 
 from planner.layout.phases import encoders
-from planner.layout.run import Run, Term
+from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu
 from planner.tape.program import Stage
 
@@ -61,7 +61,7 @@ def _tokens(run: Run) -> int:
     return grid["B"] * grid["F"] * grid["H"] * grid["W"]
 
 
-TERMS: tuple[Term, ...] = (rope_in_fp64, table_with_each_checkpoint, checkpoints_saved_on_cpu)
+TERMS: tuple[Transform, ...] = (rope_in_fp64, table_with_each_checkpoint, checkpoints_saved_on_cpu)
 
 
 def weights_in_turn(run: Run) -> None:
@@ -91,8 +91,8 @@ def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:
     run.free(stage, [here])
 
 
-OFFLOADED = "model-offload"
+MODEL_OFFLOAD = "model-offload"
 """The version of memory terms with --enable_model_cpu_offload."""
 
-OLDER: dict[str, tuple[Term, ...]] = {OFFLOADED: (weights_in_turn,)}
+OLDER: dict[str, tuple[Transform, ...]] = {MODEL_OFFLOAD: (weights_in_turn,)}
 """With a flag that no field of a plan says."""

@@ -5,9 +5,9 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import ComponentRun, alive, load, work
+from planner.layout.encoders_vae import ComponentPass, alive_after, load_component, run_component
 from planner.layout.phases import encoders, take_sizes, weights_on_gpu
-from planner.layout.run import SERVICE, Run, Term
+from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.stored_positions import table_in_half
 from planner.tape.program import Moment, Stage
 
@@ -92,7 +92,7 @@ def clip_as_loaded(run: Run) -> None:
     run.free(run.optimizer, [clip])
 
 
-def _is_vae(run: Run, component: ComponentRun) -> bool:
+def _is_vae(run: Run, component: ComponentPass) -> bool:
     vae = run.facts.model.vae
     return component.name == vae.folder
 
@@ -106,20 +106,20 @@ def validation_prompts(run: Run) -> None:
     first, denoise, decode = len(run.program.buffers), run.phases.validation[0][1], run.phases.validation[-1][1]
     apart = run.strategy.validation_mode == "offload"
     moved = weights_on_gpu(run) if apart else []
-    coming: list[tuple[Moment, list[int]]] = [(SERVICE, [~buffer for buffer in moved])]
+    coming: list[tuple[Moment, list[int]]] = [(STRATEGY_MOMENT, [~buffer for buffer in moved])]
     for component in encoders(run, "cached", 1):
         if _is_vae(run, component):
             continue
-        loading, blocks = load(run.program, component)
-        done = work(run.program, component, blocks)
-        leaving = (SERVICE, [~buffer for buffer in alive(loading)])
-        coming += [*loading.stretches, *done.stretches, (SERVICE, [~buffer for buffer in alive(done)])]
+        loading, blocks = load_component(run.program, component)
+        done = run_component(run.program, component, blocks)
+        leaving = (STRATEGY_MOMENT, [~buffer for buffer in alive_after(loading)])
+        coming += [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
         (coming if apart else decode.stretches).append(leaving)
-    denoise.stretches[:0] = [*coming, (SERVICE, moved)]
+    denoise.stretches[:0] = [*coming, (STRATEGY_MOMENT, moved)]
     take_sizes(run, first)
 
 
-TERMS: tuple[Term, ...] = (
+TERMS: tuple[Transform, ...] = (
     *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
     validation_prompts,
 )
@@ -134,16 +134,16 @@ def encoders_at_start(run: Run) -> None:
     before: list[tuple[Moment, list[int]]] = []
     behind: list[tuple[Moment, list[int]]] = []
     for component in encoders(run, "cached", 1):
-        loading, _ = load(run.program, component)
+        loading, _ = load_component(run.program, component)
         (behind if _is_vae(run, component) else before).extend(loading.stretches)
-        gone += alive(loading)
+        gone += alive_after(loading)
     take_sizes(run, first)
     recorded = [at for at, (moment, _) in enumerate(run.load.stretches) if moment.piece == "load"]
     model = 1 if _halves_first(run) else recorded[-1] + 1
     run.load.stretches[model:model] = behind
     run.load.stretches[:0] = before
     run.phases.unload = Stage(
-        "encoders leave", [(SERVICE._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
+        "encoders leave", [(STRATEGY_MOMENT._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
     )
     run.empty_cache.after.append(run.phases.unload)
 
@@ -153,5 +153,5 @@ def cache_kept(run: Run) -> None:
     run.empty_cache.before_validation = False
 
 
-OLDER: dict[str, tuple[Term, ...]] = {"2024-10": (encoders_at_start, cache_kept)}
+OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": (encoders_at_start, cache_kept)}
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.layout.phases import component_bytes
-from planner.layout.run import Run, Term
+from planner.layout.run import Run, Transform
 
 
 def all_at_start(run: Run) -> None:
@@ -32,4 +32,4 @@ def second_transformer(run: Run) -> None:
     run.free(run.phases.validation[-1][1], [second, away])
 
 
-TERMS: tuple[Term, ...] = (all_at_start, cache_emptied_between_swaps, second_transformer)
+TERMS: tuple[Transform, ...] = (all_at_start, cache_emptied_between_swaps, second_transformer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.layout.run import Run, Term
+from planner.layout.run import Run, Transform
 from planner.layout.single_gpu import NCCL_BYTES
 from planner.layout.trainer_terms.shared import steps_by_itself
 from planner.tape.program import Stage
@@ -74,7 +74,13 @@ def _autocast(run: Run, events: list[int]) -> Iterator[int]:
             yield event
 
 
-TERMS: tuple[Term, ...] = (gradients_until_backward, helpers, communicator_of_one, cache_kept, decode_under_autocast)
+TERMS: tuple[Transform, ...] = (
+    gradients_until_backward,
+    helpers,
+    communicator_of_one,
+    cache_kept,
+    decode_under_autocast,
+)
 
 
 def zeroed_before_validation(run: Run) -> None:
@@ -83,5 +89,5 @@ def zeroed_before_validation(run: Run) -> None:
         run.free(run.phases.validation[0][1], list(run.named("gradient").values()), at=0)
 
 
-OLDER: dict[str, tuple[Term, ...]] = {"zeroed": (zeroed_before_validation,)}
+OLDER: dict[str, tuple[Transform, ...]] = {"zeroed": (zeroed_before_validation,)}
 """zeroed: its script with that one line added."""

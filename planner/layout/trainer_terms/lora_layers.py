@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
-from planner.layout.inputs import facts
-from planner.layout.run import Run, recorded
+from planner.layout.inputs import load_facts
+from planner.layout.run import Run, unfold_recording
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Job, Machine, Strategy
 from planner.tape.program import Stage
@@ -25,7 +25,7 @@ def on_all_linear(profile: ModelProfile, weights_dtype: object) -> tuple[str, ..
     return wide if wide and weights_dtype not in QUANTISED else None
 
 
-def note(profile: ModelProfile, targets: object) -> str | None:
+def unpriced_layers_note(profile: ModelProfile, targets: object) -> str | None:
     """What is left out of the price where adapters on more layers are priced on the usual ones."""
     if targets is not None:
         return None
@@ -73,14 +73,14 @@ def wider_adapters(run: Run) -> None:
     if run.strategy.offload_optimizer == "none" and own:
         run.add(run.optimizer_first, copies * states * trained // own, "optimizer", "states of more adapters")
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-        _beside(run, stage, kept)
+        _keep_beside(run, stage, kept)
 
 
 PIECES = 16
 """About as many layers as a block has."""
 
 
-def _beside(run: Run, stage: Stage, nbytes: int) -> None:
+def _keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
     """Puts what more adapters keep beside a whole step, in pieces as they come one by one."""
     kept = [run.new(nbytes // PIECES, "activation", "kept for more adapters") for _ in range(PIECES)]
     run.place(stage, kept, "kept for more adapters", at=0)
@@ -89,9 +89,9 @@ def _beside(run: Run, stage: Stage, nbytes: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _step(job: Job, strategy: Strategy, machine: Machine, shape: tuple[tuple[str, int], ...]) -> _Step:
-    known = facts(job, strategy, machine)
+    known = load_facts(job, strategy, machine)
     run = Run(Configuration(job, strategy, machine), known, dict(shape))
-    _, step, _ = recorded(run.program, known, strategy)
+    _, step, _ = unfold_recording(run.program, known, strategy)
     sizes = run.program.bytes_of(dict(shape))
     held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in step.ops)
     return _Step(max(held), sum(sizes[buffer] for buffer in run.named("gradient").values()))

@@ -5,7 +5,7 @@ Latents and prompts are cached by scripts of their own, one encoder at a time, a
 
 from __future__ import annotations
 
-from planner.layout.run import Run, Term
+from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import wider_adapters
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
 
@@ -19,11 +19,11 @@ def modulation_in_16_bits(run: Run) -> None:
                 run.resize(buffer, 2 * run.sizes[buffer])
 
 
-TERMS: tuple[Term, ...] = (
+TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("musubi-tuner"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu),
 )
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 
-OLDER: dict[str, tuple[Term, ...]] = {"36f3a98": (modulation_in_16_bits,)}
+OLDER: dict[str, tuple[Transform, ...]] = {"36f3a98": (modulation_in_16_bits,)}
 """36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md."""

@@ -6,7 +6,7 @@ GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``
 
 from __future__ import annotations
 
-from planner.layout.run import Term
+from planner.layout.run import Transform
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     checkpoints_saved_on_cpu,
@@ -14,7 +14,7 @@ from planner.layout.trainer_terms.shared import (
     swap_in_place,
 )
 
-TERMS: tuple[Term, ...] = (
+TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:

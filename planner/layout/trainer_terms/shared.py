@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from planner.layout.run import Run, Term
+from planner.layout.run import Run, Transform
 from planner.layout.single_gpu import fetched_when_needed
 from planner.spec.job import SPLIT
 
@@ -29,7 +29,7 @@ MODULATION = re.compile(r"\.norm\w*\.linear\.weight")
 """The layers of FLUX.1's and HunyuanVideo's blocks that make scales and shifts, by the ends of diffusers' names."""
 
 
-def modulation_in_8_bits(trainer: str) -> Term:
+def modulation_in_8_bits(trainer: str) -> Transform:
     """The term of a trainer that casts every linear layer of an fp8 base, where diffusers' layerwise casting, which is
     recorded, leaves what it calls a norm in 16 bits: in FLUX.1 and HunyuanVideo a fourth of the model. sd-scripts
     flux_train_network.py ``model.to(torch.float8_e4m3fn)`` at 48d368f; musubi-tuner hunyuan_model/models.py

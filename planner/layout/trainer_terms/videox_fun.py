@@ -5,7 +5,7 @@ Encoders start in host RAM, and validation uses the live transformer.
 
 from __future__ import annotations
 
-from planner.layout.run import Term
+from planner.layout.run import Transform
 from planner.layout.trainer_terms.easyanimate import cache_emptied_between_swaps
 
-TERMS: tuple[Term, ...] = (cache_emptied_between_swaps,)
+TERMS: tuple[Transform, ...] = (cache_emptied_between_swaps,)

@@ -20,7 +20,7 @@ from planner.layout.checkpoint_inputs import block_inputs
 from planner.layout.experts import idle_weights
 from planner.layout.phases import component_bytes
 from planner.layout.pipeline import lay_out
-from planner.layout.run import SERVICE, Run
+from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, musubi_tuner
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
@@ -136,7 +136,7 @@ def test_group_norms_of_a_decode_under_autocast_work_in_fp32() -> None:
     run = laid_out()
     norm, mean = (run.new(size, "activation", "native_group_norm") for size in (8 * MIB, 512))
     silu, convolution = run.new(8 * MIB, "activation", "silu"), run.new(4 * MIB, "activation", "convolution")
-    decode = Stage("decode", [(SERVICE, [norm, mean, silu, ~norm, convolution, ~silu])])
+    decode = Stage("decode", [(STRATEGY_MOMENT, [norm, mean, silu, ~norm, convolution, ~silu])])
     run.phases.validation = [("decode", decode)]
     latentsync.decode_under_autocast(run)
     (_, events) = decode.stretches[0]
@@ -227,7 +227,7 @@ def test_swap_in_place_has_no_ring_and_takes_what_it_needs_of_the_host(trainer: 
 def test_wan_in_diffsynth_turns_queries_and_keys_in_fp64(mode: str) -> None:
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
     strategy = resolve(job, Strategy(gradient_checkpointing=mode), ONE)
-    known = library.facts(job, strategy, ONE)
+    known = library.load_facts(job, strategy, ONE)
     where = grid(MODEL, job)
     ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "diffsynth"))
     tokens, hidden = where["F"] * where["H"] * where["W"], 1536
@@ -246,7 +246,7 @@ def test_wan_in_diffsynth_turns_queries_and_keys_in_fp64(mode: str) -> None:
 def test_a_saved_checkpoint_comes_back_when_it_is_wanted_and_ours_one_block_sooner() -> None:
     strategy = Strategy(gradient_checkpointing="offload")
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
-    known = library.facts(job, resolve(job, strategy, ONE), ONE)
+    known = library.load_facts(job, resolve(job, strategy, ONE), ONE)
     ours, theirs = (
         lay_out(job, resolve(job, strategy, ONE), ONE, known, grid(MODEL, job), name)
         for name in ("vplan", "diffusion-pipe")
@@ -339,7 +339,7 @@ def test_both_experts_swap_the_same_blocks() -> None:
 def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -> None:
     job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
     strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
-    known = library.facts(job, strategy, ONE)
+    known = library.load_facts(job, strategy, ONE)
     where = grid(known.model, job)
     ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "sd-scripts"))
     weights = [sum(run.sizes[buffer] for buffer in run.named("weight").values()) for run in (ours, theirs)]
@@ -351,7 +351,7 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     """Weights, gradients and states of those that are not recorded, counted by hand, and what the step keeps."""
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
     strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
-    known = library.facts(job, strategy, ONE)
+    known = library.load_facts(job, strategy, ONE)
     ours, theirs = (lay_out(job, strategy, ONE, known, grid(MODEL, job), name) for name in ("vplan", "musubi-tuner"))
     added = {op: theirs.sizes[buffer] for buffer, op in enumerate(theirs.program.op) if buffer >= len(ours.sizes)}
     width, wider, rank = 1536, 8960, 16
@@ -361,7 +361,7 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     tokens = 3 * 30 * 52
     assert added["kept for more adapters"] * 16 > tokens * wider * 2  # at least the casted input of the second one
     bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
-    plain = library.facts(job, bf16, ONE)
+    plain = library.load_facts(job, bf16, ONE)
     sizes = [len(lay_out(job, bf16, ONE, plain, grid(MODEL, job), name).sizes) for name in ("vplan", "musubi-tuner")]
     assert sizes[0] == sizes[1]
 

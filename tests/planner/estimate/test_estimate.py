@@ -11,7 +11,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.margin import interval
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
@@ -30,7 +30,7 @@ def job(**fields: Any) -> Job:
 def priced(asked: Job, gpu: str = "rtx4090", machine: dict[str, Any] | None = None, **strategy: Any) -> Estimate:
     known = Strategy.read({"gradient_checkpointing": "full", **strategy})
     where = Machine.read({"gpu": gpu, "host_ram": 64 * GIB, **(machine or {})})
-    return estimate(asked, known, where, facts(asked, known, where))
+    return estimate(asked, known, where, load_facts(asked, known, where))
 
 
 def test_a_phase_holds_the_highest_of_each_counter() -> None:
@@ -68,7 +68,7 @@ def test_a_modulation_per_token_stays_where_it_is_but_is_saved_with_every_checkp
     where = Machine.read({"gpu": "rtx4090", "host_ram": 256 * GIB})
     known = Strategy.read({"gradient_checkpointing": "offload"})
     ours, theirs = (
-        estimate(asked, known, where, facts(asked, known, where), trainer).host.breakdown.activations
+        estimate(asked, known, where, load_facts(asked, known, where), trainer).host.breakdown.activations
         for trainer in ("vplan", "diffusion-pipe")
     )
     tokens = 31 * 22 * 40
@@ -87,7 +87,7 @@ def test_on_unified_memory_what_is_offloaded_comes_out_of_the_same_budget() -> N
 
 def test_what_is_not_counted_is_said_and_never_called_fits() -> None:
     asked, where = job(), Machine.read({"gpu": "h100-80gb", "host_ram": 64 * GIB})
-    known = facts(asked, CHECKPOINTED, where)
+    known = load_facts(asked, CHECKPOINTED, where)
     unknown = replace(known, around={key: tape for key, tape in known.around.items() if "Autoencoder" not in key})
     assert estimate(asked, CHECKPOINTED, where, known).verdict == "fits"
     found = estimate(asked, CHECKPOINTED, where, unknown)
@@ -100,12 +100,14 @@ def test_convolutions_that_a_vae_splits_are_asked_about_at_the_most() -> None:
     asked = lookup.job_for(mochi, {"frames": 163})
     for gib, verdict in ((79, "fits"), (60, "tight")):
         where = Machine(gpu=lookup.gpu(f"{gib}GiB").name, host_ram=64 * GIB)
-        found = estimate(asked, CHECKPOINTED, where, facts(asked, CHECKPOINTED, where))
+        found = estimate(asked, CHECKPOINTED, where, load_facts(asked, CHECKPOINTED, where))
         assert found.peak.device_bytes < found.phases["encode"].device_bytes + 20 * GIB < found.high_bytes
         assert found.verdict == verdict
         assert any("AutoencoderKLMochi splits convolutions" in note for note in found.assumptions)
     tiled = CHECKPOINTED.replace(vae_tiling=True)
-    assert not any("splits" in note for note in estimate(asked, tiled, where, facts(asked, tiled, where)).assumptions)
+    assert not any(
+        "splits" in note for note in estimate(asked, tiled, where, load_facts(asked, tiled, where)).assumptions
+    )
 
 
 def test_a_text_encoder_larger_than_the_card_encodes_layer_by_layer() -> None:
@@ -132,7 +134,7 @@ def test_t5_in_fp16_keeps_its_widest_weights_in_fp32() -> None:
     peaks = {}
     for dtype in ("bf16", "fp16"):
         strategy = resolve(job, Strategy(text_encoder_dtype=dtype, vae_tiling=True), where)
-        peaks[dtype] = estimate(job, strategy, where, facts(job, strategy, where)).phases["encode"].allocated_bytes
+        peaks[dtype] = estimate(job, strategy, where, load_facts(job, strategy, where)).phases["encode"].allocated_bytes
     assert peaks["fp16"] - peaks["bf16"] == 24 * 4096 * 10240 * 2
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.estimate.estimate import estimate, replay
-from planner.estimate.fragmentation import reserved_range, widened
+from planner.estimate.fragmentation import reserved_range, widen
 from planner.estimate.stages import replay_stages
 from planner.layout import margin
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.units import GIB, MIB
@@ -30,7 +30,7 @@ def asked(expandable: bool) -> tuple[Job, Strategy]:
 @pytest.mark.parametrize("expandable", [True, False])
 def test_the_estimate_is_within_and_the_interval_is_around(expandable: bool) -> None:
     job, strategy = asked(expandable)
-    known = facts(job, strategy, MACHINE)
+    known = load_facts(job, strategy, MACHINE)
     _, played = replay(job, strategy, MACHINE, known)
     found = estimate(job, strategy, MACHINE, known)
     lowest, highest = reserved_range(played)
@@ -45,7 +45,7 @@ def test_the_estimate_is_within_and_the_interval_is_around(expandable: bool) -> 
 
 def test_what_lies_free_is_there_once_and_needs_no_more_tensors() -> None:
     job, strategy = asked(False)
-    run, plain = replay(job, strategy, MACHINE, facts(job, strategy, MACHINE))
+    run, plain = replay(job, strategy, MACHINE, load_facts(job, strategy, MACHINE))
     spare = [64 * MIB, 300 * MIB]
     other = replay_stages(run, spare=spare)
     assert [entry.stage for entry in other] == [entry.stage for entry in plain]
@@ -66,6 +66,6 @@ def test_what_lies_free_is_there_once_and_needs_no_more_tensors() -> None:
     st.floats(0, 0.2),
 )
 def test_the_margin_is_asked_of_both_ends(sides: margin.Sides, device: int, less: float, more: float) -> None:
-    low, high = margin.interval(device, sides=widened(sides, device, round(device * less), round(device * more)))
+    low, high = margin.interval(device, sides=widen(sides, device, round(device * less), round(device * more)))
     assert low == pytest.approx(margin.interval(round(device * (1 - less)), sides=sides)[0], abs=4)
     assert high == pytest.approx(margin.interval(round(device * (1 + more)), sides=sides)[1], abs=4)

@@ -13,7 +13,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import HostRam, host_ram
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.spec.job import Job, Machine, Strategy
@@ -41,7 +41,7 @@ def where(gpus: int = 1, gpu: str = "h200-141gb") -> Machine:
 def laid_out(model: ModelProfile, asked: dict[str, Any], gpus: int = 1, trainer: str = "vplan", **strategy: Any) -> Run:
     job, machine = job_for(model, asked), where(gpus)
     known = resolve(job, Strategy.read({"gradient_checkpointing": "full", **strategy}), machine)
-    return lay_out(job, known, machine, facts(job, known, machine), grid(model, job), trainer)
+    return lay_out(job, known, machine, load_facts(job, known, machine), grid(model, job), trainer)
 
 
 def needs(
@@ -56,7 +56,7 @@ def sampled(model: ModelProfile, **strategy: Any) -> HostRam:
 
 def priced(job: Job, machine: Machine, **strategy: Any) -> Estimate:
     known = Strategy.read({"gradient_checkpointing": "full", **strategy})
-    return estimate(job, known, machine, facts(job, known, machine))
+    return estimate(job, known, machine, load_facts(job, known, machine))
 
 
 def weights(run: Run) -> list[int]:

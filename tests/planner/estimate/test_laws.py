@@ -19,8 +19,8 @@ from planner.catalog.shapes import grid as shape_of
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import facts
-from planner.layout.run import Run, recorded
+from planner.layout.inputs import load_facts
+from planner.layout.run import Run, unfold_recording
 from planner.layout.unpriced import refuse_unpriced
 from planner.search.screening import Screen, allocated_peak
 from planner.search.space import most_swapped
@@ -185,13 +185,13 @@ def test_the_breakdown_sums_to_the_peak_and_the_phases_highest_is_it(
 
 WAN = lookup.model("wan2.1-t2v-1.3b")
 CARD = Machine(gpu="h100-80gb", host_ram=2**40)
-SCREEN = Screen(functools.cache(facts))
+SCREEN = Screen(functools.cache(load_facts))
 
 
 def looked(job: Job, **strategy: Any) -> int:
     """Allocated peak of training alone: what is encoded before it needs more than a short clip does."""
     known = resolve(job, Strategy.read(strategy), CARD)
-    found = facts(job, known, CARD)
+    found = load_facts(job, known, CARD)
     return allocated_peak(SCREEN.lay_out(job, known, CARD, found, shape_of(WAN, job), "vplan"))[0]
 
 
@@ -232,8 +232,8 @@ def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> N
     model = lookup.model("mochi-1")
     job, machine = job_for(model, {"method": "full", "frames": 25}), Machine(gpu="b200")
     strategy = resolve(job, Strategy(gradient_checkpointing="partial", checkpointed_blocks=42), machine)
-    run = Run(Configuration(job, strategy, machine), facts(job, strategy, machine))
-    _, step, _ = recorded(run.program, run.facts, strategy)
+    run = Run(Configuration(job, strategy, machine), load_facts(job, strategy, machine))
+    _, step, _ = unfold_recording(run.program, run.facts, strategy)
     assert not {~event for event in step.ops if event < 0} & set(run.named("gradient").values())
 
 
@@ -252,7 +252,7 @@ def test_no_look_is_below_its_floors(chosen: Chosen, frames: int, rows: int, col
 @pytest.mark.parametrize("name", lookup.model_names())
 def test_floors_of_every_recording_are_most_of_a_look(name: str) -> None:
     """Of those that a job on one card can ask for, at the model's usual shape and at the smallest, and never more."""
-    screen, machine, model = Screen(facts), Machine(gpu="b200"), lookup.model(name)
+    screen, machine, model = Screen(load_facts), Machine(gpu="b200"), lookup.model(name)
     usual, least = {}, {"frames": 1, "height": 256, "width": 256, "lora_rank": 1}
     asked = ("lora", "full"), ("bf16", "fp32", "fp8", "int8", "nf4"), ("none", "bf16"), ("none", "full", "offload")
     device: dict[bool, list[float]] = {False: [], True: []}
@@ -270,7 +270,7 @@ def test_floors_of_every_recording_are_most_of_a_look(name: str) -> None:
         except VplanError:  # forbidden, not recorded, or a size that the model does not take
             continue
         known = job, strategy, machine
-        floor = screen.floor_bytes(*known) - facts(*known).gpu.context_bytes
+        floor = screen.floor_bytes(*known) - load_facts(*known).gpu.context_bytes
         device[bool(swapped)].append(floor / screen.allocated_bytes(*known))
         assert screen.floor_ram_bytes(*known) <= screen.host_ram_bytes(*known) == found.host_ram_bytes
         if swapped:

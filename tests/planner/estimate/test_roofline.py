@@ -19,7 +19,7 @@ from planner.estimate.roofline import (
     work_of,
 )
 from planner.estimate.traffic import step_work
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.spec.job import Job, Links, Machine, Strategy
 from planner.spec.rules import resolve
@@ -140,7 +140,7 @@ def test_launches_count_only_where_the_gpu_waits_for_them():
 )
 def test_what_steps_one_by_one_launches_for_every_parameter(optimizer, step, grows):
     strategy = resolve(JOB, Strategy(optimizer=optimizer, optimizer_step=step), ONE)
-    known = facts(JOB, strategy, ONE)
+    known = load_facts(JOB, strategy, ONE)
     run = lay_out(JOB, strategy, ONE, known, grid(known.model, JOB))
     recorded = work_of(known.optimizer, "optimizer", run.grid, [stack.recorded for stack in known.optimizer.runs])
     times = run.optimizer_scale if grows else 1
@@ -245,7 +245,7 @@ def test_published_steps_are_met_and_in_the_right_order():
             strategy = Strategy(gradient_checkpointing=checkpointing, attention=attention, adapter_dtype="bf16")
             for card, taken in zip(("h100-80gb", "l40s"), seconds_on, strict=True):
                 where = Machine(gpu=card, host_ram=2**37)
-                told = estimate(job, strategy, where, facts(job, strategy, where), trainer)
+                told = estimate(job, strategy, where, load_facts(job, strategy, where), trainer)
                 if taken is not None:
                     missed = (model, card) == ("sd3.5-medium", "h100-80gb")  # see docs/accuracy.md
                     within = 0.22 if missed else 0.11

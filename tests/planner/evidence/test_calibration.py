@@ -15,7 +15,7 @@ from planner.catalog.plan_id import row_id
 from planner.commands import calibrate as verb
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.estimate.roofline import COPY, efficiency
+from planner.estimate.roofline import COPY_EFFICIENCY, efficiency
 from planner.evidence import calibration
 from planner.evidence import from_ledger as learning
 from planner.evidence.calibration import Calibration, Rates, calibrated
@@ -142,7 +142,7 @@ def test_kernels_run_at_the_rates_that_were_measured() -> None:
     assert card.bf16_tflops * efficiency(card, strategy, JOB, "matmul") == pytest.approx(150)
     sampled = JOB.replace(method="sample")
     assert card.bf16_tflops * efficiency(card, strategy, sampled, "attention") == pytest.approx(110)
-    assert COPY * card.bandwidth_gbs == pytest.approx(900)
+    assert COPY_EFFICIENCY * card.bandwidth_gbs == pytest.approx(900)
     assert card.link_gbs == 24
 
 
@@ -243,13 +243,13 @@ def test_a_worker_that_dies_is_exit_4_with_its_last_words(monkeypatch: pytest.Mo
 def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
     """Three lengths that all take 4 % more than recordings say, in a file and in the user's own ledger."""
     from planner.estimate.estimate import estimate
-    from planner.layout.inputs import facts
+    from planner.layout.inputs import load_facts
 
     ledger = Ledger(default_path())
     for frames in (17, 33, 49):
         job = JOB.replace(frames=frames)
         plan = Plan(job=job, strategy=Strategy(gradient_checkpointing="none"), machine=Machine(gpu="rtx4090"))
-        found = estimate(job, plan.strategy, plan.machine, facts(job, plan.strategy, plan.machine))
+        found = estimate(job, plan.strategy, plan.machine, load_facts(job, plan.strategy, plan.machine))
         peak, context = found.phases["train"], found.breakdown.context
         measured = Measured(
             outcome="ok", phase="train", allocated_bytes=round(1.04 * peak.allocated_bytes),

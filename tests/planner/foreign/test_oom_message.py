@@ -217,7 +217,7 @@ def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> No
     )
     strategy = resolve(job, strategy, machine)
     model = lookup.model(job.model)
-    known = inputs.facts(job, strategy, machine, model, lookup.gpu("rtx4090"))
+    known = inputs.load_facts(job, strategy, machine, model, lookup.gpu("rtx4090"))
     run = lay_out(job, strategy, machine, known, grid(model, job), "latentsync")
     message = dataclasses.replace(parse(TORCH_2_0), allocated_bytes=None)
     found = explain(message, replay_stages(run))

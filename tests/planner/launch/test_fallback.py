@@ -9,7 +9,7 @@ import pytest
 from planner.estimate.estimate import estimate
 from planner.launch.fallback import difference, next_plan
 from planner.launch.supported import settled
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
 
@@ -50,7 +50,7 @@ def test_a_step_inside_backward_cannot_accumulate() -> None:
 
 def rung(**strategy: Any) -> Any:
     asked = plan(strategy)
-    return estimate(asked.job, asked.strategy, asked.machine, facts(asked.job, asked.strategy, asked.machine))
+    return estimate(asked.job, asked.strategy, asked.machine, load_facts(asked.job, asked.strategy, asked.machine))
 
 
 def test_the_ladder_comes_first_where_the_checkpoint_fits() -> None:

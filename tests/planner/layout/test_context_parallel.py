@@ -15,7 +15,7 @@ from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.traffic import traffic
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.spec.job import Job, Machine, Strategy
@@ -40,12 +40,12 @@ def settled(name: str, parts: int, gpus: int, said: dict[str, Any], **fields: An
 def laid_out(name: str, parts: int, gpus: int = 0, said: dict[str, Any] | None = None, **fields: Any) -> Run:
     job, strategy, machine = settled(name, parts, gpus or parts, CLIP if said is None else said, **fields)
     model = lookup.model(name)
-    return lay_out(job, strategy, machine, facts(job, strategy, machine), grid(model, job))
+    return lay_out(job, strategy, machine, load_facts(job, strategy, machine), grid(model, job))
 
 
 def priced(name: str, parts: int, gpus: int = 0, said: dict[str, Any] | None = None, **fields: Any) -> Estimate:
     job, strategy, machine = settled(name, parts, gpus or parts, said or CLIP, **fields)
-    return estimate(job, strategy, machine, facts(job, strategy, machine))
+    return estimate(job, strategy, machine, load_facts(job, strategy, machine))
 
 
 HALF = {"adapter_dtype": "bf16", "autocast": "none", "master_weights": "fp32"}

@@ -29,7 +29,7 @@ from planner.layout.correction import (
     fit,
     with_peak,
 )
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.search.question import Question
 from planner.search.screening import Screen
@@ -159,7 +159,7 @@ def recorded() -> Estimate:
 
 
 def priced(known: ModelMeasurements, strategy: Strategy = STRATEGY) -> Estimate:
-    return estimate(JOB, strategy, MACHINE, replace(facts(JOB, strategy, MACHINE), measurements=known))
+    return estimate(JOB, strategy, MACHINE, replace(load_facts(JOB, strategy, MACHINE), measurements=known))
 
 
 def proof(device: float, outcome: Any = "ok", **fields: Any) -> ModelMeasurements:
@@ -265,7 +265,7 @@ def own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Ledger:
 def test_a_row_in_the_ledger_changes_the_next_estimate(own: Ledger, recorded: Estimate) -> None:
     def ask(gpu: str = "24GB", strategy: Strategy = STRATEGY) -> Estimate:
         machine = MACHINE.replace(gpu=gpu)
-        return estimate(JOB, strategy, machine, with_learned(facts(JOB, strategy, machine)))
+        return estimate(JOB, strategy, machine, with_learned(load_facts(JOB, strategy, machine)))
 
     assert ask() == recorded
     own.append(row(12.0))
@@ -353,7 +353,7 @@ def search(known: ModelMeasurements = NO_MEASUREMENTS) -> Search:
     machine = Machine(gpu="8GB", host_ram=32 * GIB)
 
     def find(job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        return replace(facts(job, strategy, machine), measurements=known)
+        return replace(load_facts(job, strategy, machine), measurements=known)
 
     return Search(Question(job, Strategy(), machine, model, card, learned=known), Screen(find))
 
@@ -392,6 +392,6 @@ def test_a_search_goes_by_the_margin_that_was_seen() -> None:
     assert careful.plan.high_bytes <= careful.plan.budget_bytes
     recorded = estimate(
         careful.plan.job, careful.plan.strategy, careful.plan.machine,
-        facts(careful.plan.job, careful.plan.strategy, careful.plan.machine),
+        load_facts(careful.plan.job, careful.plan.strategy, careful.plan.machine),
     )  # fmt: skip
     assert recorded.phases["train"].reserved_bytes * 1.2 < careful.plan.phases["train"].reserved_bytes

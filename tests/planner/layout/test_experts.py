@@ -10,8 +10,8 @@ from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import after_step_bytes, estimate
-from planner.layout.experts import assumption, high_share
-from planner.layout.inputs import facts
+from planner.layout.experts import expert_assumption, high_share
+from planner.layout.inputs import load_facts
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
 from planner.spec.rules import check
@@ -29,7 +29,7 @@ def job(**fields: Any) -> Job:
 def priced(asked: Job, gpus: int = 1, **strategy: Any) -> Estimate:
     known = Strategy.read({"gradient_checkpointing": "full", "autocast": "none", "adapter_dtype": "bf16", **strategy})
     where = Machine.read({"gpu": "h200-141gb", "gpus": gpus, "host_ram": 2048 * GIB})
-    return estimate(asked, known, where, facts(asked, known, where))
+    return estimate(asked, known, where, load_facts(asked, known, where))
 
 
 def test_the_expert_that_is_not_trained_is_absent_unless_asked_for() -> None:
@@ -38,10 +38,10 @@ def test_the_expert_that_is_not_trained_is_absent_unless_asked_for() -> None:
     for expert in ("high", "low"):
         found = priced(job(experts=expert))
         assert (found.peak, found.breakdown) == (alone.peak, alone.breakdown)
-    note = assumption(MODEL, job())
+    note = expert_assumption(MODEL, job())
     assert note and "one of the two experts" in note
-    assert assumption(MODEL, job(experts="high")) is None
-    assert assumption(lookup.model("wan2.1-t2v-14b"), job()) is None
+    assert expert_assumption(MODEL, job(experts="high")) is None
+    assert expert_assumption(lookup.model("wan2.1-t2v-14b"), job()) is None
 
 
 def test_an_expert_kept_on_the_gpu_is_a_resident_and_in_host_ram_it_is_host_ram() -> None:
@@ -95,7 +95,7 @@ def test_micro_batches_of_both_experts_leave_gradients_of_both() -> None:
 def test_what_waits_for_both_experts_is_freed_with_the_step() -> None:
     asked, where = job(experts="both"), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
     strategies = [Strategy(gradient_checkpointing="full", gradient_accumulation=steps) for steps in (1, 2, 3)]
-    left = [after_step_bytes(asked, known, where, facts(asked, known, where)) for known in strategies]
+    left = [after_step_bytes(asked, known, where, load_facts(asked, known, where)) for known in strategies]
     assert left == left[:1] * 3
 
 
@@ -117,7 +117,7 @@ def sampled(**fields: Any) -> Estimate:
     asked = job(method="sample", **{key: fields.pop(key) for key in ("experts",) if key in fields})
     known, where = Strategy.read(fields), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
     check(asked, known, where)
-    return estimate(asked, known, where, facts(asked, known, where))
+    return estimate(asked, known, where, load_facts(asked, known, where))
 
 
 def test_a_sample_goes_through_both_experts_or_waits_for_the_other() -> None:

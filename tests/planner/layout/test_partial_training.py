@@ -11,7 +11,7 @@ from planner.allocator.caching import CachingAllocator
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.partial_training import matches
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
@@ -30,7 +30,7 @@ def full(trainable: list[str]) -> Job:
 
 
 def run_of(job: Job, strategy: Strategy) -> Run:
-    known = facts(job, strategy, ONE)
+    known = load_facts(job, strategy, ONE)
     tapes = {
         name: replace(tape, runs=tuple(replace(run, count=BLOCKS) for run in tape.runs))
         for name, tape in (("step", known.step), ("optimizer", known.optimizer))

@@ -11,7 +11,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.search.question import Question
@@ -32,13 +32,13 @@ FORMATS = pytest.mark.parametrize("weights", ["fp8", "int8", "nf4"])
 def laid_out(job: Job = JOB, **fields: Any) -> Run:
     strategy = resolve(job, Strategy.read(fields), ONE)
     check(job, strategy, ONE)
-    return lay_out(job, strategy, ONE, facts(job, strategy, ONE), grid(MODEL, job))
+    return lay_out(job, strategy, ONE, load_facts(job, strategy, ONE), grid(MODEL, job))
 
 
 def priced(job: Job = JOB, machine: Machine = ONE, **fields: Any) -> Estimate:
     strategy = resolve(job, Strategy.read(fields), machine)
     check(job, strategy, machine)
-    return estimate(job, strategy, machine, facts(job, strategy, machine))
+    return estimate(job, strategy, machine, load_facts(job, strategy, machine))
 
 
 def held(run: Run, category: str) -> int:
@@ -205,7 +205,7 @@ def search(name: str, card: str, ram_gib: int = 32) -> Search:
     model = lookup.model(name)
     job = lookup.job_for(model, {"frames": 17 if model.kind == "video" else 1})
     machine, gpu = Machine(gpu=card, host_ram=ram_gib * GIB), lookup.gpu(card)
-    screen = Screen(lambda job, strategy, machine: facts(job, strategy, machine, model, gpu))
+    screen = Screen(lambda job, strategy, machine: load_facts(job, strategy, machine, model, gpu))
     return Search(Question(job, Strategy(), machine, model, gpu), screen)
 
 

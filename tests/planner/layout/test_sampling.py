@@ -14,7 +14,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import after_step_bytes, estimate
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.search.objectives import relaxed
@@ -42,12 +42,12 @@ def asked(model: ModelProfile, **fields: Any) -> Job:
 def priced(job: Job, machine: Machine = MACHINE, **strategy: Any) -> Estimate:
     known = Strategy.read(strategy)
     check(job, known, machine)
-    return estimate(job, known, machine, facts(job, known, machine))
+    return estimate(job, known, machine, load_facts(job, known, machine))
 
 
 def laid_out(job: Job, **strategy: Any) -> Run:
     known = resolve(job, Strategy.read(strategy), MACHINE)
-    return lay_out(job, known, MACHINE, facts(job, known, MACHINE), grid(lookup.model(job.model), job))
+    return lay_out(job, known, MACHINE, load_facts(job, known, MACHINE), grid(lookup.model(job.model), job))
 
 
 def unguided(job: Job) -> Job:
@@ -79,7 +79,7 @@ def test_sampling_loads_encodes_denoises_and_decodes() -> None:
     # Training runs the same forward, and keeps its activations.
     trained = Strategy(autocast="none", adapter_dtype="bf16")
     job = job_for(WAN, {})
-    step = estimate(job, trained, MACHINE, facts(job, trained, MACHINE)).phases["train"]
+    step = estimate(job, trained, MACHINE, load_facts(job, trained, MACHINE)).phases["train"]
     assert found.phases["denoise"].allocated_bytes < step.allocated_bytes / 5
 
 
@@ -188,7 +188,7 @@ def test_validation_may_bring_the_model_group_by_group() -> None:
     assert saved > 1.5 * WAN.parameters
     # Validation begins with the whole model there; what follows needs less.
     known = Strategy.read(strategy)
-    left = after_step_bytes(job, known, MACHINE, facts(job, known, MACHINE))
+    left = after_step_bytes(job, known, MACHINE, load_facts(job, known, MACHINE))
     assert offloaded.phases["denoise"].allocated_bytes == left
     assert plain.phases["denoise"].allocated_bytes > offloaded.phases["denoise"].allocated_bytes
     assert plain.phases["save"].allocated_bytes == offloaded.phases["save"].allocated_bytes
@@ -236,7 +236,7 @@ def test_several_gpus_sample_alone() -> None:
 def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str) -> None:
     job = job_for(WAN, {**SHORT, "method": method})
     known = Strategy(validation_mode="on") if method == "lora" else Strategy()
-    found = facts(job, known, MACHINE)
+    found = load_facts(job, known, MACHINE)
     assert estimate(job, known, MACHINE, found).verdict == "fits"
     unknown = replace(found, around={key: tape for key, tape in found.around.items() if "decode" not in key})
     told = estimate(job, known, MACHINE, unknown)
@@ -250,7 +250,7 @@ def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str
 def search(model: ModelProfile, gpu: str, **job: Any) -> Search:
     card = lookup.parse_gpus(gpu)[1]
     machine = Machine(gpu=card.name, host_ram=128 * GIB)
-    return Search(Question(asked(model, **job), Strategy(), machine, model, card, frozenset()), Screen(facts))
+    return Search(Question(asked(model, **job), Strategy(), machine, model, card, frozenset()), Screen(load_facts))
 
 
 def test_suggest_brings_the_model_group_by_group_where_it_does_not_fit() -> None:
@@ -276,7 +276,7 @@ def test_suggest_decodes_in_tiles_only_when_nothing_lossless_fits() -> None:
 def test_too_little_host_ram_is_answered_with_the_least_that_does() -> None:
     found = search(LARGE, "24GB")
     poor = replace(found.question, machine=found.question.machine.replace(host_ram=32 * GIB))
-    told = {wish.field: wish.after for wish in relaxed(Search(poor, Screen(facts)), found.question.job)}
+    told = {wish.field: wish.after for wish in relaxed(Search(poor, Screen(load_facts)), found.question.job)}
     assert told["host_ram"] == "34GiB"  # the model pageable and one process, not 79 GiB of pinned copies
 
 

@@ -11,9 +11,9 @@ from planner.errors import VplanError
 from planner.estimate.host_ram import disk_bytes, host_ram, ram_bytes
 from planner.estimate.traffic import traffic
 from planner.layout.run import Run
-from planner.layout.sharding.fsdp import share_of
-from planner.layout.sharding.nvme import check_buffers, kept_gradients
-from planner.layout.sharding.zero import aligned, in_share, most_in_one_share, sub_groups
+from planner.layout.sharding.fsdp import padded_share
+from planner.layout.sharding.nvme import check_buffers, gradients_in_ram
+from planner.layout.sharding.zero import aligned_elements, elements_in_share, most_in_one_share, sub_groups
 from planner.spec.job import Machine
 from tests.planner.hand_made import (
     ADAPTER,
@@ -129,11 +129,11 @@ def test_on_a_drive_the_gpu_keeps_the_same_and_host_ram_its_buffers() -> None:
 def test_gradients_go_to_a_drive_where_they_begin_at_512_bytes() -> None:
     """DeepSpeed leaves out what it cannot read to its place; what is not a multiple of that is split off."""
     large = 2**18
-    assert kept_gradients([large, large]) == 0
-    assert kept_gradients([large - 1]) == large - 1
-    assert kept_gradients([8, large, large]) == 8 + 2 * large
-    assert kept_gradients([large + 8, large]) == 8 + large
-    assert kept_gradients([large, 8, large], sub_group=large + 8) == 8
+    assert gradients_in_ram([large, large]) == 0
+    assert gradients_in_ram([large - 1]) == large - 1
+    assert gradients_in_ram([8, large, large]) == 8 + 2 * large
+    assert gradients_in_ram([large + 8, large]) == 8 + large
+    assert gradients_in_ram([large, 8, large], sub_group=large + 8) == 8
 
 
 def test_what_deepspeed_does_not_hide_waits() -> None:
@@ -163,12 +163,12 @@ def test_eight_bit_states_over_a_flat_share() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 8))
 def test_shares_of_a_flat_buffer(elements: list[int], world: int) -> None:
-    share = aligned(sum(elements), world) // world
+    share = aligned_elements(sum(elements), world) // world
     owners = [{position // share for position in range(sum(elements[:i]), sum(elements[: i + 1]))}
               for i in range(len(elements))]  # fmt: skip
     for rank in range(world):
         expected = sum(count for count, ranks in zip(elements, owners, strict=True) if rank in ranks)
-        assert in_share(elements, world, rank) == expected
+        assert elements_in_share(elements, world, rank) == expected
     assert most_in_one_share(elements, world) >= -(-sum(elements) // world) - 2 * world
 
 
@@ -219,7 +219,7 @@ def test_fsdp_on_the_cpu_keeps_nothing_on_the_gpu() -> None:
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 64))
 def test_a_share_is_whole_rows_and_enough(rows: int, columns: int, world: int) -> None:
-    share = share_of(rows, rows * columns, world)
+    share = padded_share(rows, rows * columns, world)
     assert share % columns == 0
     assert rows * columns <= share * world < rows * columns + columns * world
 

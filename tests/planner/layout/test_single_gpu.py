@@ -13,7 +13,7 @@ from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import disk_bytes, host_ram
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from tests.planner.hand_made import (
@@ -119,7 +119,7 @@ def test_offloaded_checkpoints_leave_once_where_a_backward_comes_in_parts() -> N
     job = Job(model=model.name, method="full", frames=1, height=1024, width=1024)
     strategy = Strategy(weights_dtype="bf16", autocast="none", gradient_checkpointing="offload")
     machine = Machine(gpu=gpu.name, host_ram=64 * 2**30)
-    known = facts(job, resolve(job, strategy, machine), machine, model, gpu)
+    known = load_facts(job, resolve(job, strategy, machine), machine, model, gpu)
     assert estimate(job, strategy, machine, known).verdict == "tight"  # plays to its end: nothing is freed twice
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.catalog.shapes import grid
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.spec.job import Job, Machine, Strategy
@@ -24,7 +24,7 @@ def laid_out(frames: int = 49, trainer: str = "vplan", **strategy: Any) -> Run:
     job, machine = Job.read(asked, "job"), Machine.read({"gpu": "a100-80gb", "host_ram": 2**37}, "machine")
     given = {"weights_dtype": "fp16", "autocast": "fp16", "compute_dtype": "fp16", "text_encoder": "cached"}
     settled = resolve(job, Strategy.read({**given, "vae": "cached", **strategy}, "strategy"), machine)
-    known = facts(job, settled, machine)
+    known = load_facts(job, settled, machine)
     return lay_out(job, settled, machine, known, grid(known.model, job), trainer)
 
 

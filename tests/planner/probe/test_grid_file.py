@@ -24,7 +24,7 @@ from planner.estimate.traffic import step_work, traffic
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, held_out, in_held_out_half
 from planner.launch.supported import settled
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.probe import grid_file
 from planner.probe.grid_file import GridEntry, read_grid
@@ -56,7 +56,7 @@ def priced() -> list[Candidate]:
 
 def _priced(entry: GridEntry) -> Candidate:
     plan = settled(Plan(job=entry.job, strategy=entry.strategy, machine=MACHINE))
-    known = facts(plan.job, plan.strategy, MACHINE)
+    known = load_facts(plan.job, plan.strategy, MACHINE)
     run = lay_out(plan.job, plan.strategy, MACHINE, known, grid(known.model, plan.job, plan.job.shapes[-1]))
     step = step_seconds(step_work(run), known.gpu, plan.strategy, plan.job, MACHINE, traffic(run))
     seconds = START_SECONDS * (2 if entry.encode else 1) + 8 * (step.total + step.high) / 2
@@ -125,7 +125,7 @@ def test_caps_are_where_the_verdict_changes() -> None:
     for cap, entry in capped.items():
         found = candidate(entry, MACHINE)
         assert found.skip is None and found.plan.machine.reserve > 30 * GIB
-        told = estimate(*(parts := (entry.job, found.plan.strategy, found.plan.machine)), facts(*parts))
+        told = estimate(*(parts := (entry.job, found.plan.strategy, found.plan.machine)), load_facts(*parts))
         verdicts[cap] = told.verdict
     assert verdicts == {"under": "no", "over": "fits"}
     small = candidate(capped["over"], Machine(gpu="24GB"))

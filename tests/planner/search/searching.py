@@ -10,7 +10,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, Setup
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.probe.simulated import SimulatedRunner, environment
 from planner.search.question import Question
 from planner.search.screening import Screen
@@ -22,7 +22,7 @@ from planner.tune.worker import Limits, Tuning
 from planner.units import GIB
 
 MODEL = lookup.model("cogvideox-2b")
-SCREEN = Screen(facts)
+SCREEN = Screen(load_facts)
 QUESTION = {"job": "a test's"}
 LIMITS = Limits(12, 600.0, 3, 1e6)
 

@@ -7,7 +7,7 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.stages import replay_stages
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.search.batched_peaks import peak_forms
 from planner.spec.job import Job, Machine, Strategy
@@ -18,7 +18,7 @@ MACHINE = Machine(gpu="rtx4090")
 
 def laid_out(job: Job, strategy: Strategy) -> tuple[dict[str, int], object]:
     strategy = resolve(job, strategy, MACHINE)
-    known = facts(job, strategy, MACHINE)
+    known = load_facts(job, strategy, MACHINE)
     shape = grid(known.model, job)
     return shape, lay_out(job, strategy, MACHINE, known, shape)
 

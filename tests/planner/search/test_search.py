@@ -16,7 +16,7 @@ from planner.commands import cli
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import Assessment, assess, estimate
 from planner.estimate.stages import reused_replay
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.search.objectives import PREFERRED, frames, largest, relaxed, smaller_sizes
 from planner.search.question import Question, Suggestion
 from planner.search.screening import Screen
@@ -30,7 +30,7 @@ from planner.units import GIB
 
 MODEL = lookup.model("cogvideox-2b")
 SHORT = {"frames": 9, "height": 240, "width": 352}
-SCREEN = Screen(facts)
+SCREEN = Screen(load_facts)
 
 
 def ask(gpu: str = "24GB", fixed: dict[str, Any] | None = None, lossy: bool = False, **job: Any) -> Search:
@@ -62,7 +62,7 @@ def test_a_look_says_what_the_replay_says_but_for_fragmentation(method: str, che
     job = lookup.job_for(MODEL, {**SHORT, "method": method})
     strategy = resolve(job, Strategy.read({"gradient_checkpointing": checkpointing, "swap_blocks": swap}), machine)
     look = SCREEN.quick_estimate(job, strategy, machine)
-    full = estimate(job, strategy, machine, facts(job, strategy, machine))
+    full = estimate(job, strategy, machine, load_facts(job, strategy, machine))
     assert look.allocated_bytes == full.peak.allocated_bytes
     assert look.host_ram_bytes == full.host_ram_bytes
     assert look.step_seconds == pytest.approx(full.step_seconds)
@@ -160,7 +160,9 @@ def test_every_value_of_a_wish_is_one_that_the_model_takes(name: str) -> None:
         for value in (*wish.values[:3], *wish.values[-3:]):
             asked = wish.put(job, value)
             check_shape(model, asked.frames, asked.height, asked.width)
-            facts(asked, Strategy(gradient_checkpointing="full"), Machine(gpu="24GB")).step.values(grid(model, asked))
+            load_facts(asked, Strategy(gradient_checkpointing="full"), Machine(gpu="24GB")).step.values(
+                grid(model, asked)
+            )
 
 
 def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
@@ -277,7 +279,7 @@ def test_8_bit_states_over_more_numbers_than_bitsandbytes_counts_are_left_out() 
     job, asked = search.question.job, {"optimizer": "adamw-8bit", "master_weights": "fp32", "optimizer_step": "foreach"}
     split = resolve(job, Strategy.read({**asked, "sharding": "zero-2"}), machine)
     with pytest.raises(VplanError, match="bitsandbytes counts to 2,147,483,647"):
-        estimate(job, split, machine, facts(job, split, machine))
+        estimate(job, split, machine, load_facts(job, split, machine))
     assert best(search).plan.strategy.sharding in ("ddp", "zero-3")
 
 
@@ -429,11 +431,11 @@ def test_a_plan_on_another_card_of_its_class_is_told_from_one_replay_as_from_its
     for name in ("24GB", "l4", "a10"):
         machine = Machine(gpu=name, host_ram=32 * GIB)
         strategy = resolve(job, Strategy.read(fields), machine)
-        known = job, strategy, machine, facts(job, strategy, machine)
+        known = job, strategy, machine, load_facts(job, strategy, machine)
         alone, like = assess(*known), assess(*known, like=first)
         assert like.estimate == alone.estimate
         assert first is None or reused_replay(like.run, first.played)
         first = like
     larger = job.replace(frames=job.frames + 8)
-    other = assess(larger, strategy, machine, facts(larger, strategy, machine), like=first)
+    other = assess(larger, strategy, machine, load_facts(larger, strategy, machine), like=first)
     assert first is not None and reused_replay(other.run, first.played) == []

@@ -11,7 +11,7 @@ from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.evidence.jsonl import rows_by_id
-from planner.layout.inputs import facts, tape
+from planner.layout.inputs import load_facts, tape
 from planner.layout.pipeline import lay_out
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
@@ -58,7 +58,7 @@ def test_scales_of_8_bit_states_are_those_of_the_rank(name: str) -> None:
     machine = Machine(gpu="h200-141gb", host_ram=2**40)
     job = job_for(model, {"model": name, "method": "lora", "lora_rank": 20})
     strategy = resolve(job, Strategy(optimizer="adamw-8bit", gradient_checkpointing="full"), machine)
-    known = facts(job, strategy, machine)
+    known = load_facts(job, strategy, machine)
     run = lay_out(job, strategy, machine, known, grid(model, job))
     states = {name: run.sizes[buffer] for name, buffer in run.named("optimizer").items()}
     scales = {name: nbytes for name, nbytes in states.items() if name.endswith(":absmax1") and "lora_" in name}
@@ -102,7 +102,7 @@ def test_a_step_parameter_by_parameter_is_laid_out_at_full_depth(name: str, opti
     profile = lookup.model(name)
     machine, job = Machine(gpu="h200"), job_for(profile, {"method": "lora"})
     strategy = resolve(job, Strategy(gradient_checkpointing="full", optimizer=optimizer), machine)
-    run = lay_out(job, strategy, machine, facts(job, strategy, machine), grid(profile, job))
+    run = lay_out(job, strategy, machine, load_facts(job, strategy, machine), grid(profile, job))
     states = run.total_bytes(run.named("optimizer").values())
     gradients = run.total_bytes(run.named("gradient").values())
     assert states < 0.5 * gradients if optimizer == "adafactor" else states >= 2 * gradients

@@ -8,7 +8,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
 
@@ -19,7 +19,7 @@ def peak_bytes(name: str, torch: str | None, **strategy: object) -> int:
     machine = Machine(gpu="h200-141gb", host_ram=2**40, torch=torch)
     job = job_for(lookup.model(name), {"method": "lora"})
     resolved = resolve(job, Strategy.read({"gradient_checkpointing": "none", **strategy}), machine)
-    found = estimate(job, resolved, machine, facts(job, resolved, machine))
+    found = estimate(job, resolved, machine, load_facts(job, resolved, machine))
     return found.phases["train"].allocated_bytes
 
 

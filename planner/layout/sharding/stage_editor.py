@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner.layout.run import SERVICE
+from planner.layout.run import STRATEGY_MOMENT
 from planner.tape.program import Block, Stage
 
 Span = tuple[int, int]
@@ -34,7 +34,7 @@ def first_backward(stage: Stage) -> int:
     return next(index for index, (moment, _) in enumerate(stage.stretches) if moment.passes == "backward")
 
 
-class Weaver:
+class StageEditor:
     """Collects events to put before and after stretches of a stage, and puts them in all at once."""
 
     def __init__(self, stage: Stage) -> None:
@@ -50,7 +50,7 @@ class Weaver:
         """Puts events behind a stretch; those put there earlier come first."""
         self._after.setdefault(index, []).extend(events)
 
-    def weave(self, name: str, inside: Mapping[int, list[int]] | None = None) -> None:
+    def insert(self, name: str, inside: Mapping[int, list[int]] | None = None) -> None:
         """Rebuilds the stage. ``inside`` replaces the events of stretches."""
         woven = []
         for index, (moment, events) in enumerate(self.stage.stretches):
@@ -58,5 +58,5 @@ class Weaver:
                 if place == 0:
                     woven.append((moment, (inside or {}).get(index, events)))
                 elif added and index in added:
-                    woven.append((SERVICE._replace(passes=name), added[index]))
+                    woven.append((STRATEGY_MOMENT._replace(passes=name), added[index]))
         self.stage.stretches = woven
