@@ -7,7 +7,8 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -29,11 +30,15 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
+@dataclass(frozen=True)
+class Refused:
+    """An annotation of a closed list: values that are known so that they can be refused by name. No list shows them."""
+
+    values: frozenset[str]
+
+
 class Record(BaseModel):
     """A frozen record with a closed set of fields. `read` is the way in for data that a person or a file gave."""
-
-    refused: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Values of closed lists that are known so that they can be refused by name. No list shows them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
@@ -61,14 +66,20 @@ def choices(record: type[BaseModel], field: str) -> tuple[str, ...]:
     """The closed list of a field's values, in the order of preference of its declaration; empty when it is open.
 
     Without those that are always refused."""
+    hidden = refused_values(record, field)
     found = [record.model_fields[field].annotation]
     while found:
         annotation = found.pop()
         if typing.get_origin(annotation) is typing.Literal:
-            hidden = record.refused.get(field, ()) if issubclass(record, Record) else ()
             return tuple(str(value) for value in typing.get_args(annotation) if value not in hidden)
         found.extend(typing.get_args(annotation))
     return ()
+
+
+def refused_values(record: type[BaseModel], field: str) -> frozenset[str]:
+    """Values of a field's closed list that are always refused."""
+    marks = (mark for mark in record.model_fields[field].metadata if isinstance(mark, Refused))
+    return next(marks, Refused(frozenset())).values
 
 
 def field_docs(record: type[BaseModel]) -> dict[str, str]:

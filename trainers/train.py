@@ -20,7 +20,7 @@ from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.launch import checkpoints
 from planner.launch.launch import METRICS, NAN, OUT_OF_MEMORY, RunRequest
-from planner.launch.supported import scales_loss
+from planner.spec.fp16 import scales_loss
 from planner.spec.plan import plan_to_toml
 from planner.worker_process import REQUEST, read_json, result_file
 from trainers.worker import ResultFile, end_with_parent, set_allocator

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from planner.catalog.components import together
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
+from planner.spec.combinations.combination import ModelSummary, first_refusal
+from planner.spec.combinations.model_limits import BLOCK_LIMITS, JOB_LIMITS, BlockCounts, ModelJob
 from planner.spec.job import MAX_FRAMES, MAX_SIDE, Bucket, Job, Strategy, ValidationShape
 from planner.units import check_count, parse_count
 
@@ -89,13 +91,8 @@ def check_job(model: ModelProfile, job: Job) -> None:
         _check_within(model, shape, "--buckets" if job.buckets else "")
     if job.validation:
         _check_within(model, job.validation, "--validation")
-    if job.references and not (model.shape.references or model.shape.takes_references):
-        raise VplanError(f"{model.title} takes no reference images", "leave out --references")
-    if model.shape.references and not job.references and "references" in job.model_fields_set:
-        fix = f"write --references {model.shape.references} or more, or leave it out"
-        raise VplanError(f"{model.title} changes an image it is given, and references 0 gives none", fix)
-    if job.experts and model.experts == 1:
-        raise VplanError(f"{model.title} is one model, without experts", "leave out --experts")
+    if refusal := first_refusal(JOB_LIMITS, ModelJob(summary(model), job)):
+        raise VplanError(*refusal)
 
 
 def _check_within(model: ModelProfile, shape: Bucket | ValidationShape, flag: str) -> None:
@@ -110,12 +107,22 @@ def _check_within(model: ModelProfile, shape: Bucket | ValidationShape, flag: st
 
 def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
     """Raises a VplanError when a strategy counts more blocks than the model has. One block must stay on the GPU."""
-    if strategy.swap_blocks >= model.blocks:
-        fix = f"write --swap-blocks {model.blocks - 1} at most"
-        raise VplanError(f"swap_blocks {strategy.swap_blocks} of the {model.blocks} blocks of {model.title}", fix)
-    if (strategy.checkpointed_blocks or 0) > model.blocks:
-        fix = f"write --checkpointed-blocks {model.blocks} at most, or --gradient-checkpointing full"
-        raise VplanError(f"checkpointed_blocks {strategy.checkpointed_blocks} of {model.blocks} blocks", fix)
+    if refusal := first_refusal(BLOCK_LIMITS, BlockCounts(summary(model), strategy)):
+        raise VplanError(*refusal)
+
+
+def summary(model: ModelProfile) -> ModelSummary:
+    """What the table of combinations asks about a model."""
+    return ModelSummary(
+        title=model.title,
+        blocks=model.blocks,
+        experts=model.experts,
+        references=model.shape.references,
+        takes_references=model.shape.takes_references,
+        expert_boundary=model.training.boundary is not None,
+        has_sound=bool(model.inputs.get("sound")),
+        splits_tokens=model.traits.split is not None,
+    )
 
 
 def in_words(model: ModelProfile, job: Job) -> str:

@@ -66,7 +66,7 @@ def lay_out(
     job: Job, strategy: Strategy, machine: Machine, facts: Facts, grid: dict[str, int], trainer: str = "vplan"
 ) -> Run:
     """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
-    refuse_unpriced(job, strategy)
+    refuse_unpriced(job, strategy, machine)
     run = Run(Configuration(job, strategy, machine), facts, grid)
     run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, strategy)
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")

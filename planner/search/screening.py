@@ -77,7 +77,7 @@ class Screen:
         key = (job, strategy, machine)
         if key not in self._facts:
             try:
-                refuse_unpriced(job, strategy)
+                refuse_unpriced(job, strategy, machine)
                 self._facts[key] = found = self._find(job, strategy, machine)
                 refuse_untaken(job, strategy, machine, found)
             except NotEstimatedError as error:

@@ -12,33 +12,24 @@ from collections.abc import Collection, Iterator
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import ContradictionError
-from planner.spec.job import QUANTISED, SPLIT, Job, Machine, Method, Strategy
+from planner.spec.combinations.search_exclusions import Choice, exclusions
+from planner.spec.job import NOTES, Job, Machine, Method, Strategy
 from planner.spec.rules import contradictions, resolve
-from planner.tape.variants import HALF
 
-BASES = ("int8", "fp8", "nf4")
-"""Formats a search may store a frozen base in, each recorded under autocast with an fp32 adapter."""
 
-SEARCHED = (
-    "vae_tiling",
-    "gradient_checkpointing",
-    "sharding",
-    "weights_dtype",
-    "autocast",
-    "adapter_dtype",
-    "master_weights",
-    "optimizer",
-    "optimizer_step",
-    "offload_optimizer",
-    "offload_gradients",
-    "offload_params",
-    "inactive_expert",
-    "swap_blocks",
-)
+def _in_turn(*methods: Method) -> tuple[str, ...]:
+    searched = {
+        field: note.searched.turn
+        for field, note in NOTES.items()
+        if note.searched and any(note.searched.values(method) is not None for method in methods)
+    }
+    return tuple(sorted(searched, key=searched.__getitem__))
+
+
+SEARCHED = _in_turn("lora", "full")
 """Fields a search sets, in the order in which they can be switched on one after the other."""
 
-
-SAMPLED = ("vae_tiling", "vae", "group_offload", "group_offload_stream")
+SAMPLED = _in_turn("sample")
 """The same where a job only samples."""
 
 
@@ -114,47 +105,46 @@ def _choices(
     job: Job, base: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
 ) -> Iterator[dict[str, object]]:
     """Combinations of the searched fields that make sense together, as fields to replace."""
-    if job.method == "sample":
-        yield from _sampling_choices(base, fixed)
-        return
-    axes: dict[str, tuple[object, ...]] = {
-        "vae_tiling": (tiled,),
-        "weights_dtype": ("fp32", "bf16") if job.method == "full" else (base.weights(job.method), *BASES),
-        "autocast": ("bf16", "none"),
-        "adapter_dtype": ("fp32", "bf16") if job.method == "lora" else (base.adapter_dtype,),
-        "master_weights": ("none", "fp32"),
-        "gradient_checkpointing": ("none", "full", "offload"),
-        "optimizer": ("adamw", "adamw-8bit"),
-        "optimizer_step": ("foreach", "fused"),
-        "sharding": _shardings(job, machine),
-        **_offloads(job),
-    }
+    excluded = [row.applies for row in exclusions(job, fixed)]
+    axes = _axes(job, machine, tiled)
+    axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
+    for combination in itertools.product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        choice = Choice(job, machine, values)
+        for applies in excluded:  # plain loops: there are thousands of combinations
+            if applies(choice):
+                break
+        else:
+            yield values
+
+
+def _axes(job: Job, machine: Machine, tiled: bool) -> dict[str, tuple[object, ...]]:
+    """Field -> the values to try, where nothing is typed. How many blocks are swapped is not among them."""
+    by_question: dict[str, tuple[object, ...]] = {"vae_tiling": (tiled,), "sharding": _shardings(job, machine)}
     if job.experts == "both":
-        axes["inactive_expert"] = ("gpu", "cpu") if job.method == "lora" else ("gpu",)
-    axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
-    for values in itertools.product(*axes.values()):
-        choice = dict(zip(axes, values, strict=True))
-        if _sensible(job, choice, machine, fixed):
-            yield choice
+        by_question["inactive_expert"] = ("gpu", "cpu") if job.method == "lora" else ("gpu",)
+    fields = searched(job.method)
+    axes: dict[str, tuple[object, ...]] = {}
+    for field in (*(one for one in _OUTERMOST if one in fields), *(one for one in fields if one not in _OUTERMOST)):
+        mark = NOTES[field].searched
+        values = (mark.values(job.method) if mark else None) or by_question.get(field, ())
+        if values:
+            axes[field] = values
+    return axes
 
 
-def _sampling_choices(base: Strategy, fixed: Collection[str]) -> Iterator[dict[str, object]]:
-    """Ways to sample: tiles or not, the VAE beside the model or in its place, the model's weights in turn."""
-    axes: dict[str, tuple[object, ...]] = {
-        "vae_tiling": (False, True),
-        "vae": ("cached", "swapped"),
-        "group_offload": ("none", "block", "leaf"),
-        "group_offload_stream": (False, True),
-    }
-    axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
-    for values in itertools.product(*axes.values()):
-        choice = dict(zip(axes, values, strict=True))
-        offloads = choice["group_offload"] != "none"
-        if choice["group_offload_stream"] and not offloads and "group_offload_stream" not in fixed:
-            continue
-        if offloads and choice["vae"] == "swapped" and "vae" not in fixed:
-            continue  # the model has left already
-        yield choice
+_OUTERMOST = (
+    "vae_tiling",
+    "weights_dtype",
+    "autocast",
+    "adapter_dtype",
+    "master_weights",
+    "gradient_checkpointing",
+    "optimizer",
+    "optimizer_step",
+)
+"""The fields that vary slowest in the enumeration. Of plans that are equally good the one enumerated first wins, so the
+order is part of the answer."""
 
 
 def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
@@ -165,56 +155,3 @@ def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
     if job.experts == "both":
         return ("ddp",)
     return ("ddp", "zero-3", "fsdp") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3", "fsdp")
-
-
-def _offloads(job: Job) -> dict[str, tuple[object, ...]]:
-    """What may go to host RAM. What an adapter's optimizer holds is small enough to stay."""
-    either = ("none", "cpu")
-    states: tuple[object, ...] = either if job.method == "full" else ("none",)
-    return {"offload_optimizer": states, "offload_gradients": states, "offload_params": either}
-
-
-def _sensible(job: Job, choice: dict[str, object], machine: Machine, fixed: Collection[str]) -> bool:
-    """Whether a combination is worth asking about. What the user typed stays: `rules.check` judges that."""
-
-    def free(field: str) -> bool:
-        return field not in fixed
-
-    whole = job.method == "full"
-    sharding, offloaded = str(choice["sharding"]), choice["offload_optimizer"] != "none"
-    deepspeed = sharding.startswith("zero")
-    half = choice["weights_dtype"] in HALF and (whole or choice["adapter_dtype"] in HALF)
-    # DeepSpeed trains a module in 16 bits with an fp32 master of its own; a search keeps fp32 weights elsewhere, but
-    # where a part of them is trained: that is not recorded under autocast.
-    masters = choice["master_weights"] == "fp32"
-    if free("master_weights") and masters != deepspeed and not (masters and job.trainable):
-        return False
-    if deepspeed and not half and free("weights_dtype") and free("adapter_dtype"):
-        return False
-    quantised = choice["weights_dtype"] in QUANTISED and free("weights_dtype")
-    if quantised and not _worth_quantising(choice, sharding in SPLIT, fixed):
-        return False
-    if choice["optimizer_step"] != "foreach" and free("optimizer_step") and offloaded:
-        return False  # the kernels that step are the GPU's
-    fsdp = sharding == "fsdp"
-    if fsdp and free("sharding") and ((choice["offload_params"] != "none") != offloaded):
-        return False  # its offload moves everything
-    if free("autocast") and (choice["autocast"] == "none") != (half or fsdp):
-        return False  # autocast does nothing for a model that is half precision throughout
-    if choice["optimizer"] == "adamw-8bit" and free("optimizer") and (offloaded or deepspeed or fsdp):
-        return False  # over a flat share it loses more, over FSDP2's it does not run, and nobody has it for the CPU
-    if machine.world == 1 and sharding == "zero-3" and free("sharding") and choice["offload_params"] == "none":
-        return False  # one GPU has nothing to split with: only the offload of weights is new
-    if choice["offload_gradients"] != "none" and free("offload_gradients") and sharding in ("ddp", "zero-1", "fsdp"):
-        return False  # whole until all GPUs have summed them; FSDP2's offload moves them anyway
-    return not (choice["offload_params"] != "none" and free("offload_params") and whole and not offloaded)
-
-
-def _worth_quantising(choice: dict[str, object], deepspeed: bool, fixed: Collection[str]) -> bool:
-    """Whether a quantised base is worth asking about with the rest of a choice.
-
-    DeepSpeed's is in 16 bits; and where billions of weights were rounded, rounding the adapter or its states as well
-    saves megabytes.
-    """
-    plain = {"adapter_dtype": "fp32", "optimizer": "adamw", "optimizer_step": "foreach"}
-    return not deepspeed and all(choice[field] == value for field, value in plain.items() if field not in fixed)

@@ -1,17 +1,18 @@
 """Job (what to train), Strategy (how it is made to fit) and Machine (on what): the names of DESIGN section 3.
 
-The string under a field is also the help text of its flag. What contradicts what is in `planner.spec.rules`.
+The string under a field is also the help text of its flag, whose name is the field's in kebab case. Which combinations
+may run is in `planner.spec.combinations`.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import re
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from planner.errors import VplanError, quoted
-from planner.schema import Bytes, Count, CountOrZero, Flag, Positive, Record
+from planner.schema import Bytes, Count, CountOrZero, Flag, Positive, Record, Refused
+from planner.spec.field_notes import ALL, Loss, Note, Searched
 
 # Far above what anybody trains. They catch slips of the keyboard (10**12) and keep every product inside 64 bits.
 MAX_FRAMES = 10_000
@@ -34,6 +35,12 @@ Residence = Literal["cached", "resident", "swapped"]
 
 QUANTISED = frozenset({"fp8", "int8", "nf4", "int4"})
 """Storage formats that hold a frozen base only: nothing can be trained in them."""
+
+HALF = frozenset({"bf16", "fp16"})
+"""Formats of 16 bits."""
+
+TRAINING = frozenset({"lora", "full"})
+"""Methods that train something."""
 
 
 class Bucket(Record):
@@ -113,80 +120,204 @@ class Job(Record):
 
 class Strategy(Record):
     """How the job is made to fit. The defaults are our trainer's; `planner.spec.rules.resolve` fills what a job
-    decides."""
+    decides.
 
-    refused: ClassVar[Mapping[str, frozenset[str]]] = {
-        "weights_dtype": frozenset({"int4"}),  # see planner.spec.rules
-        "attention": frozenset({"flash-3", "math", "xformers"}),  # see planner.layout.pipeline
-        "compile": frozenset({"cudagraphs"}),
-    }
+    A field's `Note` says all else about it: what our trainer applies, what is lossy, what a search tries, and how it is
+    worded. Combinations of fields are in `planner.spec.combinations`.
+    """
 
-    weights_dtype: WeightsDtype | None = None
+    weights_dtype: Annotated[
+        WeightsDtype | None,
+        Refused(frozenset({"int4"})),  # see planner.spec.combinations.contradictions
+        Note(
+            trained=("fp32", "bf16", "fp16", "fp8", "int8", "nf4"),
+            losses=(
+                Loss(QUANTISED, "the frozen weights are rounded to 8 or 4 bits"),
+                Loss(HALF, "updates below 1/256 of a weight round away", frozenset({"full"}), unless_master=True),
+            ),
+            # Quantised bases are recorded under autocast with an fp32 adapter.
+            searched=Searched(4, lora=("bf16", "int8", "fp8", "nf4"), full=("fp32", "bf16")),
+        ),
+    ] = None
     """how the weights are stored: the frozen base in lora (bf16 by default), the trained weights in full (fp32)"""
-    compute_dtype: FloatDtype = "bf16"
+    # The step's inputs have autocast's dtype (without autocast the weights'), as in the published trainers.
+    compute_dtype: Annotated[FloatDtype, Note(trained=ALL)] = "bf16"
     """dtype of the model's inputs and outputs"""
-    master_weights: Literal["none", "fp32"] = "none"
+    master_weights: Annotated[
+        Literal["none", "fp32"],
+        Note(trained=("none", "fp32"), searched=Searched(7, lora=("none", "fp32"), full=("none", "fp32"))),
+    ] = "none"
     """keep an fp32 copy of the trained weights for the optimizer, so that small updates are not lost"""
-    adapter_dtype: FloatDtype = "fp32"
+    adapter_dtype: Annotated[
+        FloatDtype,
+        Note(
+            trained=ALL,
+            losses=(Loss(HALF, "updates below 1/256 of a weight round away", frozenset({"lora"}), unless_master=True),),
+            words={"bf16": "bf16 adapters"},
+            searched=Searched(6, lora=("fp32", "bf16"), full=("fp32",)),
+        ),
+    ] = "fp32"
     """dtype of the LoRA adapters"""
-    autocast: Literal["none", "bf16", "fp16"] = "bf16"
+    autocast: Annotated[
+        Literal["none", "bf16", "fp16"],
+        Note(trained=ALL, searched=Searched(5, lora=("bf16", "none"), full=("bf16", "none"))),
+    ] = "bf16"
     """run matrix products in this 16-bit dtype, whatever dtype the weights are stored in"""
-    gradient_checkpointing: Literal["none", "full", "offload", "partial"] = "none"
+    gradient_checkpointing: Annotated[
+        Literal["none", "full", "offload", "partial"],
+        Note(
+            trained=ALL,
+            words={"full": "checkpointing", "offload": "checkpointing to host RAM"},
+            searched=Searched(2, lora=("none", "full", "offload"), full=("none", "full", "offload")),
+        ),
+    ] = "none"
     """drop activations and recompute them in backward: of every block (full), of the first blocks (partial), or of
     every block with what must be kept in host RAM (offload)"""
-    checkpointed_blocks: Count | None = None
+    checkpointed_blocks: Annotated[Count | None, Note(trained=ALL)] = None
     """number of blocks that `--gradient-checkpointing partial` covers, in execution order"""
-    optimizer: Optimizer = "adamw"
+    # lion, prodigy and muon are not less precise, they are other algorithms: the user's choice.
+    optimizer: Annotated[
+        Optimizer,
+        Note(
+            trained=("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"),
+            losses=(
+                Loss(frozenset({"adamw-8bit", "adamw-8bit-paged"}), "the optimizer's states have 8 bits", TRAINING),
+                Loss(frozenset({"adafactor", "came"}), "second moments are row and column sums", TRAINING),
+            ),
+            words={"adamw-8bit": "8-bit AdamW"},
+            searched=Searched(8, lora=("adamw", "adamw-8bit"), full=("adamw", "adamw-8bit")),
+        ),
+    ] = "adamw"
     """optimizer; the 8-bit and factored ones (adafactor, came) keep smaller states and lose some precision"""
-    optimizer_step: Literal["foreach", "fused", "loop", "backward"] = "foreach"
+    optimizer_step: Annotated[
+        Literal["foreach", "fused", "loop", "backward"],
+        Note(
+            trained=("foreach", "fused", "loop", "backward"),
+            words={"fused": "fused step"},
+            searched=Searched(9, lora=("foreach", "fused"), full=("foreach", "fused")),
+        ),
+    ] = "foreach"
     """foreach = all weights at once, with a temporary copy; fused = one kernel; loop = one weight at a time; backward =
     inside the backward pass, freeing each gradient at once"""
-    gradient_accumulation: Count = 1
+    gradient_accumulation: Annotated[Count, Note(trained=ALL)] = 1
     """forward and backward passes per optimizer step"""
-    ema: Literal["none", "gpu", "cpu"] = "none"
+    ema: Annotated[Literal["none", "gpu", "cpu"], Note(trained=("none", "gpu", "cpu"))] = "none"
     """keep a moving average of the trained weights, on the GPU or in host RAM"""
-    sharding: Sharding = "none"
+    sharding: Annotated[
+        Sharding,
+        Note(
+            trained=("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
+            words={"zero-1": "ZeRO-1", "zero-2": "ZeRO-2", "zero-3": "ZeRO-3", "ddp": "DDP", "fsdp": "FSDP"},
+            searched=Searched(3, lora=(), full=()),
+        ),
+    ] = "none"
     """what is sharded across GPUs: nothing (ddp, the default for several), optimizer states (zero-1), gradients too
     (zero-2), weights too (zero-3, fsdp)"""
-    grad_buckets: Literal["copy", "view"] = "view"
+    grad_buckets: Annotated[Literal["copy", "view"], Note(trained=ALL)] = "view"
     """DDP's communication buckets: a second copy of all gradients, or the gradients themselves (view)"""
-    offload_optimizer: Offload = "none"
+    # What an adapter's optimizer holds is small enough to stay.
+    offload_optimizer: Annotated[
+        Offload,
+        Note(
+            trained=("none", "cpu", "nvme"),
+            words={"cpu": "optimizer in host RAM"},
+            searched=Searched(10, lora=("none",), full=("none", "cpu")),
+        ),
+    ] = "none"
     """keep the optimizer states and run the optimizer step in host RAM, or on an NVMe disk"""
-    offload_gradients: Offload = "none"
+    offload_gradients: Annotated[
+        Offload,
+        Note(
+            trained=("none", "cpu", "nvme"),
+            words={"cpu": "gradients in host RAM"},
+            searched=Searched(11, lora=("none",), full=("none", "cpu")),
+        ),
+    ] = "none"
     """move gradients to host RAM as they are computed; needs an offloaded optimizer"""
-    offload_params: Offload = "none"
+    offload_params: Annotated[
+        Offload,
+        Note(
+            trained=("none", "cpu"),
+            words={"cpu": "weights in host RAM"},
+            searched=Searched(12, lora=("none", "cpu"), full=("none", "cpu")),
+        ),
+    ] = "none"
     """keep the sharded weights in host RAM or on an NVMe disk; needs zero-3 or fsdp"""
-    swap_blocks: CountOrZero = 0
+    # How many blocks a search swaps, `planner.search.swap_count` finds.
+    swap_blocks: Annotated[CountOrZero, Note(trained=ALL, searched=Searched(14, lora=(), full=()))] = 0
     """transformer blocks kept in host RAM and copied to the GPU when they run"""
-    text_encoder: Residence = "cached"
+    text_encoder: Annotated[Residence, Note(trained=("cached",))] = "cached"
     """cached = prompts are encoded before training, then the encoder is unloaded; resident = stays on the GPU;
     swapped = moves to the GPU when needed"""
-    vae: Residence = "cached"
+    vae: Annotated[
+        Residence,
+        Note(
+            trained=("cached",),
+            words={"swapped": "VAE swapped in"},
+            searched=Searched(15, sample=("cached", "swapped")),
+        ),
+    ] = "cached"
     """cached = samples are encoded before training, then the VAE is unloaded; resident = stays on the GPU;
     swapped = moves to the GPU when needed"""
-    text_encoder_dtype: WeightsDtype = "bf16"
+    text_encoder_dtype: Annotated[
+        WeightsDtype,
+        Note(trained=ALL, losses=(Loss(QUANTISED, "the text encoder's weights are rounded to 8 or 4 bits"),)),
+    ] = "bf16"
     """how the text encoder's weights are stored"""
-    vae_dtype: FloatDtype = "bf16"
+    vae_dtype: Annotated[FloatDtype, Note(trained=ALL)] = "bf16"
     """how the VAE's weights are stored and computed"""
-    vae_tiling: Flag = False
+    vae_tiling: Annotated[
+        Flag,
+        Note(
+            trained=ALL,
+            losses=(Loss(frozenset({True}), "tiles are blended where they meet"),),
+            words={True: "VAE in tiles"},
+            searched=Searched(1, lora=(), full=(), sample=(False, True)),
+        ),
+    ] = False
     """encode and decode in overlapping tiles: less memory, faint differences where tiles meet"""
-    vae_slicing: Flag = False
+    vae_slicing: Annotated[Flag, Note(trained=ALL)] = False
     """encode and decode one sample of the batch at a time"""
-    inactive_expert: Literal["gpu", "cpu", "absent"] = "absent"
+    inactive_expert: Annotated[
+        Literal["gpu", "cpu", "absent"],
+        Note(
+            trained=("absent", "gpu", "cpu"),
+            words={"cpu": "idle expert in host RAM"},
+            searched=Searched(13, lora=(), full=()),
+        ),
+    ] = "absent"
     """where to keep the inactive expert of a two-expert model; on the GPU if both are trained"""
-    validation_mode: Literal["off", "on", "offload"] = "off"
+    validation_mode: Annotated[Literal["off", "on", "offload"], Note(trained=("off", "on", "offload"))] = "off"
     """make validation samples during training; offload moves each component to the GPU only while it runs"""
-    group_offload: Literal["none", "block", "leaf"] = "none"
+    group_offload: Annotated[
+        Literal["none", "block", "leaf"],
+        Note(
+            trained=("none", "block", "leaf"),
+            words={"block": "weights block by block", "leaf": "weights layer by layer"},
+            searched=Searched(16, sample=("none", "block", "leaf")),
+        ),
+    ] = "none"
     """for sampling: keep weights in host RAM and load them block by block, or layer by layer (leaf)"""
-    group_offload_stream: Flag = False
+    group_offload_stream: Annotated[
+        Flag,
+        Note(trained=ALL, words={True: "fetched ahead"}, searched=Searched(17, sample=(False, True))),
+    ] = False
     """prefetch the next group while this one runs: faster, but needs room for two groups on the GPU"""
-    attention: Literal["sdpa", "flash", "flash-3", "cudnn", "efficient", "math", "xformers"] = "sdpa"
+    attention: Annotated[
+        Literal["sdpa", "flash", "flash-3", "cudnn", "efficient", "math", "xformers"],
+        Refused(frozenset({"flash-3", "math", "xformers"})),  # without memory terms so far
+        Note(trained=("sdpa", "flash", "cudnn", "efficient")),
+    ] = "sdpa"
     """attention backend; sdpa lets torch choose the kernel"""
-    expandable_segments: Flag = True
+    expandable_segments: Annotated[Flag, Note(trained=ALL)] = True
     """let PyTorch's allocator grow its segments, which wastes less memory (not on native Windows)"""
-    compile: Literal["none", "blocks", "full", "cudagraphs"] = "none"
+    compile: Annotated[
+        Literal["none", "blocks", "full", "cudagraphs"],
+        Refused(frozenset({"cudagraphs"})),  # see planner.spec.combinations.estimate_gaps
+        Note(trained=("none", "blocks")),
+    ] = "none"
     """torch.compile: each repeated block, the whole model, or the whole model with CUDA graphs"""
-    context_parallel: Count = 1
+    context_parallel: Annotated[Count, Note(trained=ALL)] = 1
     """split each sample's tokens across this many GPUs"""
 
     def weights(self, method: Method) -> WeightsDtype:
@@ -195,42 +326,26 @@ class Strategy(Record):
 
     def lossy_fields(self, job: Job) -> tuple[str, ...]:
         """The fields whose values change what is learnt, not only where and when it is computed, in field order."""
-        marked = {mark.field for mark in LOSSY if mark.applies(job, self)}
-        return tuple(field for field in type(self).model_fields if field in marked)
+        return tuple(field for field in _LOSSES if self._is_lossy(field, job))
+
+    def _is_lossy(self, field: str, job: Job) -> bool:
+        value = self.weights(job.method) if field == "weights_dtype" else getattr(self, field)
+        has_master = self.master_weights == "fp32"
+        return any(
+            job.method in loss.methods and value in loss.values and not (loss.unless_master and has_master)
+            for loss in _LOSSES[field]
+        )
 
 
-class LossyMark(NamedTuple):
-    """Values of one field that lose something (DESIGN section 3, "Lossless before lossy"); the rest is lossless."""
-
-    field: str
-    values: frozenset[str | bool]
-    methods: frozenset[Method]
-    why: str
-    unless_master: bool = False
-    """an fp32 master of the trained weights removes the loss"""
-
-    def applies(self, job: Job, strategy: Strategy) -> bool:
-        """Whether this job under this strategy loses what the mark describes."""
-        value = strategy.weights(job.method) if self.field == "weights_dtype" else getattr(strategy, self.field)
-        cured = self.unless_master and strategy.master_weights == "fp32"
-        return job.method in self.methods and value in self.values and not cured
+def note(field: str) -> Note:
+    """What stands at a field of the strategy."""
+    return next(mark for mark in Strategy.model_fields[field].metadata if isinstance(mark, Note))
 
 
-_TRAINING: frozenset[Method] = frozenset({"lora", "full"})
-_ANY: frozenset[Method] = frozenset({"lora", "full", "sample"})
-_HALF: frozenset[str | bool] = frozenset({"bf16", "fp16"})
-LOSSY = (
-    LossyMark("weights_dtype", QUANTISED, _ANY, "the frozen weights are rounded to 8 or 4 bits"),
-    LossyMark("weights_dtype", _HALF, frozenset({"full"}), "updates below 1/256 of a weight round away", True),
-    LossyMark("adapter_dtype", _HALF, frozenset({"lora"}), "updates below 1/256 of a weight round away", True),
-    LossyMark(
-        "optimizer", frozenset({"adamw-8bit", "adamw-8bit-paged"}), _TRAINING, "the optimizer's states have 8 bits"
-    ),
-    LossyMark("optimizer", frozenset({"adafactor", "came"}), _TRAINING, "second moments are row and column sums"),
-    LossyMark("text_encoder_dtype", QUANTISED, _ANY, "the text encoder's weights are rounded to 8 or 4 bits"),
-    LossyMark("vae_tiling", frozenset({True}), _ANY, "tiles are blended where they meet"),
-)
-"""Every lossy value. lion, prodigy and muon are not less precise, they are other algorithms: the user's choice."""
+NOTES: dict[str, Note] = {field: note(field) for field in Strategy.model_fields}
+"""Every field's note, in field order."""
+
+_LOSSES = {field: one.losses for field, one in NOTES.items() if one.losses}
 
 
 class Links(Record):

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.spec.job import Strategy
+from planner.spec.job import NOTES, Strategy
 from planner.spec.plan import Estimate
 
-FIELD_WORDS: dict[str, dict[str | bool, str]] = {
-    "gradient_checkpointing": {"full": "checkpointing", "offload": "checkpointing to host RAM"},
-    "sharding": {"zero-1": "ZeRO-1", "zero-2": "ZeRO-2", "zero-3": "ZeRO-3", "ddp": "DDP", "fsdp": "FSDP"},
-    "optimizer": {"adamw-8bit": "8-bit AdamW"},
-    "optimizer_step": {"fused": "fused step"},
-    "adapter_dtype": {"bf16": "bf16 adapters"},
-    "offload_optimizer": {"cpu": "optimizer in host RAM"},
-    "offload_gradients": {"cpu": "gradients in host RAM"},
-    "offload_params": {"cpu": "weights in host RAM"},
-    "inactive_expert": {"cpu": "idle expert in host RAM"},
-    "vae_tiling": {True: "VAE in tiles"},
-    "vae": {"swapped": "VAE swapped in"},
-    "group_offload": {"block": "weights block by block", "leaf": "weights layer by layer"},
-    "group_offload_stream": {True: "fetched ahead"},
-}
-"""How a line says a switch."""
+_FIRST = ("gradient_checkpointing", "sharding", "optimizer", "optimizer_step", "adapter_dtype")
+_LAST = ("inactive_expert", "vae_tiling", "vae", "group_offload", "group_offload_stream")
+"""What a line begins and ends with; fields between them come in the order in which they are declared."""
+
+_WORDED = (*_FIRST, *(field for field in NOTES if field not in _FIRST and field not in _LAST), *_LAST)
 
 
 def ways(found: Estimate) -> str:
@@ -32,7 +21,7 @@ def ways(found: Estimate) -> str:
 
 def words(strategy: Strategy, lossy: Sequence[str]) -> str:
     """What a strategy with these lossy fields switches on, in words for one line."""
-    said = [known[value] for field, known in FIELD_WORDS.items() if (value := getattr(strategy, field)) in known]
+    said = [NOTES[field].words[value] for field in _WORDED if (value := getattr(strategy, field)) in NOTES[field].words]
     if "weights_dtype" in lossy:
         said.append(f"{strategy.weights_dtype} weights")
     if strategy.gradient_checkpointing == "partial":

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError, VplanError
-from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
-
-HALF = ("bf16", "fp16")
+from planner.spec.job import HALF, QUANTISED, SPLIT, Job, Strategy
 
 RMS_NORM_IN_FP32 = (2, 12)
 """The torch since which CUDA's autocast computes RMSNorm in fp32 (AT_FORALL_FP32 in ATen/autocast_mode.h). One before

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.launch.supported import scales_loss
+from planner.spec.fp16 import scales_loss
 from planner.spec.job import Job, Strategy
 from trainers.step.optimizers import Optimizer
 

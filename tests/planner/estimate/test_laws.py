@@ -57,7 +57,7 @@ def allowed(machine: Machine, strategy: dict[str, Any]) -> bool:
     try:
         known = Strategy.read(strategy)
         check(JOB, known, machine)
-        refuse_unpriced(JOB, resolve(JOB, known, machine))
+        refuse_unpriced(JOB, resolve(JOB, known, machine), machine)
     except VplanError:
         return False
     return True

@@ -6,7 +6,13 @@ import pytest
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.search.space import SEARCHED, baseline, effort, most_swapped, strategies, switched
+from planner.search.space import SAMPLED, SEARCHED, baseline, effort, most_swapped, strategies, switched
+from planner.spec.combinations.search_exclusions import (
+    SAMPLING_EXCLUSIONS,
+    TRAINING_EXCLUSIONS,
+    Choice,
+    exclusions,
+)
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import check
 
@@ -144,3 +150,259 @@ def test_what_leans_on_host_ram_is_more_effort() -> None:
     plain = baseline(LORA, Strategy(), ONE, ())
     full, offloaded = (plain.replace(gradient_checkpointing=value) for value in ("full", "offload"))
     assert effort(plain, plain) < effort(plain, full) < effort(plain, offloaded)
+
+
+def test_fields_that_a_search_sets_in_the_order_they_are_switched_on() -> None:
+    assert SEARCHED == (
+        "vae_tiling",
+        "gradient_checkpointing",
+        "sharding",
+        "weights_dtype",
+        "autocast",
+        "adapter_dtype",
+        "master_weights",
+        "optimizer",
+        "optimizer_step",
+        "offload_optimizer",
+        "offload_gradients",
+        "offload_params",
+        "inactive_expert",
+        "swap_blocks",
+    )
+    assert SAMPLED == ("vae_tiling", "vae", "group_offload", "group_offload_stream")
+
+
+# ---- what is not worth searching
+
+PLAIN: dict[str, object] = {
+    "vae_tiling": False,
+    "weights_dtype": "bf16",
+    "autocast": "bf16",
+    "adapter_dtype": "fp32",
+    "master_weights": "none",
+    "gradient_checkpointing": "none",
+    "optimizer": "adamw",
+    "optimizer_step": "foreach",
+    "sharding": "ddp",
+    "offload_optimizer": "none",
+    "offload_gradients": "none",
+    "offload_params": "none",
+}
+ZERO: dict[str, object] = {"sharding": "zero-3", "autocast": "none", "adapter_dtype": "bf16", "master_weights": "fp32"}
+FSDP: dict[str, object] = {"sharding": "fsdp", "autocast": "none"}
+NVME: dict[str, object] = {"offload_params": "cpu", "offload_optimizer": "cpu"}
+
+
+def reasons(job: Job, machine: Machine, values: dict[str, object], fixed: tuple[str, ...] = ()) -> list[str]:
+    """Why a choice is not searched, by every row that applies."""
+    choice = Choice(job, machine, values)
+    return [row.reason for row in exclusions(job, fixed) if row.applies(choice)]
+
+
+@pytest.mark.parametrize("values", [{}, {"adapter_dtype": "bf16", "autocast": "none"}, ZERO, FSDP, {**FSDP, **NVME}])
+def test_what_is_searched(values: dict[str, object]) -> None:
+    assert reasons(LORA, FOUR, {**PLAIN, **values}) == []
+
+
+EXCLUDED: list[tuple[Job, Machine, dict[str, object], str, str]] = [
+    (
+        LORA,
+        FOUR,
+        {**ZERO, "master_weights": "none"},
+        "master_weights",
+        "DeepSpeed trains a module in 16 bits with an fp32 master of its own",
+    ),
+    (
+        LORA,
+        FOUR,
+        {"adapter_dtype": "bf16", "autocast": "none", "master_weights": "fp32"},
+        "master_weights",
+        "outside DeepSpeed the trained weights are kept in fp32, which needs no master",
+    ),
+    (
+        LORA,
+        FOUR,
+        {**ZERO, "adapter_dtype": "fp32", "autocast": "bf16"},
+        "adapter_dtype",
+        "DeepSpeed trains a module in 16 bits",
+    ),
+    (
+        LORA,
+        FOUR,
+        {**FSDP, "weights_dtype": "nf4"},
+        "weights_dtype",
+        "a quantised base under an engine that splits is not estimated",
+    ),
+    (
+        LORA,
+        FOUR,
+        {"weights_dtype": "nf4", "adapter_dtype": "bf16"},
+        "adapter_dtype",
+        "beside a quantised base another adapter_dtype saves only megabytes",
+    ),
+    (
+        LORA,
+        FOUR,
+        {"weights_dtype": "int8", "optimizer": "adamw-8bit"},
+        "optimizer",
+        "beside a quantised base another optimizer saves only megabytes",
+    ),
+    (
+        LORA,
+        FOUR,
+        {"weights_dtype": "fp8", "optimizer_step": "fused"},
+        "optimizer_step",
+        "beside a quantised base another optimizer_step saves only megabytes",
+    ),
+    (
+        LORA,
+        FOUR,
+        {"adapter_dtype": "bf16"},
+        "autocast",
+        "autocast does nothing for a model that is in 16 bits throughout, and FSDP2 casts as it gathers",
+    ),
+    (
+        LORA,
+        FOUR,
+        {"sharding": "fsdp"},
+        "autocast",
+        "autocast does nothing for a model that is in 16 bits throughout, and FSDP2 casts as it gathers",
+    ),
+    (
+        LORA,
+        FOUR,
+        {"autocast": "none"},
+        "autocast",
+        "without autocast what is stored in fp32 computes in fp32",
+    ),
+    (
+        FULL,
+        FOUR,
+        {"weights_dtype": "fp32", "optimizer": "adamw-8bit", "offload_optimizer": "cpu"},
+        "optimizer",
+        "8-bit AdamW has no CPU kernel",
+    ),
+    (
+        LORA,
+        FOUR,
+        {**ZERO, "optimizer": "adamw-8bit"},
+        "optimizer",
+        "over DeepSpeed's flat shares 8-bit states lose more",
+    ),
+    (LORA, FOUR, {**FSDP, "optimizer": "adamw-8bit"}, "optimizer", "8-bit AdamW does not run over FSDP2's shares"),
+    (
+        FULL,
+        FOUR,
+        {"weights_dtype": "fp32", "optimizer_step": "fused", "offload_optimizer": "cpu"},
+        "optimizer_step",
+        "the kernels of another step are the GPU's, and the optimizer is in host RAM",
+    ),
+    (
+        LORA,
+        FOUR,
+        {**FSDP, "offload_params": "cpu"},
+        "sharding",
+        "FSDP2 offloads weights, gradients and optimizer together",
+    ),
+    (
+        LORA,
+        FOUR,
+        {**FSDP, "offload_optimizer": "cpu"},
+        "sharding",
+        "FSDP2 offloads weights, gradients and optimizer together",
+    ),
+    (
+        FULL,
+        ONE,
+        ZERO,
+        "sharding",
+        "one GPU has nobody to split with: of ZeRO-3 only the offload of weights is new",
+    ),
+    (
+        FULL,
+        FOUR,
+        {"weights_dtype": "fp32", "offload_gradients": "cpu"},
+        "offload_gradients",
+        "gradients stay whole until all GPUs have summed them",
+    ),
+    (
+        FULL,
+        FOUR,
+        {**ZERO, "sharding": "zero-1", "offload_gradients": "cpu"},
+        "offload_gradients",
+        "gradients stay whole until all GPUs have summed them",
+    ),
+    (
+        FULL,
+        FOUR,
+        {**FSDP, **NVME, "offload_gradients": "cpu"},
+        "offload_gradients",
+        "FSDP2's offload moves gradients anyway",
+    ),
+    (
+        FULL,
+        FOUR,
+        {**ZERO, "offload_params": "cpu"},
+        "offload_params",
+        "in full training the optimizer's states are larger than the weights, and go first",
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "machine", "values", "field", "reason"), EXCLUDED)
+def test_what_is_not_searched_and_why(
+    job: Job, machine: Machine, values: dict[str, object], field: str, reason: str
+) -> None:
+    assert reasons(job, machine, {**PLAIN, **values}) == [reason]
+    assert reason not in reasons(job, machine, {**PLAIN, **values}, (field,)), "what was typed stays"
+
+
+def test_what_trains_a_part_of_the_weights_may_have_masters_outside_deepspeed() -> None:
+    part = FULL.replace(trainable=("attn1",))
+    values = {**PLAIN, "autocast": "none", "master_weights": "fp32"}
+    assert reasons(part, FOUR, values) == []
+    assert reasons(part, FOUR, {**values, "master_weights": "none"}) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "reason"),
+    [
+        (
+            {"group_offload_stream": True},
+            "group_offload_stream",
+            "without group_offload there is no next group to fetch",
+        ),
+        (
+            {"group_offload": "leaf", "vae": "swapped"},
+            "vae",
+            "with group_offload the model has left already when the VAE comes",
+        ),
+    ],
+)
+def test_what_is_not_searched_of_sampling(values: dict[str, object], field: str, reason: str) -> None:
+    job = LORA.replace(method="sample")
+    plain = {"vae_tiling": False, "vae": "cached", "group_offload": "none", "group_offload_stream": False}
+    assert reasons(job, ONE, plain) == []
+    assert reasons(job, ONE, {**plain, **values}) == [reason]
+    assert reasons(job, ONE, {**plain, **values}, (field,)) == []
+
+
+def test_every_row_of_what_is_not_searched_is_tested() -> None:
+    shown = {reason for *_, reason in EXCLUDED}
+    assert {row.reason for row in TRAINING_EXCLUSIONS} == shown
+    assert len(TRAINING_EXCLUSIONS) == len(shown) and len(SAMPLING_EXCLUSIONS) == 2
+
+
+@pytest.mark.parametrize(
+    ("job", "machine", "count"),
+    [
+        (LORA, ONE, 27),
+        (LORA, FOUR, 51),
+        (FULL, ONE, 36),
+        (FULL, FOUR, 81),
+        (FULL.replace(trainable=("attn1",)), FOUR, 90),
+        (LORA.replace(method="sample"), ONE, 12),
+    ],
+)
+def test_how_many_strategies_are_searched(job: Job, machine: Machine, count: int) -> None:
+    assert len(strategies(job, Strategy(), machine, ())) == count

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from planner.errors import VplanError
-from planner.schema import Record, choices, field_docs
-from planner.spec.job import LOSSY, Bucket, Job, Machine, Strategy, ValidationShape
+from planner.schema import Record, choices, field_docs, refused_values
+from planner.spec.job import NOTES, Bucket, Job, Machine, Strategy, ValidationShape
 from planner.spec.rules import resolve
 from planner.units import GIB
 
@@ -152,7 +152,13 @@ def test_choices_of_a_field() -> None:
 
 
 def test_what_is_always_refused_is_known_and_in_no_list() -> None:
-    for field, values in Strategy.refused.items():
+    refused = {field: refused_values(Strategy, field) for field in Strategy.model_fields}
+    assert {field: values for field, values in refused.items() if values} == {
+        "weights_dtype": {"int4"},
+        "attention": {"flash-3", "math", "xformers"},
+        "compile": {"cudagraphs"},
+    }
+    for field, values in refused.items():
         assert not values & set(choices(Strategy, field))
         for value in values:
             assert getattr(Strategy.read({field: value}), field) == value
@@ -203,8 +209,33 @@ def test_lossy_fields(method: str, fields: dict[str, Any], lossy: tuple[str, ...
     assert Strategy.read(fields).lossy_fields(job(method=method)) == lossy
 
 
-def test_every_mark_names_values_that_exist() -> None:
-    for mark in LOSSY:
-        known = {*choices(Strategy, mark.field), *Strategy.refused.get(mark.field, ())} or {True, False}
-        assert mark.values <= known, mark
-        assert mark.why
+def test_every_note_names_values_that_exist() -> None:
+    for field, note in NOTES.items():
+        known = {*choices(Strategy, field), *refused_values(Strategy, field)} or {True, False}
+        searched = note.searched
+        tried = [*(searched.lora or ()), *(searched.full or ()), *(searched.sample or ())] if searched else []
+        for value in (*(value for loss in note.losses for value in loss.values), *note.words, *tried):
+            assert value in known, field
+        assert all(loss.why for loss in note.losses)
+
+
+def test_what_our_trainer_applies_of_each_field() -> None:
+    """A new field of the record, or a new value, must say whether the step applies it."""
+    assert {field: note.trained for field, note in NOTES.items() if note.trained != "all"} == {
+        "weights_dtype": ("fp32", "bf16", "fp16", "fp8", "int8", "nf4"),
+        "master_weights": ("none", "fp32"),
+        "optimizer": ("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"),
+        "optimizer_step": ("foreach", "fused", "loop", "backward"),
+        "ema": ("none", "gpu", "cpu"),
+        "sharding": ("none", "ddp", "zero-1", "zero-2", "zero-3", "fsdp"),
+        "offload_optimizer": ("none", "cpu", "nvme"),
+        "offload_gradients": ("none", "cpu", "nvme"),
+        "offload_params": ("none", "cpu"),
+        "text_encoder": ("cached",),
+        "vae": ("cached",),
+        "inactive_expert": ("absent", "gpu", "cpu"),
+        "validation_mode": ("off", "on", "offload"),
+        "group_offload": ("none", "block", "leaf"),
+        "attention": ("sdpa", "flash", "cudnn", "efficient"),
+        "compile": ("none", "blocks"),
+    }

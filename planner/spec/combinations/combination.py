@@ -1,0 +1,132 @@
+"""A row of the table of combinations, and what its condition sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from planner.spec.job import SPLIT, Job, Machine, Strategy, WeightsDtype
+
+Kind = Literal["contradiction", "model cannot", "not estimated", "our trainer cannot", "not worth searching"]
+
+Subject = TypeVar("Subject")
+
+
+class Refusal(NamedTuple):
+    """Why a combination may not run, as one line, and what to type instead."""
+
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Combination(Generic[Subject]):
+    """One combination that may not run, or is not worth trying."""
+
+    kind: Kind
+    applies: Callable[[Subject], bool]
+    """whether this is the combination"""
+    reason: str
+    """what is wrong with it, in one line. In braces stand attributes of the subject, as in `str.format`:
+    "{0.strategy.sharding}" """
+    fix: str = ""
+    """what to type instead, written like the reason. Empty where nobody is told: of what a search leaves out"""
+    fields: tuple[str, ...] = ()
+    """of what a search leaves out: fields that it must be free to set. What the user typed stays"""
+
+    def refusal(self, subject: Subject) -> Refusal:
+        """The row's reason and fix, in the subject's own values."""
+        return Refusal(self.reason.format(subject), self.fix.format(subject))
+
+
+def refusals(rows: Iterable[Combination[Subject]], subject: Subject) -> Iterator[Refusal]:
+    """The refusals of all rows that apply, in the order of the rows."""
+    return (row.refusal(subject) for row in rows if row.applies(subject))
+
+
+def first_refusal(rows: Iterable[Combination[Subject]], subject: Subject) -> Refusal | None:
+    """The refusal of the first row that applies; None where none does."""
+    return next(refusals(rows, subject), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is trained, how it is made to fit, and on what: the subject of most rows. The strategy is a resolved one
+    (`planner.spec.rules.resolve`)."""
+
+    job: Job
+    strategy: Strategy
+    machine: Machine
+
+    @property
+    def weights(self) -> WeightsDtype:
+        """How the model's weights are stored."""
+        return self.strategy.weights(self.job.method)
+
+    @property
+    def trained(self) -> WeightsDtype:
+        """How what is trained is stored: the weights, or the adapters of a LoRA."""
+        return self.weights if self.job.method == "full" else self.strategy.adapter_dtype
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed's ZeRO trains."""
+        return self.strategy.sharding.startswith("zero")
+
+    @property
+    def splits(self) -> bool:
+        """Whether an engine splits states, gradients or weights between GPUs."""
+        return self.strategy.sharding in SPLIT
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether autocast runs. Engines that split have 16 bits already: DeepSpeed's whole module is stored in them,
+        and FSDP2 gathers its weights in them."""
+        return self.strategy.autocast != "none" and not self.splits
+
+    @property
+    def both_experts(self) -> bool:
+        """Whether two experts take turns."""
+        return self.job.experts == "both"
+
+    @property
+    def trained_flag(self) -> str:
+        """The start of the flag that says how what is trained is stored."""
+        return "adapter" if self.job.method == "lora" else "weights"
+
+    @property
+    def host_optimizers(self) -> str:
+        """Optimizers that step in host RAM, as a fix lists them."""
+        return "adamw or lion" if self.zero else "adamw or adafactor"
+
+    @property
+    def divisor(self) -> int:
+        """The largest number of GPUs for a sample, below the one asked for, that divides all GPUs."""
+        return next(n for n in range(self.strategy.context_parallel - 1, 0, -1) if self.machine.world % n == 0)
+
+    @property
+    def divisible_gpus(self) -> int:
+        """The fewest GPUs of a node, from those there are upwards, that are a multiple of those for a sample."""
+        parts = self.strategy.context_parallel
+        return parts * -(-self.machine.gpus // parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What rows ask about a model; `planner.catalog.shapes.summary` takes it from a profile."""
+
+    title: str
+    blocks: int
+    """in all stacks: what checkpointing and swapping count"""
+    experts: int
+    references: int
+    """reference images that a sample has when the job does not say"""
+    takes_references: bool
+    """whether a sample may have some"""
+    expert_boundary: bool
+    """whether the noise level between two experts is known"""
+    has_sound: bool
+    """whether it takes sound: its pipeline is then not one of diffusers'"""
+    splits_tokens: bool
+    """whether diffusers can split the tokens of its samples between GPUs (context parallelism)"""

@@ -1,0 +1,369 @@
+"""Strategies that contradict themselves, their job or their machine, whoever trains.
+
+Sources: DESIGN section 3 and the rules and laws of other trainers gathered in the reference (DeepSpeed's stages, fused
+backward, forward-only offload hooks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.spec.combinations.combination import Combination, Setup
+from planner.spec.job import QUANTISED
+
+
+def _row(applies: Callable[[Setup], bool], reason: str, fix: str) -> Combination[Setup]:
+    return Combination("contradiction", applies, reason, fix)
+
+
+_METHOD = (
+    _row(
+        lambda s: s.job.method == "full" and s.weights in QUANTISED,
+        "weights stored as {0.weights} cannot be trained",
+        "use --weights-dtype bf16, or --method lora",
+    ),
+    # torch knows no derivative of `aten::_weight_int4pack_mm`, and peft turns an `Int4Tensor` away
+    # (peft/tuners/lora/torchao.py, `_check_dtype_supported`).
+    _row(
+        lambda s: s.job.method == "lora" and s.weights == "int4",
+        "weights_dtype int4 has no backward: torchao's 4-bit kernels only infer, and peft puts no LoRA on them",
+        "use --weights-dtype nf4, which takes the same 4 bits",
+    ),
+    _row(
+        lambda s: bool(s.job.trainable) and s.job.method != "full",
+        "trainable patterns mean nothing with method {0.job.method}",
+        "use --method full, or --lora-targets",
+    ),
+    _row(
+        lambda s: s.both_experts and s.strategy.inactive_expert == "absent" and s.job.method == "sample",
+        "both experts are used, and the one that does not run must be somewhere",
+        "use --inactive-expert cpu",
+    ),
+    _row(
+        lambda s: s.both_experts and s.strategy.inactive_expert == "absent" and s.job.method != "sample",
+        "both experts are trained, and the one that does not run must be somewhere",
+        "use --inactive-expert cpu",
+    ),
+    _row(
+        lambda s: s.strategy.master_weights == "fp32" and s.trained == "fp32",
+        "the trained weights are fp32 already and need no fp32 master",
+        "leave out --master-weights",
+    ),
+    _row(
+        lambda s: (
+            s.strategy.group_offload != "none" and s.job.method != "sample" and s.strategy.validation_mode == "off"
+        ),
+        "group_offload acts only where there are no gradients: its hooks do not see backward",
+        "use --swap-blocks for training, or --validation-mode on",
+    ),
+    _row(
+        lambda s: s.strategy.group_offload_stream and s.strategy.group_offload == "none",
+        "group_offload_stream needs group_offload",
+        "add --group-offload block or leaf",
+    ),
+)
+
+
+def _another_shape(setup: Setup) -> bool:
+    job, shape = setup.job, setup.job.validation
+    return shape is not None and (shape.frames, shape.height, shape.width) != (job.frames, job.height, job.width)
+
+
+_OF_TRAINING: dict[str, object] = {
+    "gradient_checkpointing": "none",
+    "gradient_accumulation": 1,
+    "ema": "none",
+    "offload_optimizer": "none",
+    "offload_gradients": "none",
+    "master_weights": "none",
+    "optimizer": "adamw",
+    "optimizer_step": "foreach",
+    "validation_mode": "off",
+}
+"""Switches that mean nothing to a job that only samples, and what they say when nobody asked for them."""
+
+
+def _asked_to_sample(field: str, unasked: object) -> Callable[[Setup], bool]:
+    return lambda s: s.job.method == "sample" and getattr(s.strategy, field) != unasked
+
+
+_SAMPLING = (
+    _row(
+        lambda s: s.job.method == "sample" and _another_shape(s),
+        "to sample makes samples of the job's own shape, and validation names another",
+        "leave out --validation",
+    ),
+    _row(
+        lambda s: s.job.method == "sample" and s.strategy.sharding != "none",
+        "sharding {0.strategy.sharding} is for training; to sample, every GPU works alone",
+        "leave out --sharding",
+    ),
+    *(
+        _row(
+            _asked_to_sample(field, unasked),
+            f"{field} means nothing with method sample, which trains nothing",
+            f"leave out --{field.replace('_', '-')}",
+        )
+        for field, unasked in _OF_TRAINING.items()
+    ),
+)
+
+_CHECKPOINTING = (
+    _row(
+        lambda s: s.strategy.gradient_checkpointing == "partial" and s.strategy.checkpointed_blocks is None,
+        "gradient_checkpointing partial needs to know how many blocks",
+        "add --checkpointed-blocks N",
+    ),
+    _row(
+        lambda s: s.strategy.gradient_checkpointing != "partial" and s.strategy.checkpointed_blocks is not None,
+        "checkpointed_blocks says nothing with gradient_checkpointing {0.strategy.gradient_checkpointing}",
+        "use --gradient-checkpointing partial, or leave out --checkpointed-blocks",
+    ),
+)
+
+
+def _swapping(applies: Callable[[Setup], bool], reason: str, fix: str) -> Combination[Setup]:
+    """A row of block swap: a weight must be on the GPU when backward reads it, and nobody else may be moving it."""
+    return _row(lambda s: s.strategy.swap_blocks > 0 and applies(s), reason, fix)
+
+
+_SWAPPING = (
+    _swapping(
+        lambda s: s.job.method == "full" and s.strategy.optimizer_step != "backward",
+        "swap_blocks in full training needs the optimizer step inside backward, while the block is there",
+        "add --optimizer-step backward, or use --swap-blocks 0",
+    ),
+    # Autograd keeps the weight a forward pass used, so a swapped block frees nothing unless it is recomputed.
+    _swapping(
+        lambda s: s.job.method != "sample" and s.strategy.gradient_checkpointing == "none",
+        "swap_blocks without gradient checkpointing frees nothing: backward needs every weight",
+        "add --gradient-checkpointing full, or use --swap-blocks 0",
+    ),
+    _swapping(
+        lambda s: (
+            s.strategy.gradient_checkpointing == "partial"
+            and s.strategy.swap_blocks > (s.strategy.checkpointed_blocks or 0)
+        ),
+        "swap_blocks {0.strategy.swap_blocks} is more than the blocks that are checkpointed",
+        "use --swap-blocks {0.strategy.checkpointed_blocks} at most, or --gradient-checkpointing full",
+    ),
+    _swapping(
+        lambda s: s.strategy.sharding in ("zero-3", "fsdp"),
+        "swap_blocks and {0.strategy.sharding} would both move the weights",
+        "use --offload-params cpu instead",
+    ),
+    _swapping(
+        lambda s: s.strategy.group_offload != "none",
+        "swap_blocks and group_offload would both move the weights",
+        "use --swap-blocks 0",
+    ),
+    _swapping(
+        lambda s: s.strategy.compile == "cudagraphs",
+        "CUDA graphs need weights that stay where they are, and swap_blocks moves them",
+        "use --compile blocks",
+    ),
+)
+
+_IN_BACKWARD = (
+    _row(
+        lambda s: s.strategy.optimizer_step == "backward" and s.strategy.gradient_accumulation > 1,
+        "optimizer_step backward frees each gradient at once, so there is nothing to accumulate",
+        "use --gradient-accumulation 1, or --optimizer-step foreach",
+    ),
+    _row(
+        lambda s: s.strategy.optimizer_step == "backward" and s.zero,
+        "with {0.strategy.sharding} DeepSpeed does the step itself, after backward",
+        "use --optimizer-step foreach",
+    ),
+    _row(
+        lambda s: s.strategy.optimizer_step == "backward" and s.strategy.sharding == "ddp",
+        "optimizer_step backward steps before ddp has summed the gradients of all GPUs",
+        "use --optimizer-step foreach",
+    ),
+    _row(
+        lambda s: s.strategy.optimizer_step == "backward" and s.strategy.offload_optimizer != "none",
+        "an optimizer in host RAM steps after backward, not inside it",
+        "use --optimizer-step foreach",
+    ),
+)
+
+
+def _own_masters(applies: Callable[[Setup], bool], reason: str, fix: str) -> Combination[Setup]:
+    """A row of fp32 masters outside DeepSpeed: where they cannot be, or are something else by another name."""
+    return _row(lambda s: s.strategy.master_weights == "fp32" and not s.zero and applies(s), reason, fix)
+
+
+_OPTIMIZER = (
+    *_IN_BACKWARD,
+    _own_masters(
+        lambda s: s.strategy.sharding == "fsdp",
+        "fsdp gathers 16 bits from shares of any format: its master_weights are shares in fp32",
+        "use --weights-dtype fp32 (full) or --adapter-dtype fp32 (lora)",
+    ),
+    _own_masters(  # torchao's CPUOffloadOptimizer copies parameters in their own format
+        lambda s: s.strategy.offload_optimizer != "none",
+        "an optimizer in host RAM keeps weights in the format they have on the GPU, without master_weights",
+        "use --weights-dtype fp32, or --zero-stage 2",
+    ),
+    _own_masters(
+        lambda s: s.strategy.optimizer_step == "backward",
+        "master_weights are stepped over after backward, not inside it",
+        "use --optimizer-step foreach, or --weights-dtype fp32",
+    ),
+    _row(
+        lambda s: s.strategy.optimizer_step == "fused" and s.strategy.optimizer != "adamw",
+        "{0.strategy.optimizer} has no fused step",
+        "use --optimizer-step foreach, or --optimizer adamw",
+    ),
+)
+
+
+def _on_nvme(field: str) -> Callable[[Setup], bool]:
+    return lambda s: getattr(s.strategy, field) == "nvme" and s.strategy.sharding != "zero-3"
+
+
+# DeepSpeed offloads parameters in stage 3 only, and to NVMe in stage 3 only (its docs, "Parameter offloading").
+_OFFLOADING = (
+    _row(
+        lambda s: s.strategy.offload_params != "none" and s.strategy.sharding not in ("zero-3", "fsdp"),
+        "offload_params needs zero-3 or fsdp; with sharding {0.strategy.sharding} the weights are not split",
+        "add --sharding zero-3, or use --swap-blocks",
+    ),
+    *(
+        _row(
+            _on_nvme(field),
+            f"{field} nvme needs zero-3",
+            f"add --sharding zero-3, or use --{field.replace('_', '-')} cpu",
+        )
+        for field in ("offload_optimizer", "offload_gradients", "offload_params")
+    ),
+    _row(
+        lambda s: s.strategy.offload_gradients == "nvme" and s.strategy.offload_optimizer == "cpu",
+        "offload_gradients goes where the optimizer is, which is host RAM",
+        "add --offload-optimizer nvme",
+    ),
+    _row(
+        lambda s: s.strategy.offload_gradients != "none" and s.strategy.offload_optimizer == "none",
+        "offload_gradients sends gradients where no optimizer is",
+        "add --offload-optimizer cpu, or leave out --offload-gradients",
+    ),
+    _row(
+        lambda s: s.strategy.offload_gradients != "none" and s.strategy.sharding == "ddp",
+        "offload_gradients frees each gradient, but ddp keeps them whole in its buckets",
+        "leave out --offload-gradients",
+    ),
+    _row(  # torchao's CPUOffloadOptimizer says the same
+        lambda s: s.strategy.offload_gradients != "none" and not s.zero and s.strategy.gradient_accumulation > 1,
+        "offload_gradients clears the gradients in every backward, so there is nothing to accumulate",
+        "leave out --offload-gradients",
+    ),
+)
+
+
+def _split_samples(applies: Callable[[Setup], bool], reason: str, fix: str) -> Combination[Setup]:
+    """A row of samples split over GPUs, which goes with DDP, or FSDP2 over all GPUs (NVIDIA-NeMo/Automodel#3157,
+    verl-project/verl-omni#59: both with diffusers' ``enable_parallelism``)."""
+    return _row(lambda s: s.strategy.context_parallel > 1 and applies(s), reason, fix)
+
+
+_PARALLEL = (
+    _row(
+        lambda s: s.machine.world % s.strategy.context_parallel != 0,
+        "context_parallel {0.strategy.context_parallel} does not divide {0.machine.world} GPU(s)",
+        "use --context-parallel {0.divisor}, or --gpus {0.divisible_gpus}",
+    ),
+    # Autocast leaves queries and keys in fp32 behind torch's RMSNorm and values not, and diffusers' backward of
+    # attention runs outside it and refuses the mix (attention_dispatch.py, ``_native_attention_backward_op``).
+    _split_samples(
+        lambda s: s.strategy.autocast != "none" and s.job.method != "sample",
+        "context_parallel under autocast: queries are fp32 there and values are not, which no backward takes",
+        "use --autocast none, with --{0.trained_flag}-dtype bf16",
+    ),
+    _split_samples(
+        lambda s: s.zero,
+        "context_parallel with {0.strategy.sharding}: DeepSpeed splits sequences in its own way, for transformers "
+        "models only",
+        "use --sharding fsdp",
+    ),
+    _split_samples(
+        lambda s: s.strategy.validation_mode != "off",
+        "validation under context_parallel is not estimated yet",
+        "use --validation-mode off",
+    ),
+    _split_samples(
+        lambda s: s.strategy.group_offload != "none",
+        "group_offload under context_parallel is not estimated yet",
+        "use --group-offload none",
+    ),
+    _row(
+        lambda s: (
+            s.machine.world > s.strategy.context_parallel and s.strategy.sharding == "none" and s.job.method != "sample"
+        ),
+        "sharding none on {0.machine.world} GPUs would train as many different models",
+        "use --sharding ddp",
+    ),
+    _row(
+        lambda s: s.machine.os == "windows" and s.strategy.expandable_segments,
+        "expandable_segments does not exist on native Windows",
+        "use --no-expandable-segments, or WSL",
+    ),
+)
+
+# What DeepSpeed and torch's FSDP2 do themselves. FSDP2 gathers 16 bits from shares of their own format, and its offload
+# moves everything.
+_ENGINES = (
+    _row(
+        lambda s: s.splits and s.strategy.validation_mode == "offload",
+        "with {0.strategy.sharding} the engine holds the weights, and validation cannot move them",
+        "use --validation-mode on",
+    ),
+    _row(
+        lambda s: s.splits and s.strategy.group_offload != "none",
+        "with {0.strategy.sharding} the engine holds the weights, and group_offload cannot move them",
+        "leave out --group-offload",
+    ),
+    _row(
+        lambda s: s.strategy.ema != "none" and s.strategy.sharding == "zero-3",
+        "ema averages whole weights, and with zero-3 no rank has them",
+        "use --sharding fsdp, or zero-2",
+    ),
+    _row(
+        lambda s: s.strategy.sharding == "fsdp" and s.strategy.autocast != "none",
+        "fsdp casts the weights as it gathers them; autocast would keep a cast copy of every block",
+        "use --autocast none",
+    ),
+    _row(  # bitsandbytes' kernels take plain tensors (bitsandbytes#1633)
+        lambda s: s.strategy.sharding == "fsdp" and s.strategy.optimizer == "adamw-8bit",
+        "adamw-8bit does not step over fsdp's shares (DTensors)",
+        "use --optimizer adamw",
+    ),
+    _row(
+        lambda s: (
+            s.strategy.sharding == "fsdp"
+            and s.strategy.offload_params != "none"
+            and s.strategy.offload_optimizer == "none"
+        ),
+        "fsdp offloads weights, gradients and optimizer together (CPUOffloadPolicy)",
+        "add --offload-optimizer cpu, or leave both out",
+    ),
+    _row(
+        lambda s: (
+            s.strategy.sharding == "fsdp"
+            and s.strategy.offload_optimizer != "none"
+            and s.strategy.offload_params == "none"
+        ),
+        "fsdp offloads weights, gradients and optimizer together (CPUOffloadPolicy)",
+        "add --offload-params cpu, or leave both out",
+    ),
+)
+
+CONTRADICTIONS = (
+    *_METHOD,
+    *_SAMPLING,
+    *_CHECKPOINTING,
+    *_SWAPPING,
+    *_OPTIMIZER,
+    *_OFFLOADING,
+    *_PARALLEL,
+    *_ENGINES,
+)

@@ -1,0 +1,174 @@
+"""Combinations that a search does not try, though they may run: what is worth no estimate of its own.
+
+A row holds where the search is free to set all of the row's fields; what the user typed is not judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from planner.spec.combinations.combination import Combination
+from planner.spec.job import HALF, QUANTISED, SPLIT, Job, Machine
+
+
+class Choice(NamedTuple):
+    """Values of the searched fields, for one job on one machine."""
+
+    job: Job
+    machine: Machine
+    values: Mapping[str, object]
+    """field -> value, of every field that a search of this method sets"""
+
+    def offloads(self, field: str) -> bool:
+        """Whether `offload_FIELD` sends something away."""
+        return self.values[f"offload_{field}"] != "none"
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed's ZeRO trains."""
+        return str(self.values["sharding"]).startswith("zero")
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 trains."""
+        return self.values["sharding"] == "fsdp"
+
+    @property
+    def half(self) -> bool:
+        """Whether the model is in 16 bits throughout, its adapters included."""
+        adapter = self.job.method == "full" or self.values["adapter_dtype"] in HALF
+        return self.values["weights_dtype"] in HALF and adapter
+
+    @property
+    def masters(self) -> bool:
+        """Whether the optimizer has an fp32 copy of what is trained."""
+        return self.values["master_weights"] == "fp32"
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the frozen base is stored in 8 or 4 bits."""
+        return self.values["weights_dtype"] in QUANTISED
+
+    @property
+    def adam_8bit(self) -> bool:
+        """Whether the optimizer is 8-bit AdamW."""
+        return self.values["optimizer"] == "adamw-8bit"
+
+
+def _row(fields: tuple[str, ...], applies: Callable[[Choice], bool], reason: str) -> Combination[Choice]:
+    return Combination("not worth searching", applies, reason, fields=fields)
+
+
+_MASTERS = (
+    _row(
+        ("master_weights",),
+        lambda c: c.zero and not c.masters,
+        "DeepSpeed trains a module in 16 bits with an fp32 master of its own",
+    ),
+    _row(  # what trains a part of the weights is not recorded under autocast, so it may have 16 bits and masters
+        ("master_weights",),
+        lambda c: c.masters and not c.zero and not c.job.trainable,
+        "outside DeepSpeed the trained weights are kept in fp32, which needs no master",
+    ),
+    _row(
+        ("weights_dtype", "adapter_dtype"),
+        lambda c: c.zero and not c.half,
+        "DeepSpeed trains a module in 16 bits",
+    ),
+)
+
+
+def _other_than(field: str, plain: str) -> Callable[[Choice], bool]:
+    return lambda c: c.quantised and c.values[field] != plain
+
+
+# Where billions of weights were rounded, rounding the adapter or its states as well saves megabytes.
+_QUANTISED_BASES = (
+    _row(
+        ("weights_dtype",),
+        lambda c: c.quantised and c.values["sharding"] in SPLIT,
+        "a quantised base under an engine that splits is not estimated",
+    ),
+    *(
+        _row(
+            ("weights_dtype", field),
+            _other_than(field, plain),
+            f"beside a quantised base another {field} saves only megabytes",
+        )
+        for field, plain in (("adapter_dtype", "fp32"), ("optimizer", "adamw"), ("optimizer_step", "foreach"))
+    ),
+)
+
+_AUTOCAST = (
+    _row(
+        ("autocast",),
+        lambda c: c.values["autocast"] != "none" and (c.half or c.fsdp),
+        "autocast does nothing for a model that is in 16 bits throughout, and FSDP2 casts as it gathers",
+    ),
+    _row(
+        ("autocast",),
+        lambda c: c.values["autocast"] == "none" and not (c.half or c.fsdp),
+        "without autocast what is stored in fp32 computes in fp32",
+    ),
+)
+
+_ADAM_8BIT = (
+    _row(("optimizer",), lambda c: c.adam_8bit and c.offloads("optimizer"), "8-bit AdamW has no CPU kernel"),
+    _row(("optimizer",), lambda c: c.adam_8bit and c.zero, "over DeepSpeed's flat shares 8-bit states lose more"),
+    _row(("optimizer",), lambda c: c.adam_8bit and c.fsdp, "8-bit AdamW does not run over FSDP2's shares"),
+)
+
+_OFFLOADING = (
+    _row(
+        ("optimizer_step",),
+        lambda c: c.values["optimizer_step"] != "foreach" and c.offloads("optimizer"),
+        "the kernels of another step are the GPU's, and the optimizer is in host RAM",
+    ),
+    _row(
+        ("sharding",),
+        lambda c: c.fsdp and c.offloads("params") != c.offloads("optimizer"),
+        "FSDP2 offloads weights, gradients and optimizer together",
+    ),
+    _row(
+        ("sharding",),
+        lambda c: c.machine.world == 1 and c.values["sharding"] == "zero-3" and not c.offloads("params"),
+        "one GPU has nobody to split with: of ZeRO-3 only the offload of weights is new",
+    ),
+    _row(
+        ("offload_gradients",),
+        lambda c: c.offloads("gradients") and c.values["sharding"] in ("ddp", "zero-1"),
+        "gradients stay whole until all GPUs have summed them",
+    ),
+    _row(
+        ("offload_gradients",),
+        lambda c: c.offloads("gradients") and c.fsdp,
+        "FSDP2's offload moves gradients anyway",
+    ),
+    _row(
+        ("offload_params",),
+        lambda c: c.job.method == "full" and c.offloads("params") and not c.offloads("optimizer"),
+        "in full training the optimizer's states are larger than the weights, and go first",
+    ),
+)
+
+TRAINING_EXCLUSIONS = (*_MASTERS, *_QUANTISED_BASES, *_AUTOCAST, *_ADAM_8BIT, *_OFFLOADING)
+
+SAMPLING_EXCLUSIONS = (
+    _row(
+        ("group_offload_stream",),
+        lambda c: bool(c.values["group_offload_stream"]) and c.values["group_offload"] == "none",
+        "without group_offload there is no next group to fetch",
+    ),
+    _row(
+        ("vae",),
+        lambda c: c.values["group_offload"] != "none" and c.values["vae"] == "swapped",
+        "with group_offload the model has left already when the VAE comes",
+    ),
+)
+
+
+def exclusions(job: Job, fixed: Collection[str]) -> tuple[Combination[Choice], ...]:
+    """The rows that a search for this job applies, where the user typed the `fixed` fields."""
+    rows = SAMPLING_EXCLUSIONS if job.method == "sample" else TRAINING_EXCLUSIONS
+    return tuple(row for row in rows if not any(field in fixed for field in row.fields))
