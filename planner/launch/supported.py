@@ -12,7 +12,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, check_job, summary
 from planner.errors import VplanError
 from planner.spec.combinations.combination import Refusal, refusals
-from planner.spec.combinations.trainer_gaps import TRAINER_GAPS, TrainerSetup
+from planner.spec.combinations.trainer_gaps import TRAINER_GAPS, TrainerProposal
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import check, resolve
@@ -50,4 +50,4 @@ def trainer_gaps(
     model: ModelProfile, job: Job, strategy: Strategy, machine: Machine, *, trained: bool
 ) -> Iterator[Refusal]:
     """What of a resolved strategy our step does not apply, and what to write instead, in the order of the table."""
-    return refusals(TRAINER_GAPS, TrainerSetup(job, strategy, machine, summary(model), is_probe=not trained))
+    return refusals(TRAINER_GAPS, TrainerProposal(job, strategy, machine, summary(model), is_probe=not trained))

@@ -9,14 +9,14 @@ from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
 from planner.layout import attention_kernel, context_parallel
 from planner.layout.run import Facts
-from planner.spec.combinations.combination import Setup, first_refusal
+from planner.spec.combinations.combination import Proposal, first_refusal
 from planner.spec.combinations.estimate_gaps import ESTIMATE_GAPS
 from planner.spec.job import Job, Machine, Strategy
 
 
 def refuse_unpriced(job: Job, strategy: Strategy, machine: Machine) -> None:
     """Raises a NotEstimatedError for what would be left out of the answer without a word."""
-    if refusal := first_refusal(ESTIMATE_GAPS, Setup(job, strategy, machine)):
+    if refusal := first_refusal(ESTIMATE_GAPS, Proposal(job, strategy, machine)):
         raise NotEstimatedError(*refusal)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import ContradictionError
-from planner.spec.combinations.search_exclusions import Choice, exclusions
+from planner.spec.combinations.search_exclusions import SearchCandidate, exclusions
 from planner.spec.job import NOTES, Job, Machine, Method, Strategy
 from planner.spec.rules import contradictions, resolve
 
@@ -110,7 +110,7 @@ def _choices(
     axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
-        choice = Choice(job, machine, values)
+        choice = SearchCandidate(job, machine, values)
         for applies in excluded:  # plain loops: there are thousands of combinations
             if applies(choice):
                 break

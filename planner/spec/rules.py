@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import ContradictionError
-from planner.spec.combinations.combination import Refusal, Setup, refusals
+from planner.spec.combinations.combination import Proposal, Refusal, refusals
 from planner.spec.combinations.contradictions import CONTRADICTIONS
 from planner.spec.job import Job, Machine, Strategy
 
@@ -53,4 +53,4 @@ def check(job: Job, strategy: Strategy, machine: Machine) -> None:
 
 def contradictions(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Refusal]:
     """Every contradiction between the three records, in the order of the table."""
-    return refusals(CONTRADICTIONS, Setup(job, resolve(job, strategy, machine), machine))
+    return refusals(CONTRADICTIONS, Proposal(job, resolve(job, strategy, machine), machine))

@@ -51,8 +51,8 @@ def first_refusal(rows: Iterable[Combination[Subject]], subject: Subject) -> Ref
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What is trained, how it is made to fit, and on what: the subject of most rows. The strategy is a resolved one
+class Proposal:
+    """A strategy that is proposed for a job on a machine: the subject of most rows. The strategy is a resolved one
     (`planner.spec.rules.resolve`)."""
 
     job: Job

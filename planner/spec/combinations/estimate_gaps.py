@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.schema import refused_values
-from planner.spec.combinations.combination import Combination, Setup
+from planner.spec.combinations.combination import Combination, Proposal
 from planner.spec.job import QUANTISED, Strategy
 
 
-def _row(applies: Callable[[Setup], bool], reason: str, fix: str) -> Combination[Setup]:
+def _row(applies: Callable[[Proposal], bool], reason: str, fix: str) -> Combination[Proposal]:
     return Combination("not estimated", applies, reason, fix)
 
 
@@ -48,14 +48,14 @@ _SPLIT_BASES = (
 )
 
 
-def _on_host(*optimizers: str, zero: bool = False, split: bool = False) -> Callable[[Setup], bool]:
+def _on_host(*optimizers: str, zero: bool = False, split: bool = False) -> Callable[[Proposal], bool]:
     """Whether one of these optimizers steps in host RAM, under DeepSpeed (``zero``), an engine that splits
     (``split``), or any."""
 
-    def applies(setup: Setup) -> bool:
-        strategy = setup.strategy
+    def applies(proposal: Proposal) -> bool:
+        strategy = proposal.strategy
         offloaded = strategy.offload_optimizer != "none" and strategy.optimizer in optimizers
-        return offloaded and (setup.zero or not zero) and (setup.splits or not split)
+        return offloaded and (proposal.zero or not zero) and (proposal.splits or not split)
 
     return applies
 
@@ -63,7 +63,7 @@ def _on_host(*optimizers: str, zero: bool = False, split: bool = False) -> Calla
 _GPU_ONLY = ("adamw-8bit", "adamw-8bit-paged")
 
 
-def _host_row(applies: Callable[[Setup], bool], why: str) -> Combination[Setup]:
+def _host_row(applies: Callable[[Proposal], bool], why: str) -> Combination[Proposal]:
     return _row(
         applies,
         "{0.strategy.optimizer} " + why + ", so offload_optimizer cannot take it",

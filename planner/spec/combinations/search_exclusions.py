@@ -12,7 +12,7 @@ from planner.spec.combinations.combination import Combination
 from planner.spec.job import HALF, QUANTISED, SPLIT, Job, Machine
 
 
-class Choice(NamedTuple):
+class SearchCandidate(NamedTuple):
     """Values of the searched fields, for one job on one machine."""
 
     job: Job
@@ -56,7 +56,9 @@ class Choice(NamedTuple):
         return self.values["optimizer"] == "adamw-8bit"
 
 
-def _row(fields: tuple[str, ...], applies: Callable[[Choice], bool], reason: str) -> Combination[Choice]:
+def _row(
+    fields: tuple[str, ...], applies: Callable[[SearchCandidate], bool], reason: str
+) -> Combination[SearchCandidate]:
     return Combination("not worth searching", applies, reason, fields=fields)
 
 
@@ -79,7 +81,7 @@ _MASTERS = (
 )
 
 
-def _other_than(field: str, plain: str) -> Callable[[Choice], bool]:
+def _other_than(field: str, plain: str) -> Callable[[SearchCandidate], bool]:
     return lambda c: c.quantised and c.values[field] != plain
 
 
@@ -168,7 +170,7 @@ SAMPLING_EXCLUSIONS = (
 )
 
 
-def exclusions(job: Job, fixed: Collection[str]) -> tuple[Combination[Choice], ...]:
+def exclusions(job: Job, fixed: Collection[str]) -> tuple[Combination[SearchCandidate], ...]:
     """The rows that a search for this job applies, where the user typed the `fixed` fields."""
     rows = SAMPLING_EXCLUSIONS if job.method == "sample" else TRAINING_EXCLUSIONS
     return tuple(row for row in rows if not any(field in fixed for field in row.fields))

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.spec.combinations.combination import Combination, ModelSummary, Setup
+from planner.spec.combinations.combination import Combination, ModelSummary, Proposal
 from planner.spec.field_notes import ALL
 from planner.spec.fp16 import scales_loss, uses_fp16
 from planner.spec.job import NOTES, QUANTISED
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSetup(Setup):
+class TrainerProposal(Proposal):
     """What is to be trained or probed, with its model."""
 
     model: ModelSummary
@@ -39,7 +39,7 @@ class TrainerSetup(Setup):
         return self.model.experts == 2 and not self.both_experts
 
 
-def _row(applies: Callable[[TrainerSetup], bool], reason: str, fix: str) -> Combination[TrainerSetup]:
+def _row(applies: Callable[[TrainerProposal], bool], reason: str, fix: str) -> Combination[TrainerProposal]:
     return Combination("our trainer cannot", applies, reason, fix)
 
 
@@ -89,7 +89,7 @@ _COMPILED = (
 )
 
 
-def _says_other_than(field: str, applied: tuple[object, ...]) -> Callable[[TrainerSetup], bool]:
+def _says_other_than(field: str, applied: tuple[object, ...]) -> Callable[[TrainerProposal], bool]:
     return lambda s: getattr(s.strategy, field) not in applied
 
 
@@ -160,7 +160,7 @@ _ENGINES = (
 )
 
 
-def _split_samples(applies: Callable[[TrainerSetup], bool], reason: str, fix: str) -> Combination[TrainerSetup]:
+def _split_samples(applies: Callable[[TrainerProposal], bool], reason: str, fix: str) -> Combination[TrainerProposal]:
     """A row of ranks that share a sample: their shares of a gradient are added up when all of it is there."""
     return _row(lambda s: s.strategy.context_parallel > 1 and applies(s), reason, fix)
 
@@ -189,7 +189,7 @@ _SPLIT_SAMPLES = (
 )
 
 
-def _validating(applies: Callable[[TrainerSetup], bool], reason: str, fix: str) -> Combination[TrainerSetup]:
+def _validating(applies: Callable[[TrainerProposal], bool], reason: str, fix: str) -> Combination[TrainerProposal]:
     """A row of samples that cannot be made while training."""
     return _row(lambda s: s.strategy.validation_mode != "off" and applies(s), reason, fix)
 

@@ -10,7 +10,7 @@ from planner.search.space import SAMPLED, SEARCHED, baseline, effort, most_swapp
 from planner.spec.combinations.search_exclusions import (
     SAMPLING_EXCLUSIONS,
     TRAINING_EXCLUSIONS,
-    Choice,
+    SearchCandidate,
     exclusions,
 )
 from planner.spec.job import Job, Machine, Strategy
@@ -195,7 +195,7 @@ NVME: dict[str, object] = {"offload_params": "cpu", "offload_optimizer": "cpu"}
 
 def reasons(job: Job, machine: Machine, values: dict[str, object], fixed: tuple[str, ...] = ()) -> list[str]:
     """Why a choice is not searched, by every row that applies."""
-    choice = Choice(job, machine, values)
+    choice = SearchCandidate(job, machine, values)
     return [row.reason for row in exclusions(job, fixed) if row.applies(choice)]
 
 
