@@ -1,4 +1,8 @@
-"""The calibration's worker process: what this GPU takes beside tensors, and how fast it really is."""
+"""The calibration's worker process: what this GPU takes beside tensors, and how fast it really is.
+
+`planner.probe.probe.measure_device` starts it as ``vplan worker calibrate FOLDER``. It reads the device from
+``FOLDER/request.json`` and writes what it measures into ``FOLDER/result-00000.json``.
+"""
 
 from __future__ import annotations
 

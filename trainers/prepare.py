@@ -1,6 +1,9 @@
 """The worker before training: encodes a folder of clips and captions, and lists what training reads.
 
-A process of its own, so that the encoders and all they left on the GPU are gone before the model is loaded.
+`planner.launch.launch.prepare` starts it as ``vplan worker prepare FOLDER``. It reads a `Preparation` from
+``FOLDER/request.json``, writes progress and outcome into ``FOLDER/result-00000.json``, and the cache and its list where
+the request says. A process of its own, so that the encoders and all they left on the GPU are gone before the model is
+loaded.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ def main(arguments: list[str]) -> int:
     """Prepares what the request in the folder named by the only argument asks for."""
     folder = Path(arguments[0])
     end_with_parent()
-    wanted = Preparation.read(read_json(folder / REQUEST), REQUEST)
+    request = Preparation.read(read_json(folder / REQUEST), REQUEST)
     report = ResultFile(folder / result_file(0))
     report.tell(rank=0, phase="encode")
-    set_allocator(wanted.plan.strategy.expandable_segments)
+    set_allocator(request.plan.strategy.expandable_segments)
     try:
-        prepare(wanted, report.tell)
+        prepare(request, report.tell)
     except VplanError as error:
         report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -33,7 +36,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def prepare(wanted: Preparation, tell: Callable[..., None]) -> None:
+def prepare(request: Preparation, tell: Callable[..., None]) -> None:
     """Encodes what is not in the cache yet and writes the list of samples beside it.
 
     `tell` hears how far it is, what is worth saying of the data (``notes``) and what was left out.
@@ -46,23 +49,25 @@ def prepare(wanted: Preparation, tell: Callable[..., None]) -> None:
     from trainers.data.loader import write_entries
     from trainers.sampling import samples
 
-    plan = wanted.plan
+    plan = request.plan
     profile = lookup.model(plan.job.model)
-    entries = Path(wanted.entries)
+    entries = Path(request.entries)
     setting = Setting(
         profile=profile,
         job=plan.job,
         strategy=plan.strategy,
-        source=wanted.weights,
+        source=request.weights,
         folder=entries.parent,
-        device=torch.device(wanted.device),
+        device=torch.device(request.device),
         tell=tell,
     )
-    is_cache = entries.is_file() and entries.parent == Path(wanted.data)  # made by others: there are no clips
-    dataset = None if is_cache else read(Path(wanted.data), profile, plan.job, FrameSampling(skip_bad=wanted.skip_bad))
+    is_cache = entries.is_file() and entries.parent == Path(request.data)  # made by others: there are no clips
+    dataset = (
+        None if is_cache else read(Path(request.data), profile, plan.job, FrameSampling(skip_bad=request.skip_bad))
+    )
     if dataset is not None and not entries.is_file():
         tell(notes=list(dataset.notes), skipped=[str(fault) for fault in dataset.skipped])
-        write_entries(entries, cached(dataset, setting, skip_bad=wanted.skip_bad))
-    if wanted.validation:
-        at = Path(wanted.validation).parent
-        samples.prepare(wanted, replace(setting, folder=at), dataset)
+        write_entries(entries, cached(dataset, setting, skip_bad=request.skip_bad))
+    if request.validation:
+        at = Path(request.validation).parent
+        samples.prepare(request, replace(setting, folder=at), dataset)

@@ -1,5 +1,8 @@
-"""The probe's worker process: one rank's few real steps of a plan, told to the parent in a result file.
+"""The probe's worker process: one rank's few real steps of a plan, or what is encoded before them.
 
+`planner.probe.probe` starts it as ``vplan worker probe FOLDER``, under torch's launcher where there are several ranks.
+It reads the plan and its options from ``FOLDER/request.json``, writes what it measures into
+``FOLDER/result-RANK.json`` before and after each phase, and a checkpoint that nobody keeps into ``FOLDER/scratch``.
 Torch is imported by ``trainers.measuring.measure``, and that only once the allocator's settings are in the environment.
 """
 
@@ -27,11 +30,11 @@ def main(arguments: list[str]) -> int:
     plan = Plan.read(request.pop("plan"), "probe")
     set_allocator(plan.strategy.expandable_segments)
     from trainers.measuring.measure import measure
-    from trainers.measuring.phases import Wanted
+    from trainers.measuring.phases import ProbeRequest
 
     try:
-        measure(Wanted.of(plan, scratch=folder / SCRATCH, **request), report)
+        measure(ProbeRequest.of(plan, scratch=folder / SCRATCH, **request), report)
     except VplanError as error:
         report.tell(refused={"message": error.message, "fix": error.fix})
         return REFUSED
-    return OUT_OF_MEMORY if "oom" in report.told["outcome"] else 0
+    return OUT_OF_MEMORY if "oom" in report.facts["outcome"] else 0

@@ -1,5 +1,9 @@
 """The training worker: one rank of `vplan train`. It sets up what the plan says, checks that it came about, and loops.
 
+`planner.launch.launch` starts it as ``vplan worker train FOLDER``, under torch's launcher where there are several
+ranks. It reads a `RunRequest` from ``FOLDER/request.json``, writes progress and outcome into
+``FOLDER/result-RANK.json``, and metrics, checkpoints, samples and the finished weights into the run's output folder.
+
 The step is `trainers.step.step`, the same that is recorded and probed. Everything random is made of the run's seed and
 the number of the step, so nothing but the weights and the optimizer's state has to be kept to go on exactly.
 """
@@ -43,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(request: RunRequest, report: ResultFile) -> int:
-    """Trains, and tells how it ended; an error that nobody foresaw is the caller's."""
+    """Trains, writes into the report how it ended and returns the exit code; an error that nobody foresaw is raised."""
     from trainers.data.store import NO_ROOM
     from trainers.memory.out_of_memory import out_of_memory
     from trainers.parallel.checkpoint import NotFiniteError
@@ -73,7 +77,7 @@ def run(request: RunRequest, report: ResultFile) -> int:
 
 
 class TrainingRun:
-    """One rank from its start to the finished file."""
+    """One rank of a training run: set up when it is made, trained to the finished weights by `train`."""
 
     def __init__(self, request: RunRequest, report: ResultFile) -> None:
         from trainers.families import family
@@ -100,7 +104,7 @@ class TrainingRun:
         self.metrics = Metrics(self.output / METRICS, self.done) if self.rank == 0 else None
         self.rate = rates(request)
         self.samples = self._samples()
-        self.looked = False
+        self.kernels_watched = False
         report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
 
     def train(self) -> None:
@@ -112,6 +116,7 @@ class TrainingRun:
             self._sample(taken_up=True)
             for number in range(self.done, request.steps):
                 self._step(number)
+                # The checkpoint comes before the samples: making one may run out of memory, or be killed.
                 if self.done % request.checkpoint_every == 0 or self.done == request.steps:
                     self._save()
                 self._sample()
@@ -129,8 +134,8 @@ class TrainingRun:
 
         barrier()
         if self.rank == 0 and self.drive.exists():
-            held = sum(path.stat().st_size for path in self.drive.rglob("*") if path.is_file())
-            self.report.tell(drive_bytes=held)
+            nbytes = sum(path.stat().st_size for path in self.drive.rglob("*") if path.is_file())
+            self.report.tell(drive_bytes=nbytes)
             shutil.rmtree(self.drive, ignore_errors=True)
 
     def _loader(self) -> Any:
@@ -184,7 +189,7 @@ class TrainingRun:
         if request.plan.machine.world > 1 and self._is_replicated():
             parallel.check_alike(self.trainee.trainable, self.device)
         self.average = Average(self.trainee.trainable, strategy.ema) if strategy.ema != "none" else None
-        if resume and manifest:
+        if resume and manifest:  # after the engine: its states are shares of what it has made
             checkpoint.load_state(resume, self.engine)
             if self.average:
                 checkpoint.load_average(resume, self.average, manifest["average_steps"])
@@ -250,19 +255,20 @@ class TrainingRun:
             group["lr"] = rate
         sampler = self.loader.sampler
         shape = sampler.step(number).bucket
-        self.report.told["shape"] = shape.to_json()
-        with self._seen_kernels() as seen:
+        self.report.facts["shape"] = shape.to_json()
+        with self._watched_kernels() as kernels:
             turns: list[str] = []
             loss = step.accumulated_step(self.trainee, self.kind, self._batches(number, turns), self.strategy)
         if self.average:
             self.average.update()
+        # The mean is the same number on every rank, so all of them stop at the same step.
         mean = float(parallel.mean_over_ranks(loss))
         if not math.isfinite(mean):
             raise NotFiniteError(f"the loss of step {number + 1} is no number")
         self.done = number + 1
         line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
         line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}
-        line |= {"attention_kernel": seen.names} if seen else {}
+        line |= {"attention_kernel": kernels.names} if kernels else {}
         line |= {"experts": "+".join(turns)} if turns else {}
         if (scaler := self.engine.scaler) is not None:
             line |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped}
@@ -283,12 +289,12 @@ class TrainingRun:
                 self.kind.for_job(self.job.replace(experts=turns[-1]))
             yield batch
 
-    def _seen_kernels(self) -> contextlib.AbstractContextManager[Any]:
+    def _watched_kernels(self) -> contextlib.AbstractContextManager[Any]:
         """Looks on in the first step that this process does. A compiled block would not run as such meanwhile."""
         from trainers.step.attention_kernels import Kernels
 
-        looked, self.looked = self.looked, True
-        return contextlib.nullcontext() if looked or self.strategy.compile != "none" else Kernels()
+        seen_before, self.kernels_watched = self.kernels_watched, True
+        return contextlib.nullcontext() if seen_before or self.strategy.compile != "none" else Kernels()
 
     def _save(self) -> None:
         from trainers.parallel import checkpoint
@@ -307,7 +313,8 @@ class TrainingRun:
 
 
 def rates(request: RunRequest) -> Any:
-    """The learning rate by the number of steps done, on diffusers' schedules (`diffusers.optimization`)."""
+    """A function from the number of steps done to the learning rate, on diffusers' schedules
+    (`diffusers.optimization`). Prodigy, which finds the rate itself, gets factors of 1."""
     import torch
     from diffusers.optimization import get_scheduler
 

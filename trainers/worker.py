@@ -18,16 +18,16 @@ ORPHANED = 130
 
 
 class ResultFile:
-    """What is known so far, as the parent will read it."""
+    """What this worker reports to its parent: facts by name, in a JSON file that is replaced whole at every change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.told: dict[str, Any] = {"phases": {}, "missing": []}
+        self.facts: dict[str, Any] = {"phases": {}, "missing": []}
 
     def tell(self, **facts: Any) -> None:
         """Adds facts and writes the file anew. An ``outcome`` is the last word; whatever follows only adds to it."""
-        self.told.update(facts)
-        write_json(self.path, self.told)
+        self.facts.update(facts)
+        write_json(self.path, self.facts)
 
 
 def set_allocator(expandable_segments: bool) -> None:

@@ -101,24 +101,24 @@ def command(
     _require_torch()
     folder = Path(output) if output else _default_folder(check)
     with Recorders(jobs) as recorders:
-        kept = [own_model.keep(source, chosen, recorders) for source, chosen in sources]
-        known = [lookup.model(model).name for model in models if model not in folders]
-        names = [entry.profile.name for entry in kept] + known or list(profiles.model_names())
-        tasks = _tasks(dict.fromkeys(names), _Wanted(tuple(texts), everything, check), folder)
+        own_models = [own_model.keep(source, chosen, recorders) for source, chosen in sources]
+        names_of_known = [lookup.model(model).name for model in models if model not in folders]
+        names = [entry.profile.name for entry in own_models] + names_of_known or list(profiles.model_names())
+        tasks = _tasks(dict.fromkeys(names), _VariantSelection(tuple(texts), everything, check), folder)
         try:
-            done = _all_done(tasks, recorders)
+            recorded = _all_done(tasks, recorders)
         except VplanError:
-            for entry in kept:
+            for entry in own_models:
                 user_data.forget(entry.profile.name)
             raise
     answer = {
-        "folder": str(user_data.tapes() if kept or any(lookup.model(name).is_own for name in names) else folder),
+        "folder": str(user_data.tapes() if own_models or any(lookup.model(name).is_own for name in names) else folder),
         "checked": check,
-        "own": [entry.to_json() for entry in kept],
-        "tapes": [{"model": entry.task.model, "variant": entry.task.variant, "bytes": entry.nbytes} for entry in done],
-        "unclassified": sorted({name for entry in done for name in entry.unclassified}),
+        "own": [entry.to_json() for entry in own_models],
+        "tapes": [{"model": tape.task.model, "variant": tape.task.variant, "bytes": tape.nbytes} for tape in recorded],
+        "unclassified": sorted({name for tape in recorded for name in tape.unclassified}),
     }
-    show(answer, as_json, lambda console: _render(console, answer, kept))
+    show(answer, as_json, lambda console: _render(console, answer, own_models))
 
 
 def _check_use(models: Sequence[str], folders: list[str], name: str | None, check: bool, output: str | None) -> None:
@@ -133,7 +133,7 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
 
 def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]:
     """Everything recorded, in the order asked for; a VplanError at the first tape that differs or cannot be made."""
-    done = []
+    recorded = []
     for entry in _with_progress(_run(tasks, recorders), len(tasks)):
         if entry.difference:
             task = entry.task
@@ -141,12 +141,12 @@ def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]
                 f"tape {task.variant} of {task.model} is not what is recorded now: {entry.difference}",
                 f"vplan record {task.model} --variant {task.variant}",
             )
-        done.append(entry)
-    return sorted(done, key=lambda entry: tasks.index(entry.task))
+        recorded.append(entry)
+    return sorted(recorded, key=lambda entry: tasks.index(entry.task))
 
 
-def _render(console: Console, answer: dict[str, Any], kept: Sequence[own_model.Kept]) -> None:
-    for entry in kept:
+def _render(console: Console, answer: dict[str, Any], own_models: Sequence[own_model.Kept]) -> None:
+    for entry in own_models:
         profile = entry.profile
         size = f"{profile.parameters:,} parameters"
         console.print(f"{profile.name}: {profile.diffusers_class}, {size}, {profile.blocks} blocks", markup=False)
@@ -158,7 +158,7 @@ def _render(console: Console, answer: dict[str, Any], kept: Sequence[own_model.K
     if answer["unclassified"]:
         names = ", ".join(answer["unclassified"])
         console.print(f"not compared with what CUDA does, so less sure: {names}", markup=False)
-    for entry in kept:
+    for entry in own_models:
         console.print(f"next: vplan suggest {entry.profile.name} --gpu 24GB", markup=False)
 
 
@@ -173,61 +173,64 @@ def _default_folder(check: bool) -> Path:
     return profiles.TAPES if check or os.access(profiles.TAPES, os.W_OK) else user_data.tapes()
 
 
-class _Wanted(NamedTuple):
+class _VariantSelection(NamedTuple):
     """Which variants of each model: those with a text in their name, all, or what is needed first (own models)."""
 
     texts: tuple[str, ...]
     everything: bool
     check: bool
 
-    def names(self, variant: str, known: Collection[str]) -> bool:
+    def matches(self, variant: str, variant_names: Collection[str]) -> bool:
         """Whether a name has one of the texts in it; a text that is a variant's whole name means that one alone."""
-        return not self.texts or any(text == variant if text in known else text in variant for text in self.texts)
+        return not self.texts or any(
+            text == variant if text in variant_names else text in variant for text in self.texts
+        )
 
 
-def _tasks(models: dict[str, None], wanted: _Wanted, folder: Path) -> list[TapeTask]:
+def _tasks(models: dict[str, None], selection: _VariantSelection, folder: Path) -> list[TapeTask]:
     tasks: list[TapeTask] = []
-    around: dict[Component, None] = {}
+    seen_components: dict[Component, None] = {}
     for model in models:
         profile = lookup.model(model)
         if profile.is_own:
-            tasks += _own_tasks(profile, wanted)
+            tasks += _own_tasks(profile, selection)
             continue
-        named = [(name, folder / model / f"{name}.json.gz") for name in _names(profile, wanted)]
-        if wanted.check:  # not all of them are shipped
-            due = {*own_model.first_variants(profile), *wanted.texts}
-            named = [(name, path) for name, path in named if name in due or path.is_file()]
-        tasks += [TapeTask(model, name, "", path, wanted.check) for name, path in named]
-        tasks.append(TapeTask(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, wanted.check))
+        named = [(name, folder / model / f"{name}.json.gz") for name in _names(profile, selection)]
+        if selection.check:  # not all of them are shipped
+            required = {*own_model.first_variants(profile), *selection.texts}
+            named = [(name, path) for name, path in named if name in required or path.is_file()]
+        tasks += [TapeTask(model, name, "", path, selection.check) for name, path in named]
+        tasks.append(TapeTask(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, selection.check))
         for part in components(profile):
-            if part not in around:
-                around[part] = None
+            if part not in seen_components:
+                seen_components[part] = None
                 path = folder / COMPONENTS / part.name / f"{part.variant}.json.gz"
-                tasks.append(TapeTask(model, part.variant, part.name, path, wanted.check))
-    known = {task.variant for task in tasks}
+                tasks.append(TapeTask(model, part.variant, part.name, path, selection.check))
+    task_names = {task.variant for task in tasks}
     chosen = [
         task
         for task in tasks
-        if wanted.names(task.variant, known) or (task.component and wanted.names(task.component, known))
+        if selection.matches(task.variant, task_names)
+        or (task.component and selection.matches(task.component, task_names))
     ]
     if tasks and not chosen:
-        fault = f"no variant has {' or '.join(map(quoted, wanted.texts))} in its name"
+        fault = f"no variant has {' or '.join(map(quoted, selection.texts))} in its name"
         raise VplanError(fault, f"they are named like {tasks[0].variant}")
     return [task for task in chosen if not lookup.model(task.model).is_own or _is_due(task)]
 
 
-def _own_tasks(profile: ModelProfile, wanted: _Wanted) -> list[TapeTask]:
+def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[TapeTask]:
     """What an own model may need: its VAE and text encoders too, unless they come with vplan."""
-    names = _names(profile, wanted)
-    if not wanted.texts and not wanted.everything and not wanted.check:
+    names = _names(profile, selection)
+    if not selection.texts and not selection.everything and not selection.check:
         names = list(own_model.first_variants(profile))
     folder = user_data.tapes() / profile.name
-    tasks = [TapeTask(profile.name, name, "", folder / f"{name}.json.gz", wanted.check) for name in names]
-    tasks.append(TapeTask(profile.name, PARAMETERS, "", folder / PARAMETERS_FILE, wanted.check))
+    tasks = [TapeTask(profile.name, name, "", folder / f"{name}.json.gz", selection.check) for name in names]
+    tasks.append(TapeTask(profile.name, PARAMETERS, "", folder / PARAMETERS_FILE, selection.check))
     for part in components(profile):
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not (profiles.TAPES / place).is_file():
-            tasks.append(TapeTask(profile.name, part.variant, part.name, user_data.tapes() / place, wanted.check))
+            tasks.append(TapeTask(profile.name, part.variant, part.name, user_data.tapes() / place, selection.check))
     return tasks
 
 
@@ -236,7 +239,7 @@ def _is_due(task: TapeTask) -> bool:
     return task.path.is_file() if task.check else not own_model.is_current(task.path)
 
 
-def _names(profile: ModelProfile, wanted: _Wanted) -> list[str]:
+def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:
     """The names of a model's variants; of those that nobody needs unasked, the ones that are asked for in full, and to
     be checked all of them."""
     from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
@@ -244,7 +247,7 @@ def _names(profile: ModelProfile, wanted: _Wanted) -> list[str]:
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
     usual = [variant.name for kind in kinds for variant in kind.all(profile)]
     further = [variant.name for variant in StepVariant.on_request(profile)]
-    return usual + [name for name in further if name in wanted.texts or (wanted.check and not profile.is_own)]
+    return usual + [name for name in further if name in selection.texts or (selection.check and not profile.is_own)]
 
 
 def _run(tasks: Sequence[TapeTask], recorders: Recorders) -> Iterator[RecordedTape]:

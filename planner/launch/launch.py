@@ -1,4 +1,4 @@
-"""Starting a training run: what every rank is told, the launcher that starts them, and how it ended.
+"""Starting a training run: the request that every rank reads, the launcher that starts them, and how it ended.
 
 The ranks are `trainers/train.py`, started through `vplan.py` by torch's own launcher where there are several. They and
 all they started are gone when `run` returns, also when it ends by an error or an interrupt.
@@ -41,7 +41,7 @@ Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosi
 
 
 class Validation(Record):
-    """Which samples are made while training, and how."""
+    """Which validation samples are made while training, and how."""
 
     prompts: str
     """file that lists them, with what was encoded for them"""
@@ -55,7 +55,7 @@ class Validation(Record):
 
 
 class RunRequest(Record):
-    """What every rank is told."""
+    """A training run, as every rank reads it from the request file."""
 
     plan: Plan
     entries: str
@@ -75,18 +75,18 @@ class RunRequest(Record):
     checkpoint_every: Count
     keep: Count
     resume: str | None = None
-    """checkpoint to take up; whoever asks has checked it"""
+    """folder of the checkpoint to go on from, which has been checked"""
     log_with: str | None = None
     validation: Validation | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint and a tracker keep of it."""
+        """The settings that a checkpoint's manifest and a tracker keep."""
         names = ("steps", "learning_rate", "schedule", "warmup_steps", "seed")
         return {name: getattr(self, name) for name in names}
 
 
 class Preparation(Record):
-    """What the process that encodes the data is told."""
+    """What the process that encodes the data before training reads from its request file."""
 
     plan: Plan
     data: str
@@ -128,7 +128,7 @@ def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list
     machine = plan.machine
     if machine.world == 1 and plan.strategy.sharding == "none":
         return worker
-    # -P: a folder called torch where the user stands is not ours to run.
+    # -P: python would put the current folder first on sys.path, and a folder called torch there would be run.
     launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(machine.gpus)]
     if machine.nodes == 1:
         return [*launcher, "--standalone", *worker[1:]]
@@ -137,17 +137,20 @@ def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the ranks see: ours without other launchers' words, and with `settings`."""
+    """The ranks' environment variables: this process's without those of other launchers, and with `settings`.
+
+    ``device`` is ``cuda`` or ``cpu``.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)} | settings(device)
 
 
 def settings(device: str) -> dict[str, str]:
     """What is set for the ranks: cards in NVML's order, in which they were looked at (CUDA's own is the fastest
     first); on the CPU one thread each, where the user says nothing else, and DeepSpeed told so."""
-    found = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+    variables = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
     if device == "cpu":
-        found |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return found
+        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return variables
 
 
 def foreign() -> list[str]:
@@ -163,7 +166,10 @@ def run(request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
 
 @contextlib.contextmanager
 def locked(output: Path, node: int = 0) -> Iterator[None]:
-    """Keeps a second run out of an output folder, which the nodes of one run share; however we end, it is let go."""
+    """Keeps a second run out of an output folder, which the nodes of one run share; a VplanError when one is in it.
+
+    The lock is the kernel's (flock) and goes with the process, however it ends.
+    """
     if sys.platform == "win32":
         yield
         return
@@ -182,15 +188,15 @@ def run_folder(output: Path, nodes: Nodes) -> Path:
     return output / (f"{RUN_FOLDER}-{nodes.rank}" if nodes.rank else RUN_FOLDER)
 
 
-def prepare(wanted: Preparation, output: Path, tick: Callable[[], None]) -> Outcome:
+def prepare(request: Preparation, output: Path, tick: Callable[[], None]) -> Outcome:
     """Encodes the data in a process of its own; request, result and log are in OUTPUT/prepare."""
-    folder = write_request(output / PREPARE_FOLDER, wanted)
-    Path(wanted.entries).parent.mkdir(parents=True, exist_ok=True)
-    return _run(vplan_command("worker", "prepare", str(folder)), folder, wanted.device, tick)
+    folder = write_request(output / PREPARE_FOLDER, request)
+    Path(request.entries).parent.mkdir(parents=True, exist_ok=True)
+    return _run(vplan_command("worker", "prepare", str(folder)), folder, request.device, tick)
 
 
 def write_request(folder: Path, request: Record) -> Path:
-    """Puts a request where the worker that is named the folder finds it; what an earlier one told is removed."""
+    """Writes a request into a worker's folder, where results of an earlier worker are removed; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("result-*.json"):
         path.unlink()
@@ -205,25 +211,27 @@ def _run(words: list[str], folder: Path, device: str, tick: Callable[[], None]) 
 
 
 def outcome(folder: Path, ended: Ended) -> Outcome:
-    """What the ranks told; where none says why, how the first of them to fail ended."""
-    told = [read_json(path) for path in sorted(folder.glob("result-*.json"))]
+    """How the ranks of the request in a folder ended, by their result files; where none says why, by the process's end
+    and the log's last words."""
+    results = [read_json(path) for path in sorted(folder.glob("result-*.json"))]
+    # The launcher ends all ranks when one fails, so what one of them reports explains the rest.
     for name in ("refused", "oom", "host-oom", "nan"):
-        for result in (result for result in told if result.get("outcome") == name):
+        for result in (result for result in results if result.get("outcome") == name):
             code = result.get("exit_code", 3 if "oom" in name else 4)
             return Outcome(name, result["message"], result.get("fix", ""), code, result.get("shape"))
-    if ended.returncode == 0 and told and all(result.get("outcome") == "ok" for result in told):
+    if ended.returncode == 0 and results and all(result.get("outcome") == "ok" for result in results):
         return Outcome("ok")
     log = folder / LOG
     if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
         fix = "make room there and give the same command again: it goes on from the last checkpoint"
         return Outcome("crash", f"the disk of {folder} is full", fix, 4)
-    return Outcome("crash", f"{_cause(told, ended)}; its last words: {last_words(log)}", f"read {log}", 4)
+    return Outcome("crash", f"{_cause(results, ended)}; its last words: {last_words(log)}", f"read {log}", 4)
 
 
-def _cause(told: list[dict[str, Any]], ended: Ended) -> str:
-    unfinished = [str(result["rank"]) for result in told if result.get("outcome") != "ok"]
-    where = f" in {told[0]['phase']}" if told and "phase" in told[0] else ""
-    if len(told) == 1:
+def _cause(results: list[dict[str, Any]], ended: Ended) -> str:
+    unfinished = [str(result["rank"]) for result in results if result.get("outcome") != "ok"]
+    where = f" in {results[0]['phase']}" if results and "phase" in results[0] else ""
+    if len(results) == 1:
         code = ended.returncode or 0
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"training ended with {how}{where}"

@@ -1,7 +1,7 @@
 """A probe: a few real steps of one plan in fresh processes of their own, and what they measured as one row.
 
-Each rank is a `trainers/probe.py`, under torch's launcher where there are several. It tells what it knows in a JSON
-file of its own, replaced whole before and after each phase, so that one that is killed has still said where it was.
+Each rank is a `trainers/probe.py`, under torch's launcher where there are several. It reports facts in a JSON file
+of its own, replaced whole before and after each phase, so that one that is killed has still said where it was.
 They and all they started are gone when `probe` returns.
 """
 
@@ -73,7 +73,7 @@ class RealRunner:
     encode: bool = False
     """goes through what is cached before training too, whoever asks"""
     command: str = "vplan probe"
-    """what a row says was typed"""
+    """the command that a row names as its source"""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ HERE = RealRunner()
 
 def probe(
     plan: Plan,
-    how: RealRunner = HERE,
+    runner: RealRunner = HERE,
     *,
     steps: int = STEPS,
     time_limit: float = TIME_LIMIT,
@@ -103,7 +103,7 @@ def probe(
     than the plan's, a process gets what the plan's gives and no more. A plan that cannot be run here as it stands (no
     GPU, a switch our step lacks) is a VplanError.
     """
-    device, weights, config, history = how.device, how.weights, how.config, how.history
+    device, weights, config, history = runner.device, runner.weights, runner.config, runner.history
     plan = settled(plan)
     _check_installed(plan.strategy)
     if history and device == "cpu":
@@ -121,17 +121,17 @@ def probe(
         "capacity_bytes": card.allocatable_bytes - plan.machine.reserve,
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    outcome, told, details = _run(plan, request, time_limit, encode)
+    outcome, facts, details = _run(plan, request, time_limit, encode)
     return ProbeRow(
         id=row_id(plan, config),
         job=plan.job,
         strategy=plan.strategy,
-        machine=_machine(plan.machine, told.get("gpu"), told.get("capped_bytes")),
+        machine=_machine(plan.machine, facts.get("gpu"), facts.get("capped_bytes")),
         planned_gpu=plan.machine.gpu,
-        measured=measured(outcome, told),
-        env=_environment(told, how.command, started),
-        capped_bytes=told.get("capped_bytes"),
-        requested_bytes=told.get("requested_bytes"),
+        measured=measured(outcome, facts),
+        env=_environment(facts, runner.command, started),
+        capped_bytes=facts.get("capped_bytes"),
+        requested_bytes=facts.get("requested_bytes"),
         details={**details, "config": dict(config)} if config else details,
     )
 
@@ -139,68 +139,70 @@ def probe(
 def _run(
     plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool
 ) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
-    """What became of the processes of a request, what they told, and of it what the row keeps as `details`."""
+    """How the processes of a request ended, the facts they reported, and what a row keeps of these as ``details``."""
     folder = _folder(request, encode)
     keep = False
     before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" else None
     end = time.monotonic() + time_limit
     try:
-        heard = encoded = None
-        if encode:
+        result = encoded = None
+        if encode:  # in a process of its own, as training does it: what encoders leave on the GPU goes with it
             inner = folder / ENCODE
-            heard = encoded = _heard(vplan_command("worker", "probe", str(inner)), inner, request, 1, time_limit)
-        if heard is None or heard.outcome == "ok":
+            result = encoded = _run_worker(vplan_command("worker", "probe", str(inner)), inner, request, 1, time_limit)
+        if result is None or result.outcome == "ok":
             words = launch.command(plan, folder, launch.Nodes(), "probe")
-            heard = _heard(words, folder, request, plan.machine.gpus, max(0.0, end - time.monotonic()))
-        outcome, told, ended, log = heard
+            result = _run_worker(words, folder, request, plan.machine.gpus, max(0.0, end - time.monotonic()))
+        outcome, facts, ended, log = result
         if encoded:
-            told |= _with_encoding(told, encoded.told)
-        if outcome == "ok" and (times := steady_retries(told)):
+            facts |= _with_encoding(facts, encoded.facts)
+        if outcome == "ok" and (times := steady_retries(facts)):
             outcome = "oom"
             message = f"the allocator had to empty its cache {times} times in steady steps: it runs at the edge, slowly"
-            told |= {"phase": "step", "message": message}
+            facts |= {"phase": "step", "message": message}
         keep = outcome in ("crash", "timeout")
-        details = _details(told, ended, log if keep else None)
+        details = _details(facts, ended, log if keep else None)
         if before is not None and (left := _left_bytes(before, plan.machine.gpus)):
             details["left_bytes"] = left
-        return outcome, told, details
+        return outcome, facts, details
     finally:
         shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
 
 
-class _Heard(NamedTuple):
-    """What became of one start of the worker."""
+class _WorkerEnd(NamedTuple):
+    """How one start of the worker ended, and what its ranks reported."""
 
     outcome: Outcome
-    told: dict[str, Any]
+    facts: dict[str, Any]
     ended: Ended
     log: Path
 
 
-def _heard(words: list[str], folder: Path, request: Mapping[str, Any], ranks: int, time_limit: float) -> _Heard:
-    """Runs the worker on the request in a folder. What it refuses is a VplanError."""
+def _run_worker(
+    words: list[str], folder: Path, request: Mapping[str, Any], ranks: int, time_limit: float
+) -> _WorkerEnd:
+    """Runs the worker on the request in a folder, within ``time_limit`` seconds. What it refuses is a VplanError."""
 
-    def told() -> dict[str, Any]:
+    def read_facts() -> dict[str, Any]:
         return together([read_json(folder / result_file(rank)) for rank in range(ranks)])
 
     def saves() -> bool:
-        return told().get("phase") == "save"
+        return read_facts().get("phase") == "save"
 
     log = folder / LOG
     ended = run_worker(words, log, time_limit, launch.environment(request["device"]), saves)
-    if refused := told().get("refused"):
+    if refused := read_facts().get("refused"):
         raise VplanError(refused["message"], refused["fix"])
     if ranks > 1 and not ended.timed_out and _rank_was_killed(log):
         ended = Ended(-9)
-    found = told()
-    return _Heard(classify(found.get("outcome"), ended), found, ended, log)
+    facts = read_facts()
+    return _WorkerEnd(classify(facts.get("outcome"), ended), facts, ended, log)
 
 
-def _with_encoding(told: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """What the process that encoded adds to what the steps' processes told, or is all there is."""
-    phases = {**encoded.get("phases", {}), **told.get("phases", {})}
-    missing = list(dict.fromkeys([*told.get("missing", ()), *encoded.get("missing", ())]))
-    host = _known(max, (each.get("host_bytes") for each in (told, encoded)))
+def _with_encoding(facts: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of both processes together: of the one that encoded, and of those that ran steps, if they came to it."""
+    phases = {**encoded.get("phases", {}), **facts.get("phases", {})}
+    missing = list(dict.fromkeys([*facts.get("missing", ()), *encoded.get("missing", ())]))
+    host = _over_known(max, (part.get("host_bytes") for part in (facts, encoded)))
     return {"phases": phases, "missing": missing, "host_bytes": host}
 
 
@@ -223,7 +225,7 @@ def _folder(request: Mapping[str, Any], encode: bool) -> Path:
 
 
 def used_bytes(gpus: int) -> int | None:
-    """What is in use on as many of the cards that a process started here would see; None where NVML does not tell."""
+    """Bytes in use on the first ``gpus`` cards that a process started here would see; None where NVML does not tell."""
     used = [card["used_bytes"] for card in doctor.visible()[1][:gpus] if card["name"] is not None]
     return sum(used) if used and None not in used else None
 
@@ -250,19 +252,19 @@ def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMI
         log = Path(folder) / LOG
         write_json(Path(folder) / REQUEST, {"device": device})
         ended = run_worker(vplan_command("worker", "calibrate", folder), log, time_limit, launch.environment(device))
-        told = read_json(Path(folder) / result_file(0))
-        if refused := told.get("refused"):
+        facts = read_json(Path(folder) / result_file(0))
+        if refused := facts.get("refused"):
             raise VplanError(refused["message"], refused["fix"])
-        if told.get("outcome") != "ok":
-            where = f" in {told['phase']}" if "phase" in told else ""
+        if facts.get("outcome") != "ok":
+            where = f" in {facts['phase']}" if "phase" in facts else ""
             raise VplanError(f"calibrating failed{where}: {_last_words(log, ended)}", "see `vplan doctor`", 4)
     names = ("gpu", "driver", "total_bytes", "context_bytes", "kernels", "workspaces", "rates")
     versions = {name: metadata.version(name) for name in ("torch", "diffusers")}
-    return {**{name: told[name] for name in names}, **versions, "time": started}
+    return {**{name: facts[name] for name in names}, **versions, "time": started}
 
 
 def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all ranks told, as one: the peaks and seconds of the highest, the worst outcome with what led to it.
+    """The facts of all ranks as one: the peaks and seconds of the highest, the worst outcome with what led to it.
 
     Without an outcome from every rank there is none, unless one of them ran out of memory or numbers.
     """
@@ -272,29 +274,29 @@ def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     worst = next((name for name in WORST_FIRST if name in outcomes), None)
     if worst == "ok" and None in outcomes:
         worst = None
-    told = dict(ranks[outcomes.index(worst)])
+    facts = dict(ranks[outcomes.index(worst)])
     names = dict.fromkeys(name for rank in ranks for name in rank.get("phases", {}))
-    told["phases"] = {
+    facts["phases"] = {
         name: _highest([rank["phases"][name] for rank in ranks if name in rank.get("phases", {})]) for name in names
     }
-    told["host_bytes"] = _known(sum, (rank.get("host_bytes") for rank in ranks))
+    facts["host_bytes"] = _over_known(sum, (rank.get("host_bytes") for rank in ranks))
     if len(ranks) > 1:
         steps = zip(*(rank.get("step_seconds", ()) for rank in ranks), strict=False)
-        told["step_seconds"] = [max(each) for each in steps]
+        facts["step_seconds"] = [max(seconds) for seconds in steps]
         peaks = (_highest(list(rank.get("phases", {}).values())) for rank in ranks)
-        told["device_bytes_by_rank"] = [peak.get("device_bytes") for peak in peaks]
-    return told
+        facts["device_bytes_by_rank"] = [peak.get("device_bytes") for peak in peaks]
+    return facts
 
 
 def _highest(phases: Sequence[Mapping[str, int | None]]) -> dict[str, int | None]:
     """The highest of each counter of one phase."""
     names = dict.fromkeys(name for phase in phases for name in phase)
-    return {name: _known(max, (phase.get(name) for phase in phases)) for name in names}
+    return {name: _over_known(max, (phase.get(name) for phase in phases)) for name in names}
 
 
-def steady_retries(told: Mapping[str, Any]) -> int:
+def steady_retries(facts: Mapping[str, Any]) -> int:
     """How often the allocator had to empty its cache in steady steps to serve a request."""
-    phases = told.get("phases", {})
+    phases = facts.get("phases", {})
     return sum(phases[name]["retries"] or 0 for name in STEADY if name in phases)
 
 
@@ -306,38 +308,38 @@ def _rank_was_killed(log: Path) -> bool:
     return bool(KILLED.search(log.read_text(encoding="utf-8", errors="replace")))
 
 
-def classify(told: str | None, ended: Ended) -> Outcome:
-    """What became of a probe: what its worker said last, else what its end says.
+def classify(reported: str | None, ended: Ended) -> Outcome:
+    """The outcome of a probe: the one its worker reported, else what the end of the process says.
 
     SIGKILL within the time limit can only be the kernel, short of host RAM: we send it at the limit alone.
     """
-    if told in ("ok", "oom", "host-oom", "nan"):
-        return cast(Outcome, told)
+    if reported in ("ok", "oom", "host-oom", "nan"):
+        return cast(Outcome, reported)
     if ended.timed_out:
         return "timeout"
     return "host-oom" if ended.returncode in (-9, 137) else "crash"
 
 
-def measured(outcome: Outcome, told: Mapping[str, Any]) -> Measured:
+def measured(outcome: Outcome, facts: Mapping[str, Any]) -> Measured:
     """The row's numbers: the highest of each counter over all phases, and the median steady step."""
-    phases: Mapping[str, Mapping[str, Any]] = told.get("phases", {})
+    phases: Mapping[str, Mapping[str, Any]] = facts.get("phases", {})
     finished = outcome in ("ok", "nan")
-    steps = told.get("step_seconds")
-    where: Any = "train" if told.get("phase") == "step" else told.get("phase")
+    steps = facts.get("step_seconds")
+    where: Any = "train" if facts.get("phase") == "step" else facts.get("phase")
     return Measured(
         outcome=outcome,
         phase=_peak_phase(phases) if finished else where,
-        **{name: _known(max, (phase[name] for phase in phases.values())) for name in COUNTERS},
-        host_bytes=told.get("host_bytes"),
+        **{name: _over_known(max, (phase[name] for phase in phases.values())) for name in COUNTERS},
+        host_bytes=facts.get("host_bytes"),
         step_seconds=statistics.median(steps) if finished and steps else None,
-        retries=_known(sum, (phase["retries"] for phase in phases.values())),
+        retries=_over_known(sum, (phase["retries"] for phase in phases.values())),
     )
 
 
-def _known(how: Any, values: Iterable[int | None]) -> int | None:
-    """`how` over the values that are there; None when none is."""
-    found = [value for value in values if value is not None]
-    return cast(int, how(found)) if found else None
+def _over_known(reduce: Any, values: Iterable[int | None]) -> int | None:
+    """A reduction (``max``, ``sum``) over the values that are not None; None when all are."""
+    present = [value for value in values if value is not None]
+    return cast(int, reduce(present)) if present else None
 
 
 def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -351,21 +353,21 @@ def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def _check_installed(strategy: Strategy) -> None:
-    """Name what is missing before a process is started for nothing."""
+    """Raises a VplanError that names a missing package, before a process is started for nothing."""
     needed = ["torch", "diffusers", "peft", "accelerate"]
     for package in (*needed, *launch.libraries(strategy)):
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"a probe of this plan needs {package}", "install it: pip install 'vplan[train]'")
 
 
-def _details(told: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[str, Any]:
-    """What the row's fixed fields have no place for; with a log, its last words and where it is."""
+def _details(facts: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[str, Any]:
+    """The facts for which a row has no field; with a log, its last words and its path."""
     placed = {"outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel", "capped_bytes", "requested_bytes"}
-    details = {name: value for name, value in told.items() if name not in placed | {"pid"}}
+    details = {name: value for name, value in facts.items() if name not in placed | {"pid"}}
     if log:
         details["message"] = _last_words(log, ended)
         details["log"] = str(log)
-    elif "outcome" not in told:
+    elif "outcome" not in facts:
         details["message"] = f"ended by the kernel (exit code {ended.returncode})"
     return details
 
@@ -378,28 +380,28 @@ def _last_words(log: Path, ended: Ended) -> str:
     return f"{how}: {last[:500]}"
 
 
-def _machine(asked: Machine, gpu: str | None, capped: int | None) -> Machine:
+def _machine(planned: Machine, gpu: str | None, capped: int | None) -> Machine:
     """The machine that a row speaks of: the one it was taken on, whatever card and torch the plan is for.
 
     What a capped process could not have of the card is `reserve`.
     """
-    asked = asked.replace(torch=doctor.torch_release())
+    planned = planned.replace(torch=doctor.torch_release())
     with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
         card = lookup.gpu(gpu or "")
-        if card.name != lookup.parse_gpus(asked.gpu)[1].name:
+        if card.name != lookup.parse_gpus(planned.gpu)[1].name:
             ram = psutil.virtual_memory().total
             reserve = 0 if capped is None else max(0, card.allocatable_bytes - capped)
-            return asked.replace(gpu=card.name, host_ram=ram, unified=card.unified, reserve=reserve, links=None)
-    return asked
+            return planned.replace(gpu=card.name, host_ram=ram, unified=card.unified, reserve=reserve, links=None)
+    return planned
 
 
-def _environment(told: Mapping[str, Any], command: str, started: str) -> Environment:
+def _environment(facts: Mapping[str, Any], command: str, started: str) -> Environment:
     return Environment(
-        gpu=told.get("gpu") or "unknown",
-        driver=told.get("driver") or "unknown",
+        gpu=facts.get("gpu") or "unknown",
+        driver=facts.get("driver") or "unknown",
         torch=metadata.version("torch"),
         diffusers=metadata.version("diffusers"),
-        attention_kernel=told.get("attention_kernel") or "unknown",
+        attention_kernel=facts.get("attention_kernel") or "unknown",
         command=command,
         time=started,
     )

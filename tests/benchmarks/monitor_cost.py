@@ -82,7 +82,7 @@ def main(steps: int) -> None:
         place = runs.Place(root, "wan")
         request = place.request(root / "out", place.plan(batch_size=8), steps=2 * steps + 2 * BLOCK)
         request = request.replace(device="cuda" if torch.cuda.is_available() else "cpu", checkpoint_every=10**5)
-        training = TrainingRun(request, runs.Told())
+        training = TrainingRun(request, runs.ReportInMemory())
         watched, plain, busy, wall = [], [], 0.0, 0.0
 
         def run(number: int, found: list[float]) -> None:

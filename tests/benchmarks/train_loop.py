@@ -39,7 +39,7 @@ def main(steps: int) -> None:
         place = runs.Place(root, "wan")
         plan = place.plan(batch_size=8)
         request = place.request(root / "out", plan, steps=steps + WARM_UP, checkpoint_every=10**5)
-        ours = TrainingRun(request, runs.Told())
+        ours = TrainingRun(request, runs.ReportInMemory())
         loops = {
             "ours": ours._step,
             "plain": plain_step(root, ours),

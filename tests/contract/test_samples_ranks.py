@@ -90,7 +90,7 @@ def _train_and_fail_twice(request: dict[str, Any]) -> dict[str, Any]:
     Gathered weights are gone behind each round."""
     from trainers.sampling.samples import Samples
 
-    asked, make = Samples._asked, Samples.make
+    asked, make = Samples._inputs, Samples.make
 
     def broken(frames: Any, path: Path, fps: float) -> None:
         if path.name.startswith("step-00000001"):
@@ -107,7 +107,7 @@ def _train_and_fail_twice(request: dict[str, Any]) -> dict[str, Any]:
         held = sum(weight.numel() for weight in engine.plain.parameters() if _is_whole(weight))
         assert held < sum(weight.numel() for weight in engine.plain.parameters()) / 4
 
-    samples.write, Samples._asked, Samples.make = broken, lonely, watched
+    samples.write, Samples._inputs, Samples.make = broken, lonely, watched
     told = runs.train(RunRequest.read(request))
     assert told["outcome"] == "ok", told
     return told

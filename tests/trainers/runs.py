@@ -155,23 +155,23 @@ class Pair(Place):
         self.entries = make_entries(root / "data", self.model, "wan")
 
 
-class Told:
+class ReportInMemory:
     """A report that stays in memory."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
 
     def tell(self, **facts: Any) -> None:
-        self.told.update(facts)
+        self.facts.update(facts)
 
 
 def train(request: RunRequest) -> dict[str, Any]:
     """Trains in this process; what it told."""
     from trainers import train as worker
 
-    told = Told()
-    worker.run(request, told)
-    return told.told
+    report = ReportInMemory()
+    worker.run(request, report)
+    return report.facts
 
 
 def losses(output: Path) -> list[float]:

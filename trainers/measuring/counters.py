@@ -17,7 +17,8 @@ from planner.units import MIB
 class FactSink(Protocol):
     """Where facts go: ``trainers.worker.ResultFile``."""
 
-    told: dict[str, Any]
+    facts: dict[str, Any]
+    """all of them so far"""
 
     def tell(self, **facts: Any) -> None:
         """Adds facts."""
@@ -82,7 +83,7 @@ class Meter:
             self.synchronise()
         finally:
             seconds, found = time.perf_counter() - began, self._take()
-            self.report.told["phases"][name] = found
+            self.report.facts["phases"][name] = found
             self._keep_trace(name, seconds, (before, found["allocated_bytes"], self.torch.allocated_bytes()))
             self.report.tell(host_bytes=host_peak_bytes())
 
@@ -90,8 +91,8 @@ class Meter:
         """How a phase went, where there is a GPU to watch."""
         if self.watch is None:
             return
-        told = self.report.told.setdefault("trace", {"schema": 1, "phases": {}})
-        told["phases"][name] = {
+        trace = self.report.facts.setdefault("trace", {"schema": 1, "phases": {}})
+        trace["phases"][name] = {
             "seconds": round(seconds, 3),
             "device_mib": self.watch.take_trace(),
             "allocated_mib": [nbytes // MIB for nbytes in allocated if nbytes is not None] or None,

@@ -34,7 +34,7 @@ def encode(profile: ModelProfile, job: Job, strategy: Strategy, meter: Meter) ->
             _read(encoder, strategy.text_encoder_dtype, meter.device)
             _empty(meter.device)
         if not _see(profile, job, strategy, meter.device):
-            meter.report.told["missing"].append(f"encode: clips of {profile.title} cannot be encoded yet")
+            meter.report.facts["missing"].append(f"encode: clips of {profile.title} cannot be encoded yet")
         _empty(meter.device)
 
 

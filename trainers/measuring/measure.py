@@ -15,7 +15,7 @@ from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.hardware.nvml import DeviceMemory
 from trainers.measuring.counters import FactSink, Meter
-from trainers.measuring.phases import Probed, Wanted
+from trainers.measuring.phases import ProbedTraining, ProbeRequest
 from trainers.memory.out_of_memory import callers, out_of_memory
 from trainers.parallel import checkpoint
 from trainers.parallel.start import start
@@ -26,81 +26,84 @@ MAX_EVENTS = 5_000_000
 """Of the allocator's history: a step of a 14B model has tens of thousands."""
 
 
-def measure(wanted: Wanted, report: FactSink) -> None:
-    """Measures and tells. Running out of memory is told as an outcome; any other error is the caller's."""
-    device = find_device(wanted.device)
+def measure(request: ProbeRequest, report: FactSink) -> None:
+    """Measures one rank of a plan and writes what it finds into the report, phase by phase.
+
+    Running out of memory is an ``outcome``; any other error is the caller's.
+    """
+    device = find_device(request.device)
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(DeviceMemory(_uuid(device))) if device.type == "cuda" else None
         if watch:
             torch.cuda.set_device(device)  # which makes a context of any card but the first
         meter = Meter(device, watch, report)
         _tell_device(meter)
-        if wanted.history:
+        if request.history:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         try:
-            probed = _run(wanted, meter)
+            training = _run(request, meter)
         except (RuntimeError, MemoryError) as error:
             outcome = out_of_memory(error)
             if outcome is None:
                 raise
-            _write_history(wanted, meter)
-            if report.told["phase"] == "step":
+            _write_history(request, meter)
+            if report.facts["phase"] == "step":
                 report.tell(phase="optimizer" if "optimizer_step" in callers(error) else "train")
             report.tell(outcome=outcome, **_shortage(error, device), **_sampled(watch))
             return
-        _write_history(wanted, meter)
-        report.tell(outcome="ok" if probed is None or probed.is_finite else "nan", **_sampled(watch))
-        if probed is None:
+        _write_history(request, meter)
+        report.tell(outcome="ok" if training is None or training.is_finite else "nan", **_sampled(watch))
+        if training is None:
             return
         with contextlib.suppress(RuntimeError):  # no memory for one more pass: the measurement is complete without it
-            report.tell(attention_kernel=attention_kernels(probed))
+            report.tell(attention_kernel=attention_kernels(training))
 
 
-def _run(wanted: Wanted, meter: Meter) -> Probed | None:
+def _run(request: ProbeRequest, meter: Meter) -> ProbedTraining | None:
     """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; what
     training does between steps: a sample, a checkpoint. Or what is done before all that: encoding."""
     if meter.device.type == "cuda":
-        meter.report.tell(capped_bytes=limit(wanted, meter))
-    if wanted.part == "encode":
+        meter.report.tell(capped_bytes=limit(request, meter))
+    if request.part == "encode":
         from trainers.measuring.encoding_phase import encode  # with what records, which steps do without
 
-        encode(wanted.profile, wanted.job, wanted.strategy, meter)
+        encode(request.profile, request.job, request.strategy, meter)
         return None
-    if wanted.plan.machine.world > 1 or wanted.strategy.sharding != "none":
-        start(wanted.job, wanted.strategy, wanted.plan.machine, meter.device, wanted.scratch)
-    probed = Probed(wanted, meter)
+    if request.plan.machine.world > 1 or request.strategy.sharding != "none":
+        start(request.job, request.strategy, request.plan.machine, meter.device, request.scratch)
+    training = ProbedTraining(request, meter)
     with meter.phase("load"):
-        probed.load()
+        training.load()
     with meter.phase("first_step"):
-        probed.first_step()
+        training.first_step()
     if meter.device.type == "cuda":
-        limit(wanted, meter)  # by now kernels are loaded and ranks connected, which no allocator counts
+        limit(request, meter)  # by now kernels are loaded and ranks connected, which no allocator counts
     with meter.phase("step"):
-        probed.steady_steps()
+        training.steady_steps()
     if meter.device.type == "cuda":
         meter.report.tell(allocated_after_step_bytes=torch.cuda.memory_allocated(meter.device))
     # The same calls as in step.accumulated_step, with the counters read in between.
     with meter.phase("train"):
-        probed.passes()
+        training.forward_backward()
     with meter.phase("optimizer"):
-        probed.optimizer_step()
-    if wanted.strategy.validation_mode != "off":
-        probed.sample()
-    if probed.is_finite:
+        training.optimizer_step()
+    if request.strategy.validation_mode != "off":
+        training.sample()
+    if training.is_finite:
         with meter.phase("save"):
-            probed.save()
-    return probed
+            training.save()
+    return training
 
 
-def limit(wanted: Wanted, meter: Meter) -> int | None:
+def limit(request: ProbeRequest, meter: Meter) -> int | None:
     """Lets this process have no more than the plan's card gives, where this one gives more; the bytes, else None.
 
     torch counts what its allocator holds; the context and whatever else is on the device beside it is taken off, as
     it is now. Where NVML does not tell, it is what the catalogue says of this card.
     """
     properties = torch.cuda.get_device_properties(meter.device)
-    capacity = wanted.capacity_bytes
-    own = not wanted.plan.machine.reserve and _is_card(wanted.plan.machine.gpu, properties.name)
+    capacity = request.capacity_bytes
+    own = not request.plan.machine.reserve and _is_card(request.plan.machine.gpu, properties.name)
     if capacity is None or own or capacity >= properties.total_memory:
         return None
     meter.synchronise()
@@ -139,19 +142,19 @@ WORDS = 1000
 def _shortage(error: BaseException, device: torch.device) -> dict[str, Any]:
     """What an error that means out of memory says, and of a GPU what its allocator held."""
     message = " ".join(str(error).split())
-    found: dict[str, Any] = {"message": message[:WORDS], "requested_bytes": requested_bytes(message)}
+    facts: dict[str, Any] = {"message": message[:WORDS], "requested_bytes": requested_bytes(message)}
     if device.type == "cuda":
-        found["allocator"] = torch.cuda.memory_summary(device, abbreviated=True)
-    return found
+        facts["allocator"] = torch.cuda.memory_summary(device, abbreviated=True)
+    return facts
 
 
 def requested_bytes(message: str) -> int | None:
     """The request that found no memory, in bytes (torch rounds it to a hundredth of its unit); None: it is not said."""
-    found = REQUESTED.search(message)
-    if found is None:
+    match = REQUESTED.search(message)
+    if match is None:
         return None
-    unit: int = 1024 ** "bKMGT".index(found[2][0])
-    return round(float(found[1]) * unit)
+    unit: int = 1024 ** "bKMGT".index(match[2][0])
+    return round(float(match[1]) * unit)
 
 
 def find_device(name: str) -> torch.device:
@@ -195,24 +198,24 @@ def _sampled(watch: DeviceMemory | None) -> dict[str, Any]:
     return {"device_hertz": watch.hertz, "missing": watch.missing} if watch else {}
 
 
-def attention_kernels(probed: Probed) -> str:
+def attention_kernels(training: ProbedTraining) -> str:
     """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
-    wanted = probed.wanted
-    batch = probed.kind.batch(wanted.grids[0], probed.meter.device, probed.dtype)
+    request = training.request
+    batch = training.kind.batch(request.grids[0], training.meter.device, training.dtype)
     kernels = Kernels()
     with kernels:
-        step.forward(probed.trainee, probed.kind, batch, wanted.strategy)
+        step.forward(training.trainee, training.kind, batch, request.strategy)
     return kernels.names
 
 
-def _write_history(wanted: Wanted, meter: Meter) -> None:
+def _write_history(request: ProbeRequest, meter: Meter) -> None:
     """The allocator's events on this device as plain numbers, and where in them each phase begins."""
-    if wanted.history is None or not checkpoint.is_first():  # one file, of the first rank
+    if request.history is None or not checkpoint.is_first():  # one file, of the first rank
         return
     events = torch.cuda.memory._snapshot()["device_traces"][meter.device.index]
     times = [event.get("time_us", 0) for event in events]
     lines: dict[str, int] = {}
-    plan = wanted.plan
+    plan = request.plan
     rows = [
         [event["action"], event.get("addr", 0), event["size"], event["stream"], _line(event, lines)] for event in events
     ]
@@ -220,16 +223,16 @@ def _write_history(wanted: Wanted, meter: Meter) -> None:
         "plan": {part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")},
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(meter.device),
-        "expandable_segments": wanted.strategy.expandable_segments,
+        "expandable_segments": request.strategy.expandable_segments,
         "phases": [[name, sum(at < mark for at in times)] for name, mark in meter.marks],
         "columns": ["action", "addr", "size", "stream", "frame"],
         "events": rows,
         "frames": list(lines),
     }
     try:
-        Path(wanted.history).write_text(json.dumps(data, separators=(",", ":")) + "\n")
+        Path(request.history).write_text(json.dumps(data, separators=(",", ":")) + "\n")
     except OSError as error:
-        raise VplanError(f"cannot write {wanted.history}: {error.strerror}", "name another file") from None
+        raise VplanError(f"cannot write {request.history}: {error.strerror}", "name another file") from None
 
 
 def _line(event: dict[str, Any], lines: dict[str, int]) -> int:

@@ -35,15 +35,15 @@ it is 0.46 to 0.49 times a micro-batch (Wan 2.2: 2 p (1 - p), see `planner.layou
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What to measure, with everything looked up."""
+class ProbeRequest:
+    """What one rank measures: a plan with its model and shapes looked up."""
 
     plan: Plan
     profile: ModelProfile
     job: Job
     strategy: Strategy
     grids: tuple[dict[str, int], ...]
-    """of the job's shapes, the largest first"""
+    """the model's dimensions (`planner.catalog.lookup.grid`) at each of the job's shapes, most tokens first"""
     device: str
     steps: int
     scratch: Path
@@ -57,8 +57,9 @@ class Wanted:
     """of training that is gone through: what is cached before is encoded in a process of its own"""
 
     @classmethod
-    def of(cls, plan: Plan, *, config: dict[str, Any], scratch: str | Path, **said: Any) -> Wanted:
-        """From a plan; ``config`` replaces keys of the published architecture."""
+    def of(cls, plan: Plan, *, config: dict[str, Any], scratch: str | Path, **settings: Any) -> ProbeRequest:
+        """The request for a plan; ``config`` replaces keys of the published architecture, ``settings`` are further
+        fields."""
         profile = lookup.model(plan.job.model)
         if config:
             profile = profile.replace(config={**profile.config, **config})
@@ -70,7 +71,7 @@ class Wanted:
             strategy=plan.strategy,
             grids=tuple(sorted(grids, key=_tokens, reverse=True)),
             scratch=Path(scratch),
-            **said,
+            **settings,
         )
 
 
@@ -78,15 +79,15 @@ def _tokens(grid: dict[str, int]) -> int:
     return grid["B"] * (grid["F"] * grid["H"] * grid["W"] + grid["T"])
 
 
-class Probed:
-    """One rank's model and its steps."""
+class ProbedTraining:
+    """One rank's model, engine and optimizer, and the parts of training that a probe measures, in the order of use."""
 
-    def __init__(self, wanted: Wanted, meter: Meter) -> None:
-        self.wanted = wanted
+    def __init__(self, request: ProbeRequest, meter: Meter) -> None:
+        self.request = request
         self.meter = meter
-        self.strategy = wanted.strategy
-        self.kind = family(wanted.profile)
-        self.dtype = step.compute_dtype(wanted.strategy)
+        self.strategy = request.strategy
+        self.kind = family(request.profile)
+        self.dtype = step.compute_dtype(request.strategy)
         self.losses: list[float | None] = []
         self.seconds: list[float] = []
         self.done = 0
@@ -97,42 +98,45 @@ class Probed:
 
     def load(self) -> None:
         """Model, engine, optimizer and average, as training sets them up."""
-        wanted, device = self.wanted, self.meter.device
-        both = wanted.job.experts == "both"
-        model = self._both() if both else step.build_model(wanted.profile, wanted.job, self.strategy)
-        if wanted.weights is None and not both:
-            step.place(model, wanted.profile, self.strategy, device, randomise)
-        elif wanted.weights is not None and not both:
-            folder = weights.model_folder(Path(wanted.weights), wanted.profile, wanted.job)
-            swapped = swap.swapped_blocks(model, wanted.profile, self.strategy)
-            weights.load(model, weights.published(folder, wanted.profile), device, SEED, None, swapped)
-        made = parallel.set_up(model, wanted.profile, wanted.job, self.strategy, LEARNING_RATE, drive=wanted.scratch)
-        self.trainee, self.engine = made
+        request, device = self.request, self.meter.device
+        both = request.job.experts == "both"
+        model = self._two_experts() if both else step.build_model(request.profile, request.job, self.strategy)
+        if request.weights is None and not both:
+            step.place(model, request.profile, self.strategy, device, randomise)
+        elif request.weights is not None and not both:
+            folder = weights.model_folder(Path(request.weights), request.profile, request.job)
+            swapped = swap.swapped_blocks(model, request.profile, self.strategy)
+            weights.load(model, weights.published(folder, request.profile), device, SEED, None, swapped)
+        self.trainee, self.engine = parallel.set_up(
+            model, request.profile, request.job, self.strategy, LEARNING_RATE, drive=request.scratch
+        )
         ema = self.strategy.ema
         self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
 
     def first_step(self) -> None:
         """The step that makes the optimizer's states, at the largest shape."""
-        self.meter.report.tell(first_step_seconds=self._step(self.wanted.grids[0]))
+        self.meter.report.tell(first_step_seconds=self._step(self.request.grids[0]))
 
     def steady_steps(self) -> None:
         """One step of each shape, the largest last, so that it finds what the others leave; then those that count."""
-        for grid in reversed(self.wanted.grids):
+        for grid in reversed(self.request.grids):
             self._step(grid)
-        for _ in range(self.wanted.steps):
-            self.seconds.append(self._step(self.wanted.grids[0]))
+        for _ in range(self.request.steps):
+            self.seconds.append(self._step(self.request.grids[0]))
 
     def _step(self, grid: dict[str, int]) -> float:
         """Seconds of one optimizer step."""
+        # A batch that is all of a step is made before the clock starts, as a loader has it ready; of several, one is on
+        # the device at a time.
         alone = self.strategy.gradient_accumulation == 1 and self.experts is None
         batches = list(self._batches(grid)) if alone else self._batches(grid)
         self.meter.synchronise()
         began = time.perf_counter()
         loss = step.accumulated_step(self.trainee, self.kind, batches, self.strategy)
-        self._follow()
+        self._count_step()
         self.meter.synchronise()
         elapsed = time.perf_counter() - began
-        self._note(loss)
+        self._keep_loss(loss)
         return elapsed
 
     def _batches(self, grid: dict[str, int]) -> Iterator[step.Batch]:
@@ -142,56 +146,56 @@ class Probed:
                 self.turns += 1
             yield self.kind.batch(grid, self.meter.device, self.dtype)
 
-    def _follow(self) -> None:
+    def _count_step(self) -> None:
         self.done += 1
         if self.average:
             self.average.update()
 
-    def _both(self) -> nn.Module:
-        wanted, device = self.wanted, self.meter.device
+    def _two_experts(self) -> nn.Module:
+        request, device = self.request, self.meter.device
 
         def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
             step.materialise(model, device, randomise, waiting)
 
         fill: experts.Fill = at_random
-        if wanted.weights is not None:
-            fill = experts.from_folder(Path(wanted.weights), wanted.profile, wanted.job, device, SEED)
-        self.experts = experts.pair(wanted.profile, wanted.job, self.strategy, device, fill)
+        if request.weights is not None:
+            fill = experts.from_folder(Path(request.weights), request.profile, request.job, device, SEED)
+        self.experts = experts.pair(request.profile, request.job, self.strategy, device, fill)
         return self.experts
 
-    def passes(self) -> None:
-        """Forward and backward of one more step."""
-        loss = step.gradients(self.trainee, self.kind, self._batches(self.wanted.grids[0]), self.strategy)
-        self._note(loss)
+    def forward_backward(self) -> None:
+        """Forward and backward of one more step, without its optimizer step: the phase ``train``."""
+        loss = step.gradients(self.trainee, self.kind, self._batches(self.request.grids[0]), self.strategy)
+        self._keep_loss(loss)
 
-    def _note(self, loss: torch.Tensor) -> None:
+    def _keep_loss(self, loss: torch.Tensor) -> None:
         """Keeps the mean of all ranks' losses, so that all of them know when one has no number."""
         self.losses.append(finite(parallel.mean_over_ranks(loss)))
 
     def optimizer_step(self) -> None:
-        """The rest of it."""
+        """The optimizer step of the gradients that `forward_backward` left: the phase ``optimizer``."""
         step.optimizer_step(self.trainee)
-        self._follow()
+        self._count_step()
 
     def sample(self) -> None:
         """A sample of the validation's true size, on the first rank, while the others wait; two noise levels tell.
         Of a model that is split all ranks denoise."""
-        wanted, first, engine = self.wanted, checkpoint.is_first(), self.engine
+        request, first, engine = self.request, checkpoint.is_first(), self.engine
         if first or engine.gathers:
-            asked = pipelines.SampleInputs(steps=NOISE_LEVELS, seed=SEED)
+            inputs = pipelines.SampleInputs(steps=NOISE_LEVELS, seed=SEED)
             model, device = engine.plain, self.meter.device
             split = validate.Split(first, engine.release) if engine.gathers else None
-            validate.sample(model, wanted.profile, wanted.job, self.strategy, device, asked, self.meter.phase, split)
+            validate.sample(model, request.profile, request.job, self.strategy, device, inputs, self.meter.phase, split)
         checkpoint.barrier()
 
     def save(self) -> None:
         """A checkpoint as training writes it. A disk without room for it is told, and ends nothing else."""
         manifest = {"run": "probe", "step": self.done}
-        plan = plan_to_toml(self.wanted.plan)
+        plan = plan_to_toml(self.request.plan)
         try:
-            checkpoint.save(self.wanted.scratch, self.engine, self.average, manifest, plan, keep=1)
+            checkpoint.save(self.request.scratch, self.engine, self.average, manifest, plan, keep=1)
         except VplanError as error:
-            self.meter.report.told["missing"].append(f"save: {error.message}")
+            self.meter.report.facts["missing"].append(f"save: {error.message}")
 
     @property
     def is_finite(self) -> bool:

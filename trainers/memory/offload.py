@@ -20,8 +20,8 @@ from trainers.memory.pinned import host_bytes
 
 
 @dataclass(frozen=True)
-class _Away:
-    """A tensor in host RAM: of which call, which of its tensors, and what it was."""
+class _InputOnHost:
+    """A tensor that was sent to host RAM: by which call of a block, which of its tensors, and what it was."""
 
     call: int
     number: int
@@ -38,7 +38,7 @@ class InputsOnHost:
     def __init__(self) -> None:
         self._hosts: dict[tuple[int, int], Tensor] = {}
         """(call, number) -> host RAM, taken again in every step"""
-        self._away: dict[int, list[_Away]] = {}
+        self._away: dict[int, list[_InputOnHost]] = {}
         self._back: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
         self._leaving: list[tuple[Tensor, torch.cuda.Event]] = []
         self._seen: list[weakref.ref[Tensor]] = []
@@ -47,7 +47,7 @@ class InputsOnHost:
 
     def begin(self) -> None:
         """Starts a forward."""
-        self._let_go()
+        self._await_copies()
         self._call, self._seen = -1, []
         self._away.clear()
         self._back.clear()
@@ -55,21 +55,23 @@ class InputsOnHost:
     @contextmanager
     def around(self, *arguments: Any) -> Iterator[None]:
         """Around the checkpoint of the next block, which is called with these arguments."""
-        self._let_go()
+        self._await_copies()
         self._call += 1
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        known = [reference() for reference in self._seen]
-        moving = {tensor.data_ptr() for tensor in tensors if self._call and not any(tensor is other for other in known)}
+        seen = [reference() for reference in self._seen]
+        # What an earlier block was given too is of all blocks, and the first block's input is the patches: both stay.
+        moving = {tensor.data_ptr() for tensor in tensors if self._call and not any(tensor is other for other in seen)}
         self._seen += [weakref.ref(tensor) for tensor in tensors]
         call = self._call
 
-        def pack(tensor: Tensor) -> Tensor | _Away:
+        def pack(tensor: Tensor) -> Tensor | _InputOnHost:
             return self._send(call, tensor) if tensor.data_ptr() in moving else tensor
 
+        # Non-reentrant checkpointing saves the block's arguments through these hooks, and asks for them in backward.
         with torch.autograd.graph.saved_tensors_hooks(pack, self._bring):
             yield
 
-    def _send(self, call: int, tensor: Tensor) -> _Away:
+    def _send(self, call: int, tensor: Tensor) -> _InputOnHost:
         """Copies a tensor to host RAM. On the GPU it stays until the next block begins, when the copy is over."""
         entries = self._away.setdefault(call, [])
         key = (call, len(entries))
@@ -77,18 +79,18 @@ class InputsOnHost:
         if key not in self._hosts or self._hosts[key].numel() < source.numel():
             self._hosts[key] = host_bytes(source.numel(), pinned=tensor.is_cuda)
         host = self._hosts[key][: source.numel()]
-        if (beside := self._beside(tensor.device)) is None:
+        if (stream := self._copy_stream(tensor.device)) is None:
             host.copy_(source)
         else:
-            with torch.cuda.stream(beside):
+            with torch.cuda.stream(stream):
                 host.copy_(source, non_blocking=True)
-                self._leaving.append((source, beside.record_event()))
-        entries.append(_Away(*key, host, tensor.shape, tensor.dtype, tensor.device))
+                self._leaving.append((source, stream.record_event()))
+        entries.append(_InputOnHost(*key, host, tensor.shape, tensor.dtype, tensor.device))
         return entries[-1]
 
-    def _bring(self, packed: Tensor | _Away) -> Tensor:
+    def _bring(self, packed: Tensor | _InputOnHost) -> Tensor:
         """The tensor back on the GPU; the block before has its own begin to come."""
-        self._let_go()
+        self._await_copies()
         if isinstance(packed, Tensor):
             return packed
         for entry in (packed, *self._away.get(packed.call - 1, ())):
@@ -99,17 +101,17 @@ class InputsOnHost:
             torch.cuda.current_stream(tensor.device).wait_event(ready)
         return tensor
 
-    def _fetch(self, entry: _Away) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _fetch(self, entry: _InputOnHost) -> tuple[Tensor, torch.cuda.Event | None]:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
         target = tensor.reshape(-1).view(torch.uint8)
-        if (beside := self._beside(entry.device)) is None:
+        if (stream := self._copy_stream(entry.device)) is None:
             target.copy_(entry.host)
             return tensor, None
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(stream):
             target.copy_(entry.host, non_blocking=True)
-            return tensor, beside.record_event()
+            return tensor, stream.record_event()
 
-    def _beside(self, device: torch.device) -> torch.cuda.Stream | None:
+    def _copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream of copies, behind all that was asked of the GPU so far; None without a GPU."""
         if device.type != "cuda":
             return None
@@ -117,8 +119,9 @@ class InputsOnHost:
         self._copying.wait_stream(torch.cuda.current_stream(device))
         return self._copying
 
-    def _let_go(self) -> None:
-        """What has left may be overwritten once it has."""
+    def _await_copies(self) -> None:
+        """Has what is computed from now on wait for the copies to host RAM: their sources are freed here and may be
+        overwritten."""
         for source, left in self._leaving:
             torch.cuda.current_stream(source.device).wait_event(left)
         self._leaving.clear()

@@ -31,54 +31,58 @@ CAST = (torch.float8_e4m3fn,)
 """What weights are kept in that a layer casts while it runs (`trainers.memory.quantise`)."""
 
 
-class _Part(NamedTuple):
-    """One of a block's tensors: where its module looks for it, and where it begins in a buffer."""
+class _SwappedTensor(NamedTuple):
+    """One of a block's tensors: where its module looks for it, and which bytes of a buffer it has."""
 
     place: Place
     start: int
+    """byte in the buffer"""
     nbytes: int
     dtype: torch.dtype
     shape: torch.Size
 
-    def show(self, buffer: Tensor) -> None:
-        """Makes the tensor the one in a buffer."""
+    def point_into(self, buffer: Tensor) -> None:
+        """Makes the module see the tensor in a buffer of bytes."""
         self.place.put(buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape))
 
 
 @dataclass
-class _Waiting:
+class _BlockOnHost:
     """One block's weights in host RAM."""
 
-    parts: list[_Part]
+    parts: list[_SwappedTensor]
     host: Tensor
     """all of them, bytes"""
     trained: bool
     """whether some are trained, so that what is in a buffer is newer after a backward"""
 
-    def show(self, buffer: Tensor) -> None:
-        """Makes the weights those in a buffer."""
+    def point_into(self, buffer: Tensor) -> None:
+        """Makes the block see its weights in a buffer of bytes."""
         for part in self.parts:
-            part.show(buffer)
+            part.point_into(buffer)
 
 
 class BlockSwap:
     """The swapped blocks of a model, and the ring their weights pass through. ``blocks`` in the order they run.
 
-    ``beside``: that of another model of the same architecture, whose ring it takes in turn (see `let_go`).
+    ``ring_owner``: the swap of another model of the same architecture, whose ring the two use in turn (see
+    `release_ring`).
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], device: torch.device, beside: BlockSwap | None = None) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device, ring_owner: BlockSwap | None = None) -> None:
         self.device = device
-        self.blocks = [_taken(block, device) for block in blocks]
+        self.blocks = [_to_host(block, device) for block in blocks]
         largest = max(waiting.host.numel() for waiting in self.blocks)
-        slots = 0 if beside else min(SLOTS, len(blocks))
+        slots = 0 if ring_owner else min(SLOTS, len(blocks))
         own = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self.ring: list[Tensor] = beside.ring if beside else own
+        self.ring: list[Tensor] = ring_owner.ring if ring_owner else own
         self._holds: list[int | None] = [None] * len(self.ring)
+        """which block is in each slot"""
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if beside:
-            self._copying = beside._copying
+        if ring_owner:
+            self._copying = ring_owner._copying
         self._ready: list[torch.cuda.Event | None] = [None] * len(self.ring)
+        """the end of the copy into each slot"""
         self._newer: set[int] = set()
         """blocks that were stepped since they were fetched"""
         for index, block in enumerate(blocks):
@@ -87,7 +91,7 @@ class BlockSwap:
 
     def _before(self, index: int) -> Any:
         def before(_module: nn.Module, _arguments: Any) -> None:
-            self.bring(index)
+            self.make_ready(index)
 
         return before
 
@@ -96,10 +100,10 @@ class BlockSwap:
         for they are what is in the ring."""
         parts = {id(part.place.holder): part for part in self.blocks[index].parts if part.dtype in CAST}
 
-        def behind(own: list[_Part]) -> Any:
+        def behind(own: list[_SwappedTensor]) -> Any:
             def after(_module: nn.Module, _arguments: Any, _output: Any) -> None:
                 for part in own:
-                    part.show(self.ring[self._holds.index(index)])
+                    part.point_into(self.ring[self._holds.index(index)])
 
             return after
 
@@ -107,28 +111,33 @@ class BlockSwap:
             if own := [parts[id(weight)] for weight in module.parameters(recurse=False) if id(weight) in parts]:
                 module.register_forward_hook(behind(own))
 
-    def bring(self, index: int) -> None:
-        """Makes a block's weights be there, and has the next one's fetched: in backward that is the one before."""
+    def make_ready(self, index: int) -> None:
+        """Has a block's weights on the device before it computes, and starts to fetch those of the block after it: in
+        backward that is the one before."""
+        # A copy that was started ahead is waited for on the GPU: the CPU goes on to queue the block's kernels.
         slot = self._holds.index(index) if index in self._holds else self._fetch(index)
         if (ready := self._ready[slot]) is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
+        # Recomputation calls the same hook as the forward; only the autograd engine says which of the two it is.
         in_backward = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks
-        if in_backward and self.blocks[index].trained:
+        if in_backward and self.blocks[index].trained:  # its backward, and step, come before any other block's
             self._newer.add(index)
         following = index - 1 if in_backward else index + 1
         if 0 <= following < len(self.blocks) and following not in self._holds:
             self._fetch(following, keep=slot)
 
-    def let_go(self) -> None:
-        """Leaves the ring to another model. Nothing of it may still run, and nothing in it may have been trained."""
+    def release_ring(self) -> None:
+        """Leaves the ring to another model. Nothing of this one may still run, and nothing in the ring may have been
+        trained."""
         assert not self._newer, "what was trained in the ring would be lost"
-        for held in self._holds:
-            if held is not None:
-                self.blocks[held].show(self.blocks[held].host)
+        for index in self._holds:
+            if index is not None:
+                self.blocks[index].point_into(self.blocks[index].host)
         self._holds = [None] * len(self.ring)
 
     def _fetch(self, index: int, keep: int | None = None) -> int:
         """Copies a block's weights into a slot, behind whatever still computes with it; returns the slot."""
+        # Two slots: the one to keep computes, the other is free as soon as what was queued so far has run.
         slot = next(number for number in range(len(self.ring)) if number != keep)
         if self._copying is None:
             self._exchange(slot, index)
@@ -137,7 +146,7 @@ class BlockSwap:
             with torch.cuda.stream(self._copying):
                 self._exchange(slot, index)
                 self._ready[slot] = self._copying.record_event()
-        self.blocks[index].show(self.ring[slot])
+        self.blocks[index].point_into(self.ring[slot])
         self._holds[slot] = index
         return slot
 
@@ -148,9 +157,9 @@ class BlockSwap:
             if before in self._newer:  # its gradients were there, and stepped over, before any block ran after it
                 leaving.host.copy_(self.ring[slot][: leaving.host.numel()], non_blocking=True)
                 self._newer.remove(before)
-            leaving.show(leaving.host)  # whoever used them now would be told, not misled
-        coming = self.blocks[index].host
-        self.ring[slot][: coming.numel()].copy_(coming, non_blocking=True)
+            leaving.point_into(leaving.host)  # a use of them now fails on the device instead of reading other weights
+        arriving = self.blocks[index].host
+        self.ring[slot][: arriving.numel()].copy_(arriving, non_blocking=True)
 
 
 def swapped_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> list[tuple[str, nn.Module]]:
@@ -167,26 +176,26 @@ def swapped_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
 
 
 def on_host(blocks: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
-    """Full names of the weights that never need to be on the device as a whole: all of swapped blocks but adapters."""
-    return frozenset(f"{prefix}.{name}" for prefix, block in blocks for name, _ in _moved(block))
+    """Full names of the weights that never need to be on the device as a whole: swapped blocks' but adapters."""
+    return frozenset(f"{prefix}.{name}" for prefix, block in blocks for name, _ in _weights_that_move(block))
 
 
-def _moved(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _weights_that_move(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in block.named_parameters() if "lora_" not in name)
 
 
-def _taken(block: nn.Module, device: torch.device) -> _Waiting:
+def _to_host(block: nn.Module, device: torch.device) -> _BlockOnHost:
     """Moves a block's weights from wherever they are into one piece of host RAM."""
     parts, end, trained = [], 0, False
-    for name, parameter in _moved(block):
+    for name, parameter in _weights_that_move(block):
         trained |= parameter.requires_grad
         for _, place in places(name, parameter):
             tensor = place.tensor
-            parts.append(_Part(place, end, tensor.nbytes, tensor.dtype, tensor.shape))
+            parts.append(_SwappedTensor(place, end, tensor.nbytes, tensor.dtype, tensor.shape))
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    waiting = _Waiting(parts, host_bytes(end, pinned=device.type == "cuda"), trained)
+    waiting = _BlockOnHost(parts, host_bytes(end, pinned=device.type == "cuda"), trained)
     for part in parts:
         source = part.place.tensor.detach().reshape(-1).view(torch.uint8)
         waiting.host[part.start : part.start + part.nbytes].copy_(source)
-        part.show(waiting.host)
+        part.point_into(waiting.host)
     return waiting

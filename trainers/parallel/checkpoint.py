@@ -52,15 +52,15 @@ def is_first() -> bool:
 
 def gather(names: Iterable[str], whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Whole tensors in host RAM, one after another so that the GPU never holds two; on the first rank alone."""
-    found = {}
+    tensors = {}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # trained weights of swapped blocks are on their way back to host RAM
     for name in names:
         tensor = whole(name)
         if is_first():
-            found[name] = tensor.cpu().contiguous()
+            tensors[name] = tensor.cpu().contiguous()
         del tensor
-    return found
+    return tensors
 
 
 def save(folder: Path, engine: Alone, average: Average | None, manifest: dict[str, Any], plan: str, keep: int) -> Path:
@@ -84,12 +84,12 @@ def save(folder: Path, engine: Alone, average: Average | None, manifest: dict[st
             if average:
                 save_file(averages, partial / AVERAGE)
             (partial / PLAN).write_text(plan, encoding="utf-8")
-    barrier()
+    barrier()  # the folder is there before any rank writes its state into it
     if is_first() or not engine.replicated:
         state = engine.state()
         with _writing(partial):
             torch.save(state, partial / state_file(rank))
-    barrier()
+    barrier()  # all states are written before the folder counts as whole
     if is_first():
         with _writing(partial):
             checkpoints.seal(partial, final, {**manifest, "average_steps": average.steps if average else None})
@@ -105,8 +105,8 @@ def _writing(partial: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        there = next(folder for folder in partial.absolute().parents if folder.is_dir())
-        if shutil.disk_usage(there).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
+        existing = next(folder for folder in partial.absolute().parents if folder.is_dir())
+        if shutil.disk_usage(existing).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
             reason = "the disk is full"
         shutil.rmtree(partial, ignore_errors=True)
         fix = "make room there and give the same command again: it goes on from the last checkpoint"
@@ -117,10 +117,10 @@ def _check_finite(weights: dict[str, Tensor], engine: Alone, step: int) -> None:
     """The first rank has looked at all weights; the others hear of it."""
     device = next(iter(engine.trainee.trainable.values())).device
     strange = any(not bool(torch.isfinite(tensor).all()) for tensor in weights.values())
-    found = torch.tensor([float(strange)], device=device)
+    any_strange = torch.tensor([float(strange)], device=device)
     if dist.is_initialized():
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    if found.item():
+        dist.all_reduce(any_strange, dist.ReduceOp.MAX)
+    if any_strange.item():
         raise NotFiniteError(f"after step {step} trained weights are no numbers any more")
 
 
@@ -143,9 +143,9 @@ def load_state(checkpoint: Path, engine: Alone) -> None:
 
 def load_average(checkpoint: Path, average: Average, steps: int) -> None:
     """The moving average and how many steps it has followed."""
-    kept = Weights(checkpoint, [AVERAGE])
+    file = Weights(checkpoint, [AVERAGE])
     for name, parameter in average.trainable.items():
         whole = torch.empty(parameter.shape, dtype=torch.float32)
-        kept.fill(name, whole)
+        file.fill(name, whole)
         average.load(name, whole)
     average.steps = steps

@@ -31,10 +31,10 @@ from trainers.step.loss_scaling import LossScaler, loss_scaler
 from trainers.step.optimizers import make_optimizer, take_up
 
 LOCAL, SHAPE, DIM = "local", "whole shape", "split along"
-"""A share of a tensor in a state."""
+"""Keys of one rank's share of a tensor in a state: its values, the whole tensor's shape, the dimension of the split."""
 
 SCALER = "loss scaler"
-"""Its place in a state."""
+"""Key of the loss scaler's state beside the optimizer's."""
 
 
 class Alone(step.Engine):
@@ -59,25 +59,28 @@ class Alone(step.Engine):
         self.parameters = dict(trainee.model.named_parameters())
 
     def backward(self, loss: Tensor) -> None:
+        # Ranks that share a sample have each a part of its gradient: the sum is wanted. Where the engine takes the mean
+        # over all ranks, the loss makes up for it.
         super().backward(loss if self.parts == 1 or not self.averages else loss * self.parts)
 
     def step(self, trainee: step.Trainee) -> None:
-        if self.parts > 1 and not self.averages:
+        if self.parts > 1 and not self.averages:  # nothing else adds the parts up
             context.add_up(list(trainee.trainable.values()))
         super().step(trainee)
 
     def whole(self, name: str) -> Tensor:
-        """A weight as it is without sharding, where it lies; all ranks ask together."""
+        """A trained weight, by its full name, as it is without sharding, on whatever device it lies; all ranks call it
+        together, for it may be gathered."""
         return self.parameters[name].detach()
 
     def state(self) -> dict[str, Any]:
-        """What this rank keeps of the optimizer: plain tensors, numbers and lists."""
+        """What this rank keeps of the optimizer in a checkpoint: dicts and lists of plain tensors and numbers."""
         assert self.trainee.optimizer is not None
         scaling = {SCALER: self.scaler.state_dict()} if self.scaler else {}
         return {**self.trainee.optimizer.state_dict(), **scaling}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` gave on the same rank of as many."""
+        """Takes up what `state` returned on the same rank of a run of as many ranks. Empties the dict in part."""
         assert self.trainee.optimizer is not None
         if self.scaler:
             self.scaler.load_state_dict(state.pop(SCALER))
@@ -87,7 +90,7 @@ class Alone(step.Engine):
         """Lets go of weights that a forward without a backward has left gathered; all ranks call together."""
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Where learning rates are written."""
+        """The optimizer's parameter groups, whose ``lr`` is the learning rate of the next step."""
         assert self.trainee.optimizer is not None
         return self.trainee.optimizer.param_groups
 
@@ -115,6 +118,7 @@ class Ddp(Alone):
         )
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        # Under no_sync gradients add up on each rank; the last backward reduces the sums, once a step.
         return contextlib.nullcontext() if last else self.wrapped.no_sync()
 
 
@@ -136,13 +140,13 @@ class Fsdp(Alone):
                 module.reshard()
 
     def state(self) -> dict[str, Any]:
-        shares: dict[str, Any] = _map(super().state(), _as_share)
+        shares: dict[str, Any] = _map_tensors(super().state(), _as_share)
         return shares
 
     def load_state(self, state: dict[str, Any]) -> None:
         first = next(iter(self.trainee.trainable.values()))
         assert isinstance(first, DTensor)
-        super().load_state(_map(state, lambda value: _from_share(value, first)))
+        super().load_state(_map_tensors(state, lambda value: _from_share(value, first)))
 
 
 class Zero(Alone):
@@ -168,9 +172,10 @@ class Zero(Alone):
     def micro_batch(self, last: bool) -> Iterator[None]:
         yield
         if not last:
-            self.deepspeed.step()  # only counts
+            self.deepspeed.step()  # counts the micro-batch: it steps at the last of them alone
 
     def backward(self, loss: Tensor) -> None:
+        # DeepSpeed would divide by its accumulation steps; the step has divided the loss already.
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def step(self, trainee: step.Trainee) -> None:
@@ -200,33 +205,33 @@ class Zero(Alone):
     @property
     def masters(self) -> list[Tensor]:
         """This rank's fp32 shares, in the order DeepSpeed steps them."""
-        found = self.inner.fp32_partitioned_groups_flat if self.stage_3 else self.inner.single_partition_of_fp32_groups
-        return list(found)
+        inner = self.inner
+        return list(inner.fp32_partitioned_groups_flat if self.stage_3 else inner.single_partition_of_fp32_groups)
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"masters": [], "states": []}
+        kept: dict[str, Any] = {"masters": [], "states": []}
         for number, master in enumerate(self.masters):
-            with self._brought(number, changed=False) as from_drive:
+            with self._in_host_ram(number, changed=False) as from_drive:
                 state = dict(self.inner.optimizer.state[master])
-                found["masters"].append(master.detach().clone() if from_drive else master.detach())
-                found["states"].append(_map(state, _copied) if from_drive else state)
-        return found
+                kept["masters"].append(master.detach().clone() if from_drive else master.detach())
+                kept["states"].append(_map_tensors(state, _clone) if from_drive else state)
+        return kept
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         masters = zip(self.masters, state["masters"], state["states"], strict=True)
-        for number, (master, kept, values) in enumerate(masters):
-            with self._brought(number, changed=True) as from_drive:
-                master.copy_(kept)
-                there = self.inner.optimizer.state[master]
-                for key, value in values.items():
-                    if from_drive and key in there and isinstance(value, Tensor) and value.ndim:
-                        there[key].copy_(value)  # its buffer is what goes back to the drive
+        for number, (master, saved, saved_states) in enumerate(masters):
+            with self._in_host_ram(number, changed=True) as from_drive:
+                master.copy_(saved)
+                states = self.inner.optimizer.state[master]
+                for key, value in saved_states.items():
+                    if from_drive and key in states and isinstance(value, Tensor) and value.ndim:
+                        states[key].copy_(value)  # its buffer is what goes back to the drive
                     else:  # before the first step a drive has no states: they are taken there as those of a step are
-                        there[key] = value.to(master.device) if isinstance(value, Tensor) and value.ndim else value
+                        states[key] = value.to(master.device) if isinstance(value, Tensor) and value.ndim else value
 
     @contextlib.contextmanager
-    def _brought(self, number: int, changed: bool) -> Iterator[bool]:
+    def _in_host_ram(self, number: int, changed: bool) -> Iterator[bool]:
         """A sub-group's master and states in host RAM, where DeepSpeed keeps them on a drive (stage3.py, around its own
         step); whether it does."""
         if not self.stage_3 or not self.inner._swappable_optimizer_subgroup(number):
@@ -240,8 +245,8 @@ class Zero(Alone):
             self.inner._release_swap_buffers(number)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.inner.optimizer.param_groups
-        return found
+        groups: list[dict[str, Any]] = self.inner.optimizer.param_groups
+        return groups
 
 
 def _keep_misplaced_gradients(swapper: Any) -> None:
@@ -251,15 +256,15 @@ def _keep_misplaced_gradients(swapper: Any) -> None:
     page cache (O_DIRECT), which takes places at multiples of 512 bytes alone. Any other is left as it was, and no error
     comes of it (csrc/aio counts what is done, not what was read): the step is then of other gradients.
     """
-    split = swapper._adjust_for_misaligned_lengths
+    adjust = swapper._adjust_for_misaligned_lengths
 
-    def kept(tensors: list[Tensor], offsets: list[int]) -> Any:
+    def adjusted(tensors: list[Tensor], offsets: list[int]) -> Any:
         for tensor, offset in zip(tensors, offsets, strict=True):
             if offset % swapper.numel_alignment:
                 tensor.swappable = False  # type: ignore[attr-defined]  # DeepSpeed's own mark
-        return split(tensors, offsets)
+        return adjust(tensors, offsets)
 
-    swapper._adjust_for_misaligned_lengths = kept
+    swapper._adjust_for_misaligned_lengths = adjusted
 
 
 def set_up(
@@ -268,12 +273,14 @@ def set_up(
 ) -> tuple[step.Trainee, Alone]:  # fmt: skip
     """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
     device = next(model.parameters()).device  # of the computation: what trains may wait in host RAM
+    # FSDP2 replaces parameters by DTensors, so it comes before the optimizer that is made of them; DDP and DeepSpeed
+    # wrap a model whose optimizer is there. Only a block's forward is compiled: FSDP2's gathering stays around it.
     context.split_tokens(model, strategy, device)
     if strategy.sharding == "fsdp":
         shard(model, profile, job, strategy, init_device_mesh(device.type, (dist.get_world_size(),)))
     trainable = step.trainable_parameters(model)
-    for one in experts.each(model):
-        step.choose_kernels(one, profile, strategy, device)
+    for part in experts.models_of(model):
+        step.choose_kernels(part, profile, strategy, device)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
     scaler = loss_scaler(job, strategy, device)
     engine: Alone
@@ -330,16 +337,16 @@ def join_like(part: Tensor, parameter: Tensor) -> Tensor:
     return spread.full_tensor()
 
 
-def _map(value: Any, change: Any) -> Any:
+def _map_tensors(value: Any, change: Any) -> Any:
     """A nested state with every tensor, or share of one, changed."""
-    if isinstance(value, dict) and LOCAL not in value:
-        return {key: _map(inner, change) for key, inner in value.items()}
+    if isinstance(value, dict) and LOCAL not in value:  # a dict with LOCAL in it is a share
+        return {key: _map_tensors(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_map(inner, change) for inner in value]
+        return [_map_tensors(inner, change) for inner in value]
     return change(value)
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 

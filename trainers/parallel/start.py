@@ -54,15 +54,15 @@ def start(
     together = "WORLD_SIZE" in os.environ
     backend = backend_of(strategy, device)
     handlers = [InitProcessGroupKwargs(backend=backend)] if together else []
-    said: dict[str, Any] = {"kwargs_handlers": handlers}
+    settings: dict[str, Any] = {"kwargs_handlers": handlers}
     if request:
-        said |= {"log_with": request.log_with, "project_dir": request.output}
+        settings |= {"log_with": request.log_with, "project_dir": request.output}
     zero = strategy.sharding.startswith("zero")
     if zero:
-        said["deepspeed_plugin"] = _plugin(job, strategy, drive)
+        settings["deepspeed_plugin"] = _plugin(job, strategy, drive)
     else:
-        said["cpu"] = device.type == "cpu"
-    accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **said)
+        settings["cpu"] = device.type == "cpu"
+    accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **settings)
     check(accelerator, strategy, machine, backend)
     if request and request.log_with:
         config = {"model": job.model, "method": job.method, **request.settings()}
@@ -132,9 +132,9 @@ def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backen
     """Refuses a start that is another than the plan's: ranks, kind of distribution, backend."""
     from accelerate.utils import DistributedType
 
-    found, world = accelerator.num_processes, machine.world
-    if found != world:
-        fault = f"the plan is for {world} processes, and accelerate found {found}"
+    processes, world = accelerator.num_processes, machine.world
+    if processes != world:
+        fault = f"the plan is for {world} processes, and accelerate found {processes}"
         raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
     split = strategy.sharding in ("ddp", "fsdp") or world > 1
     wanted = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU} if split else {DistributedType.NO}

@@ -71,21 +71,21 @@ def scheduler(
 
     name = config["_class_name"] if config else sampler.scheduler
     kind: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
-    known = inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)
-    if not known:
+    is_scheduler = inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)
+    if not is_scheduler:
         raise VplanError(f"scheduler/ is {name!r}, which diffusers does not have", "fetch the model again")
     own = {key: value for key, value in config.items() if not key.startswith("_")} if config else sampler.settings
     shift = flow_shift(profile, shape.height, shape.width)
     return kind.from_config(shifted(own, inspect.signature(kind).parameters, shift))
 
 
-def guider(sampler: FamilyPipeline, job: Job, asked: SampleInputs) -> dict[str, Any]:
+def guider(sampler: FamilyPipeline, job: Job, inputs: SampleInputs) -> dict[str, Any]:
     """Guidance where it is a part of the pipeline."""
     import diffusers
 
     if sampler.scale != "guider":
         return {}
-    scale = {} if asked.guidance is None else {"guidance_scale": asked.guidance}
+    scale = {} if inputs.guidance is None else {"guidance_scale": inputs.guidance}
     return {"guider": diffusers.ClassifierFreeGuidance(**scale, enabled=job.guided)}
 
 
@@ -101,7 +101,7 @@ def pipeline(
 
     kind = getattr(diffusers, sampler.pipeline)
     parameters = inspect.signature(kind.__init__).parameters
-    needed = [name for name, each in parameters.items() if each.default is each.empty and name != "self"]
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"]
     parts["vae"].register_to_config(**{k: v for k, v in sampler.vae.items() if k not in parts["vae"].config})
     # All that a pipeline makes itself is to lie where the live models are, not where its first part waits.
     own: dict[str, Any] = {"_execution_device": property(lambda _: device)}
@@ -109,34 +109,34 @@ def pipeline(
         whole_batch = embeds[None].to(device)
         own["encode_image"] = lambda *_: whole_batch
     here = type(kind.__name__, (kind,), own)
-    whole = here(**{**dict.fromkeys(needed), **models, **parts, **sampler.init})
-    whole.set_progress_bar_config(disable=True)
-    return whole
+    built = here(**{**dict.fromkeys(needed), **models, **parts, **sampler.init})
+    built.set_progress_bar_config(disable=True)
+    return built
 
 
 def arguments(
-    kind: Family, sampler: FamilyPipeline, job: Job, asked: SampleInputs, shape: ValidationShape
+    kind: Family, sampler: FamilyPipeline, job: Job, inputs: SampleInputs, shape: ValidationShape
 ) -> dict[str, Any]:
     """What the pipeline is called with; more than it may take."""
-    assert asked.prompt is not None
-    prompt, empty = asked.prompt, asked.empty if asked.empty is not None else asked.prompt
-    said: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
-    said |= {"height": shape.height, "width": shape.width, "num_frames": shape.frames, "output_type": "np"}
+    assert inputs.prompt is not None
+    prompt, empty = inputs.prompt, inputs.empty if inputs.empty is not None else inputs.prompt
+    call: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
+    call |= {"height": shape.height, "width": shape.width, "num_frames": shape.frames, "output_type": "np"}
     for name, argument in sampler.prompt.items():
-        said[argument] = [prompt[name]] if sampler.listed else prompt[name][None]
+        call[argument] = [prompt[name]] if sampler.listed else prompt[name][None]
         if sampler.negative and job.guided:
-            said[f"negative_{argument}"] = [empty[name]] if sampler.listed else empty[name][None]
-    if asked.guidance is not None:
-        said[sampler.scale] = asked.guidance
+            call[f"negative_{argument}"] = [empty[name]] if sampler.listed else empty[name][None]
+    if inputs.guidance is not None:
+        call[sampler.scale] = inputs.guidance
     if sampler.negative and not job.guided:
-        said[sampler.scale] = sampler.unguided
+        call[sampler.scale] = sampler.unguided
     if sampler.image or sampler.clip:
         blank = [Image.new("RGB", (shape.width, shape.height))] * (shape.frames if sampler.clip else 1)
-        given = asked.frames or blank
-        said |= kind.sampled_image(given if sampler.clip else given[0], shape.height, shape.width, shape.frames)
-    if asked.steps is not None:
-        said["num_inference_steps"] = asked.steps
-    return {**said, "generator": torch.Generator().manual_seed(asked.seed)}
+        images = inputs.frames or blank
+        call |= kind.sampled_image(images if sampler.clip else images[0], shape.height, shape.width, shape.frames)
+    if inputs.steps is not None:
+        call["num_inference_steps"] = inputs.steps
+    return {**call, "generator": torch.Generator().manual_seed(inputs.seed)}
 
 
 def random_prompt(kind: Family, job: Job, strategy: Strategy) -> dict[str, Tensor]:
@@ -145,17 +145,17 @@ def random_prompt(kind: Family, job: Job, strategy: Strategy) -> dict[str, Tenso
     return {name: tensor if name in kind.shared else tensor[0] for name, tensor in batch.items()}
 
 
-def accepted(whole: Any, said: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(whole: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     """Those arguments that a pipeline has, its tensors where it works."""
-    known = inspect.signature(type(whole).__call__).parameters
+    parameters = inspect.signature(type(whole).__call__).parameters
     place = whole._execution_device
 
-    def there(value: Any) -> Any:
+    def moved(value: Any) -> Any:
         if isinstance(value, list):  # of prompts (Z-Image), or of images
-            return [there(each) for each in value]
+            return [moved(item) for item in value]
         return value.to(place) if isinstance(value, Tensor) else value
 
-    return {name: there(value) for name, value in said.items() if name in known}
+    return {name: moved(value) for name, value in call.items() if name in parameters}
 
 
 def numbers(made: Any) -> numpy.ndarray[Any, Any]:
@@ -163,5 +163,5 @@ def numbers(made: Any) -> numpy.ndarray[Any, Any]:
     import numpy
 
     frames = made.frames if hasattr(made, "frames") else made.images
-    found = numpy.asarray(frames)
-    return found[0] if found.ndim == 5 else found
+    stacked = numpy.asarray(frames)
+    return stacked[0] if stacked.ndim == 5 else stacked

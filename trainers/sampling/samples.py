@@ -55,7 +55,7 @@ SCHEDULER = "scheduler/scheduler_config.json"
 
 
 class PreparedSample(NamedTuple):
-    """One sample to be made, as preparing left it: files of the cache."""
+    """One sample to be made, as `prepare` left it: paths of files in the cache."""
 
     name: str
     """the prompt, or where it is from"""
@@ -65,38 +65,39 @@ class PreparedSample(NamedTuple):
     image: str | None = None
     """first frame of a clip"""
     clip: str | None = None
-    """what caching left of that clip"""
+    """latents and the like that were cached of that clip"""
 
 
 # ---- before training
 
 
-def prepare(wanted: Preparation, setting: Setting, dataset: Dataset | None) -> None:
+def prepare(request: Preparation, setting: Setting, dataset: Dataset | None) -> None:
     """Encodes the prompts of a run and lists its samples; of clips that begin with an image also their first frames.
 
     Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.
     """
     pipelines.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
-    assert wanted.validation is not None
+    assert request.validation is not None
     work = CacheBuild(setting)
     own = [] if dataset is None else [dataset.samples[0].clip.caption]
-    captions = list(wanted.prompts) or own
+    captions = list(request.prompts) or own
     keys = {work.text_key(caption): caption for caption in ("", *captions)}
     work.encode("prompts", work.text_turns, keys)
     texts = [(caption, work.store.path(work.text_key(caption))) for caption in captions]
     if not texts:
-        texts = [("the first sample's caption", read_entries(Path(wanted.entries))[0].text)]
+        texts = [("the first sample's caption", read_entries(Path(request.entries))[0].text)]
     empty = str(work.store.path(work.text_key("")))
-    wishes = [
+    prepared = [
         PreparedSample(name, str(text), empty, *_first_frame(work, dataset, number))
         for number, (name, text) in enumerate(texts)
     ]
-    told = {"about": about(wanted), "samples": [wish._asdict() for wish in wishes]}
-    write_json(Path(wanted.validation), told)
+    listing = {"about": about(request), "samples": [sample._asdict() for sample in prepared]}
+    write_json(Path(request.validation), listing)
 
 
 def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
-    """Image and cached clip that a sample begins with: those of a clip of the data; None where it begins with none."""
+    """Paths of the image and of the cached clip that sample ``number`` begins with: clips of the data take turns; None
+    twice for a family whose samples begin with none."""
     profile, job = work.setting.profile, work.setting.job
     sampler = pipelines.sampler_of(work.family.for_job(job), profile)
     if not (sampler.image or sampler.clip):
@@ -104,19 +105,21 @@ def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tupl
     if dataset is None:
         fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
         raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
-    taken = dataset.samples[number % len(dataset.samples)]
+    clip_sample = dataset.samples[number % len(dataset.samples)]
     shape = pipelines.shape_of(job)
-    beside = work.beside(taken)
-    source, indices = beside.get("control", beside.get("reference", taken.clip.path)), taken.indices[:1]
-    if "reference" in beside:
+    companions = work.beside(clip_sample)
+    source = companions.get("control", companions.get("reference", clip_sample.clip.path))
+    indices = clip_sample.indices[:1]
+    if "reference" in companions:
         indices = (0,)
     elif sampler.clip:
-        indices = taken.indices[: shape.frames]
+        indices = clip_sample.indices[: shape.frames]
         if len(indices) < shape.frames:
-            fault = f"samples of {shape.frames} frames need a control video as long, and {taken.clip.name} is shorter"
+            name = clip_sample.clip.name
+            fault = f"samples of {shape.frames} frames need a control video as long, and {name} is shorter"
             raise VplanError(fault, f"write a validation shape of {len(indices)} frames at most")
     frames = clips.frames(source, indices, shape.height, shape.width)
-    key = work.clip_keys(Dataset((taken,), (), ()))[0]
+    key = work.clip_keys(Dataset((clip_sample,), (), ()))[0]
     path = work.store.folder / f"given-{shape.frames}x{shape.height}x{shape.width}-{key[:16]}.png"
     write_image(numpy.concatenate(frames), path)
     return str(path), str(work.store.path(key))
@@ -130,26 +133,29 @@ class Samples:
 
     def __init__(self, request: RunRequest, profile: ModelProfile, device: torch.device, rank: int) -> None:
         assert request.validation is not None
-        self.request, self.wanted, self.profile, self.device, self.rank = (
+        self.request, self.validation, self.profile, self.device, self.rank = (
             request, request.validation, profile, device, rank,
         )  # fmt: skip
         self.folder = Path(request.output) / SAMPLES
-        self.wishes = [PreparedSample(**one) for one in read_json(Path(self.wanted.prompts))["samples"]]
+        self.prepared = [PreparedSample(**one) for one in read_json(Path(self.validation.prompts))["samples"]]
 
     def due(self, done: int) -> bool:
-        """Whether samples are made behind so many steps: every so many, and at the end."""
-        every = self.wanted.every
+        """Whether samples are made after ``done`` optimizer steps: every so many, and at the end."""
+        every = self.validation.every
         return done == self.request.steps or bool(every and done and done % every == 0)
 
     def missing(self, done: int) -> bool:
         """Whether they are due and not there; a run that was killed while it made them makes them again. The first
         rank looks for all: others may see a file of a shared folder later. All ranks call it together."""
-        return self.due(done) and self._agree(
-            f"missing behind step {done}", self.rank == 0 and not self._path(done, len(self.wishes) - 1).is_file()
+        return self.due(done) and self._any_rank(
+            f"missing behind step {done}", self.rank == 0 and not self._path(done, len(self.prepared) - 1).is_file()
         )
 
     def make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Makes them behind an optimizer step, when gradients are freed. All ranks call it together."""
+        """Makes the samples after ``done`` optimizer steps, when gradients are freed; ``tell`` gets lines of metrics.
+
+        All ranks call it together. A sample that cannot be made is a note in the last line, and ends nothing.
+        """
         if self.rank == 0 or engine.gathers:
             began = time.perf_counter()
             made, note = self._make(engine, done, tell)
@@ -163,13 +169,13 @@ class Samples:
         it: that ends the run, like an error in a step. Before that they agree, and behind it the first one is alone.
         """
         made: list[str] = []
-        for number, wish in enumerate(self.wishes):
+        for number, sample in enumerate(self.prepared):
             turn = _Turn(self, engine, _turn_name(number, done)) if engine.gathers else None
             try:
-                tell({"step": done, "validating": number + 1, "of": len(self.wishes)})
+                tell({"step": done, "validating": number + 1, "of": len(self.prepared)})
                 frames = validate.sample(
                     engine.plain, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
-                    self._asked(wish, number), *((turn.phase, turn.split) if turn else ()),
+                    self._inputs(sample, number), *((turn.phase, turn.split) if turn else ()),
                 )  # fmt: skip
                 if self.rank == 0:
                     path = self._path(done, number)
@@ -177,19 +183,19 @@ class Samples:
                     write(frames, path, float(model_fps(self.profile) or 1))
                     made.append(path.name)
             except (*FAILURES, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # the last is no RuntimeError
-                if turn and turn.together:
+                if turn and turn.together:  # the others wait in a gather for weights that this rank would not send
                     raise
                 if turn:
-                    turn.give_up(_turn_name(number + 1, done) if number + 1 < len(self.wishes) else None)
-                return made, _why(error)
+                    turn.give_up(_turn_name(number + 1, done) if number + 1 < len(self.prepared) else None)
+                return made, _reason(error)
         return made, None
 
     def _path(self, done: int, number: int) -> Path:
         kind = "mp4" if pipelines.shape_of(self.request.plan.job).frames > 1 else "png"
         return self.folder / f"step-{done:08d}-{number}.{kind}"
 
-    def _asked(self, wish: PreparedSample, number: int) -> pipelines.SampleInputs:
-        """What a sample is made of, read when it is made."""
+    def _inputs(self, sample: PreparedSample, number: int) -> pipelines.SampleInputs:
+        """What a sample is made of, read from the cache and the model's folder when it is made."""
         root = parts.locate(self.request.weights, ["vae", "scheduler"])
         vae = self.profile.vae.class_name
         parts.check(root, "vae", vae)
@@ -198,19 +204,19 @@ class Samples:
         embeds = pipelines.sampler_of(kind, self.profile).embeds
         dtype = DTYPES[self.request.plan.strategy.vae_dtype]
         return pipelines.SampleInputs(
-            prompt=load_file(wish.text),
-            empty=load_file(wish.empty),
-            frames=self._given(wish.image) if wish.image else None,
-            embeds=load_file(wish.clip)[embeds] if wish.clip and embeds else None,
+            prompt=load_file(sample.text),
+            empty=load_file(sample.empty),
+            frames=self._frames_of(sample.image) if sample.image else None,
+            embeds=load_file(sample.clip)[embeds] if sample.clip and embeds else None,
             vae=lambda: parts.load(root, "vae", vae, dtype),
             scheduler=config,
-            steps=self.wanted.steps,
-            guidance=self.wanted.guidance,
-            seed=self.wanted.seed + number,
+            steps=self.validation.steps,
+            guidance=self.validation.guidance,
+            seed=self.validation.seed + number,
         )
 
-    def _given(self, path: str) -> list[Image.Image]:
-        """The frames of a picture that has them below each other."""
+    def _frames_of(self, path: str) -> list[Image.Image]:
+        """The frames of a picture that `_first_frame` wrote, where they lie below each other."""
         height = pipelines.shape_of(self.request.plan.job).height
         with Image.open(path) as image:
             whole = image.convert("RGB")
@@ -218,15 +224,18 @@ class Samples:
 
     def _wait(self, done: int) -> None:
         """Ranks wait for the first one."""
-        self._agree(f"sampled behind step {done}", False)
+        self._any_rank(f"sampled behind step {done}", False)
 
-    def _agree(self, about: str, said: bool) -> bool:
-        """Whether any rank says so. However long it takes: a collective would give up within minutes."""
+    def _any_rank(self, question: str, vote: bool) -> bool:
+        """Whether any rank votes yes on a question, which all ranks ask once.
+
+        Through the store, however long it takes: a collective would give up within minutes.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return said
+            return vote
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{about}/{self.rank}", str(int(said)))
-        keys = [f"{about}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(f"{question}/{self.rank}", str(int(vote)))
+        keys = [f"{question}/{rank}" for rank in range(dist.get_world_size())]
         store.wait(keys, timedelta(days=30))
         return b"1" in [store.get(key) for key in keys]
 
@@ -243,16 +252,16 @@ class _Turn:
     def begin(self) -> None:
         """Before the first call of the model."""
         self.begun = True
-        self.ended = self.samples._agree(self.name, False)
+        self.ended = self.samples._any_rank(self.name, False)
         if self.ended:
             raise RuntimeError("another rank could not go on")
         self.together = True
 
     def give_up(self, following: str | None) -> None:
         """This rank makes no more samples: it says so where the others ask next, if they do."""
-        about = following if self.begun else self.name
-        if about and not self.ended:
-            self.samples._agree(about, True)
+        question = following if self.begun else self.name
+        if question and not self.ended:
+            self.samples._any_rank(question, True)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -265,12 +274,12 @@ def _turn_name(number: int, done: int) -> str:
     return f"sample {number} behind step {done}"
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """A failure in one line."""
     short = {"oom": "the GPU ran out of memory", "host-oom": "the host ran out of memory"}
-    said = short.get(out_of_memory(error) or "")
+    memory = short.get(out_of_memory(error) or "")
     reason = error.message if isinstance(error, VplanError) else f"{type(error).__name__}: {error}"
-    return said or " ".join(reason.split())[:300]
+    return memory or " ".join(reason.split())[:300]
 
 
 # ---- files
@@ -287,29 +296,29 @@ def write(frames: numpy.ndarray[Any, Any], path: Path, fps: float) -> None:
 
 def write_image(pixels: clips.Pixels, path: Path) -> None:
     """A picture (H, W, 3), whole or not at all."""
-    aside = _aside(path)
-    Image.fromarray(pixels).save(aside)
-    _finish(aside, path)
+    partial = _partial_path(path)
+    Image.fromarray(pixels).save(partial)
+    _finish(partial, path)
 
 
 def write_video(pixels: clips.Pixels, path: Path, fps: float) -> None:
     """A clip (F, H, W, 3), whole or not at all."""
-    aside = _aside(path)
+    partial = _partial_path(path)
     codec = next(name for name in CODECS if name in av.codecs_available)
-    with av.open(str(aside), "w") as container:
+    with av.open(str(partial), "w") as container:
         stream = container.add_stream(codec, rate=round(fps))
         assert isinstance(stream, av.VideoStream)
         stream.height, stream.width, stream.pix_fmt = pixels.shape[1], pixels.shape[2], "yuv420p"
         for picture in pixels:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(numpy.ascontiguousarray(picture), format="rgb24")))
         container.mux(stream.encode())
-    _finish(aside, path)
+    _finish(partial, path)
 
 
-def _aside(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     return path.with_name(f".partial-{path.name}")
 
 
-def _finish(aside: Path, path: Path) -> None:
-    checkpoints.sync(aside)
-    os.replace(aside, path)
+def _finish(partial: Path, path: Path) -> None:
+    checkpoints.sync(partial)
+    os.replace(partial, path)

@@ -53,37 +53,37 @@ def sample(
     job: Job,
     strategy: Strategy,
     device: torch.device,
-    asked: SampleInputs | None = None,
+    inputs: SampleInputs | None = None,
     phase: Phase = contextlib.nullcontext,
     split: Split | None = None,
 ) -> numpy.ndarray[Any, Any]:
     """One sample of the job's validation shape, as numbers in 0..1: (F, H, W, 3), one frame of an image.
 
-    ``sample(model, profile, job, strategy, device, Asked(steps=2), meter.phase)`` needs neither data nor weights: the
-    prompt is random and so is the VAE. Gradients must be freed before. Raises a VplanError where the family has no
-    pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case. Of a ``split``
-    model only the first rank has the sample: the others' is empty.
+    ``sample(model, profile, job, strategy, device, SampleInputs(steps=2), meter.phase)`` needs neither data nor
+    weights: the prompt is random and so is the VAE. Gradients must be freed before. Raises a VplanError where the
+    family has no pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case. Of a
+    ``split`` model only the first rank has the sample: the others' is empty.
     """
-    asked = asked or SampleInputs()
+    inputs = inputs or SampleInputs()
     kind, shape = family(profile).for_job(job), pipelines.shape_of(job)
     sampler = pipelines.sampler_of(kind, profile)
     models = _models(model, profile, strategy, device)
-    vae = asked.vae() if asked.vae else random_vae(profile, strategy)
+    vae = inputs.vae() if inputs.vae else random_vae(profile, strategy)
     leaves = strategy.validation_mode == "offload" and strategy.group_offload == "none"
-    away = _Away(model, profile, strategy, device) if leaves else None
-    parts = {"vae": vae, "scheduler": pipelines.scheduler(profile, sampler, shape, asked.scheduler)}
-    parts |= pipelines.guider(sampler, job, asked)
+    away = _WeightsAway(model, profile, strategy, device) if leaves else None
+    parts = {"vae": vae, "scheduler": pipelines.scheduler(profile, sampler, shape, inputs.scheduler)}
+    parts |= pipelines.guider(sampler, job, inputs)
     parts |= {"boundary_ratio": profile.training.boundary} if len(models) > 1 else {}
     with _set_aside(model, strategy, device), _Turns(models, with_settings(vae, strategy), phase, away, split):
-        prompt = asked.prompt if asked.prompt is not None else pipelines.random_prompt(kind, job, strategy)
-        embeds = asked.embeds if asked.embeds is not None or not sampler.embeds else prompt[sampler.embeds]
-        whole = pipelines.pipeline(sampler, models, device, parts, embeds)
-        said = pipelines.arguments(kind, sampler, job, replace(asked, prompt=prompt), shape)
+        prompt = inputs.prompt if inputs.prompt is not None else pipelines.random_prompt(kind, job, strategy)
+        embeds = inputs.embeds if inputs.embeds is not None or not sampler.embeds else prompt[sampler.embeds]
+        pipeline = pipelines.pipeline(sampler, models, device, parts, embeds)
+        call = pipelines.arguments(kind, sampler, job, replace(inputs, prompt=prompt), shape)
         if split and not split.decodes:
-            whole(**pipelines.accepted(whole, {**said, "output_type": "latent"}))
+            pipeline(**pipelines.accepted(pipeline, {**call, "output_type": "latent"}))
             split.release()
             return _nothing()
-        return pipelines.numbers(whole(**pipelines.accepted(whole, said)))[: shape.frames]
+        return pipelines.numbers(pipeline(**pipelines.accepted(pipeline, call)))[: shape.frames]
 
 
 def random_vae(profile: ModelProfile, strategy: Strategy) -> nn.Module:
@@ -145,24 +145,24 @@ class _Turns(contextlib.ExitStack):
     """Who is on the device: the model while it denoises, the VAE while it encodes an image or decodes."""
 
     def __init__(
-        self, models: dict[str, _Live], vae: nn.Module, phase: Phase, away: _Away | None, split: Split | None
+        self, models: dict[str, _Live], vae: nn.Module, phase: Phase, away: _WeightsAway | None, split: Split | None
     ) -> None:
         super().__init__()
         self.vae, self.phase, self.away, self.split = vae, phase, away, split
         self._is_here, self._running = False, ""
         for live in models.values():
             live.before, self.device = self.denoise, live.device
-        for name, then in (("encode", self.bring), ("decode", self.decode)):
-            setattr(vae, name, functools.partial(self._called, getattr(vae, name), then))
+        for name, prepare in (("encode", self.bring), ("decode", self.decode)):
+            setattr(vae, name, functools.partial(self._called, getattr(vae, name), prepare))
         # Where diffusers' pipelines put what the VAE is given (utils/torch_utils.py, get_module_execution_device).
         vae._hf_hook = _Where(self.device)  # type: ignore[assignment]  # neither tensor nor module
 
     def _called(
-        self, method: Callable[..., Any], then: Callable[[], None], given: Tensor, *rest: Any, **more: Any
+        self, method: Callable[..., Any], prepare: Callable[[], None], tensor: Tensor, *rest: Any, **more: Any
     ) -> Any:
-        then()
+        prepare()
         dtype: torch.dtype = self.vae.dtype  # type: ignore[assignment]  # diffusers' own property
-        return method(given.to(self.device, dtype), *rest, **more)
+        return method(tensor.to(self.device, dtype), *rest, **more)
 
     def denoise(self) -> None:
         """Before each call of the model."""
@@ -214,7 +214,7 @@ class _Where:
         self.execution_device = device
 
 
-class _Away:
+class _WeightsAway:
     """Sends a model's weights to host RAM and brings them back. Gone are those that lie on the device as a whole, of
     two experts those of the one that ran last."""
 
@@ -226,7 +226,7 @@ class _Away:
         """Frees the device."""
         model = self.model.part(self.model.running) if isinstance(self.model, experts.Experts) else self.model
         waiting = swap.on_host(swap.swapped_blocks(model, self.profile, self.strategy))
-        self.gone = [each for name, each in model.named_parameters() if name not in waiting]
+        self.gone = [weight for name, weight in model.named_parameters() if name not in waiting]
         for weight in self.gone:
             weight.data = weight.data.to("cpu")
         _empty_cache(self.device)

@@ -70,10 +70,11 @@ class Experts(nn.Module):
         if which == self.running:
             return
         if self.waiting:
+            # Only frozen weights change places; what trains of either stays on the device.
             for out, back in zip(self._moving(self.running), self._moving(which), strict=True):
                 exchange(out, back)
         if self.swaps:
-            self.swaps[self.running].let_go()
+            self.swaps[self.running].release_ring()  # both pass through one ring
         self.running = which
 
     def _moving(self, which: str) -> Iterator[Place]:
@@ -95,26 +96,28 @@ def exchange(one: Place, other: Place) -> None:
 
 
 def to_host(moving: list[Place], device: torch.device) -> list[torch.Tensor]:
-    """Moves tensors into pieces of host RAM, pinned where there is a GPU; one piece after another, so that no more than
-    one is there twice."""
+    """Moves tensors into pieces of host RAM of at most `PIECE` bytes, pinned where there is a GPU; returns the pieces.
+
+    One piece after another, so that no more than one is there twice.
+    """
     pieces: list[list[Place]] = [[]]
     for place in moving:
-        if sum(map(_taken, pieces[-1])) + _taken(place) > PIECE:
+        if sum(map(_aligned_bytes, pieces[-1])) + _aligned_bytes(place) > PIECE:
             pieces.append([])
         pieces[-1].append(place)
-    made = []
+    buffers = []
     for piece in filter(None, pieces):
-        made.append(host_bytes(sum(map(_taken, piece)), pinned=device.type == "cuda"))
+        buffers.append(host_bytes(sum(map(_aligned_bytes, piece)), pinned=device.type == "cuda"))
         start = 0
         for place in piece:
             tensor = place.tensor.detach()
-            kept = made[-1][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += _taken(place)
+            kept = buffers[-1][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += _aligned_bytes(place)
             place.put(kept.copy_(tensor))
-    return made
+    return buffers
 
 
-def _taken(place: Place) -> int:
+def _aligned_bytes(place: Place) -> int:
     return -(-place.tensor.nbytes // swap.ALIGNMENT) * swap.ALIGNMENT
 
 
@@ -126,18 +129,18 @@ def pair(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.devi
     """Both experts, each built as one of them is. They share what checkpoints in host RAM take, for one runs at a
     time."""
     inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
-    found = []
+    models = []
     for which in PARTS:
         model = step.build_model(profile, job, strategy, inputs=inputs)
         names = swap.on_host(swap.swapped_blocks(model, profile, strategy))
         if waits and which == "low":
-            names = frozenset(name for name, each in model.named_parameters() if not each.requires_grad)
+            names = frozenset(name for name, weight in model.named_parameters() if not weight.requires_grad)
         fill(which, model, names)
-        found.append(model)
-    made = Experts(*found)
+        models.append(model)
+    both = Experts(*models)
     if waits:
-        made.send_idle(profile, strategy, device)
-    return made
+        both.send_idle(profile, strategy, device)
+    return both
 
 
 def from_folder(
@@ -155,11 +158,12 @@ def from_folder(
 
 
 def chosen(profile: ModelProfile, seed: int, number: int, micro: int) -> str:
-    """The expert that a micro-batch of a step trains."""
+    """The expert (``high`` or ``low``) that a micro-batch of a step trains: the same on every rank, and in a run that
+    is taken up."""
     drawn = sample_seed(seed, "expert", number, micro) / 2**63
     return "high" if drawn < high_share(profile.training) else "low"
 
 
-def each(model: nn.Module) -> list[nn.Module]:
-    """The models in a model: both experts, or itself."""
+def models_of(model: nn.Module) -> list[nn.Module]:
+    """Both experts of a pair, high noise first; of any other model itself alone."""
     return [model.transformer, model.transformer_2] if isinstance(model, Experts) else [model]

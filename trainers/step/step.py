@@ -35,12 +35,15 @@ MAX_GRAD_NORM = 1.0
 
 
 Batch = dict[str, torch.Tensor]
-"""What `Family.batch` makes; in training also each sample's seed (`draws.SEEDS`), last."""
+"""Tensors by name, samples along their first dimension, as `Family.batch` makes them; in training also each sample's
+seed (`random_draws.SEEDS`), last."""
 
 
 class Engine:
-    """How backward and step run: here as in a process that trains alone. `trainers.parallel.parallel` has the
-    others."""
+    """How backward and the optimizer step run: here as in a process that trains alone.
+
+    `trainers.parallel.parallel` has those of DDP, DeepSpeed and FSDP2.
+    """
 
     def __init__(self, scaler: LossScaler | None = None) -> None:
         self.scaler = scaler
@@ -50,7 +53,10 @@ class Engine:
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradients of a loss to what is there."""
+        """Adds the gradients of a loss to those that are there, scaled up where fp16 needs it.
+
+        ``loss``: a scalar, already divided by the number of micro-batches.
+        """
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, trainee: Trainee) -> None:
@@ -59,6 +65,8 @@ class Engine:
         assert optimizer is not None
         if isinstance(optimizer, SteppedInBackward):
             return
+        # Unscale before clipping, clip before the step: the norm must be that of the true gradients (torch.amp's recipe
+        # for gradient clipping). With states in host RAM the gradients are fetched there first, and clipped there.
         on_host = optimizer if isinstance(optimizer, OnHost) else None
         stepped = list(trainee.trainable.values()) if on_host is None else on_host.take_gradients()
         if self.scaler is not None:
@@ -68,12 +76,12 @@ class Engine:
             self.scaler.step_unless_infinite(optimizer)
         else:
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)  # frees them: samples and checkpoints come before the next backward
 
 
 @dataclass
 class Trainee:
-    """A model, its trainable parameters by name, and their optimizer (none when only sampling)."""
+    """What is trained: a model, its trainable parameters by full name, their optimizer (none when only sampling)."""
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
@@ -101,6 +109,7 @@ def build_model(
     with no_init_weights(), init_empty_weights():
         model: nn.Module = model_class.from_config(config or profile.config)
     weights = strategy.weights(job.method)
+    # Dtypes and quantised layers come before the adapter: peft picks its kind of LoRA layer by the layer it wraps.
     cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])
     model.requires_grad_(False)
     if weights in QUANTISED:
@@ -121,10 +130,10 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     Tables that are not saved are computed when the model is made, some in fp64; they are kept in fp32. diffusers
     keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
     """
-    keep = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    fp32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        kept = keep.intersection(name.split("."))
-        parameter.data = parameter.data.to(torch.float32 if kept else dtype)
+        in_fp32 = fp32_modules.intersection(name.split("."))
+        parameter.data = parameter.data.to(torch.float32 if in_fp32 else dtype)
     for module in model.modules():
         for name, table in module._buffers.items():
             if table is None or not table.is_floating_point():
@@ -151,7 +160,7 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
         init_lora_weights="gaussian",
     )
     with init_empty_weights(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # cannot merge, which nobody asks
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # it cannot merge; nothing here merges
         inject_adapter_in_model(adapter, model)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -162,9 +171,10 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
 def set_checkpointing(
     model: nn.Module, profile: ModelProfile, strategy: Strategy, inputs: InputsOnHost | None = None
 ) -> None:
-    """Turns on non-reentrant checkpointing of the blocks the strategy names.
+    """Turns on non-reentrant checkpointing of the blocks that ``strategy.gradient_checkpointing`` names.
 
-    ``offload`` keeps block inputs in host RAM, in ``inputs`` where others keep theirs too.
+    ``partial``: the first ``checkpointed_blocks`` in the order they run. ``offload``: all, with the inputs of blocks in
+    host RAM, in ``inputs`` where another model keeps its own there too.
     """
     mode = strategy.gradient_checkpointing
     if mode == "none":
@@ -177,7 +187,7 @@ def set_checkpointing(
 
     def start_forward(*_: Any) -> None:
         nonlocal calls
-        calls = 0
+        calls = 0  # ``partial`` is the first blocks in the order in which they are called
         if on_host is not None:
             on_host.begin()
 
@@ -194,7 +204,8 @@ def set_checkpointing(
 
 
 def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-    """What a model that will run has beyond one that is recorded: the attention asked for, and compiled blocks."""
+    """Sets what a model that will run has beyond one that is recorded: the strategy's attention kernel and compiled
+    blocks."""
     attention_kernels.ask_for(model, strategy.attention, device)
     compile_blocks(model, profile, strategy)
 
@@ -204,7 +215,7 @@ COMPILER = "inductor"
 
 
 def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> None:
-    """Compiles the forward of each repeated block where the strategy says so; never for a recording.
+    """Compiles the forward of each repeated block in place where ``strategy.compile`` is ``blocks``; never to record.
 
     Regional compilation, as diffusers' ``compile_repeated_blocks`` (PyTorch recipe "regional_compilation"): blocks that
     are alike share what is compiled. Forward alone, so that what is around a block (checkpointing, swap, FSDP2's
@@ -248,11 +259,11 @@ def materialise(
     Those named in ``on_host`` are made in host RAM instead. A quantised base is quantised on the device, one
     half-precision weight after another, and what is to wait goes from there. Parameters that are tied stay so.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    allocated: dict[nn.Parameter, nn.Parameter] = {}  # meta parameter -> its allocation: a tied one is met again
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in made:
-                module._parameters[name] = made[parameter]
+            if parameter is not None and parameter in allocated:
+                module._parameters[name] = allocated[parameter]
             elif parameter is not None and parameter.is_meta:
                 full_name = f"{prefix}.{name}" if prefix else name
                 waits, packed = full_name in on_host, quantise.is_packed(parameter)
@@ -263,8 +274,8 @@ def materialise(
                 quantise.store(module, name, weight)
                 if waits and packed:
                     quantise.to_host(module._parameters[name])
-                made[parameter] = module._parameters[name]
-                del weight
+                allocated[parameter] = module._parameters[name]
+                del weight  # or the half-precision one would still be there beside the next
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device, copy=True)
@@ -296,12 +307,17 @@ def compute_dtype(strategy: Strategy) -> torch.dtype:
 
 
 def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> torch.Tensor:
-    """The loss (scalar) of one batch, with its graph."""
+    """The loss of one batch: a scalar with its graph, before any scaling.
+
+    Noise and noise levels are drawn from the seeds in the batch, so that a sample draws the same on any number of ranks
+    and in any micro-batch.
+    """
     device = next(iter(batch.values())).device
     with random_draws.from_seeds(batch.get(random_draws.SEEDS), device):
         inputs, target = family.inputs_and_target(batch)
     with autocast(strategy, device):
         outputs = trainee.model(**inputs, return_dict=False)
+    # Outside autocast: accelerate wraps the model's forward alone.
     return family.loss(family.prediction(outputs), target, inputs)
 
 
@@ -339,6 +355,6 @@ def gradients(trainee: Trainee, family: Family, batches: Iterable[Batch], strate
             loss = forward(trainee, family, batch, strategy)
             trainee.engine.backward(loss if count == 1 else loss / count)
         losses.append(loss.detach())
-        del loss
+        del loss  # and its graph with it, before the next micro-batch runs
     assert number == count, f"{number} micro-batches for a step of {count}"
     return losses[0] if count == 1 else torch.stack(losses).mean()

@@ -43,15 +43,15 @@ def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
     part = profile.traits.part
     if profile.experts == 2 and job.experts == "low":
         part = f"{part}_2"
-    for found in (root / part, root):
-        if (found / "config.json").is_file():
-            return found
+    for folder in (root / part, root):
+        if (folder / "config.json").is_file():
+            return folder
     fault = f"{quoted(str(root))} holds neither config.json nor {part}/config.json"
     raise VplanError(fault, "name a folder that diffusers' save_pretrained wrote")
 
 
 class Weights:
-    """The tensors of some safetensors files, by name; opened once, read as they are asked for."""
+    """The tensors of some safetensors files, by name; the files are opened once, a tensor is read when it is needed."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder
@@ -60,11 +60,11 @@ class Weights:
         self._where = {key: file for file in files for key in file.keys()}  # noqa: SIM118  # no mapping
 
     def under(self, prefix: str) -> Weights:
-        """Those whose names begin so, without that."""
-        found = copy.copy(self)
-        found.prefix = prefix
-        found._where = {key.removeprefix(prefix): file for key, file in self._where.items() if key.startswith(prefix)}
-        return found
+        """The tensors whose names begin with ``prefix``, by the rest of their names."""
+        weights = copy.copy(self)
+        weights.prefix = prefix
+        weights._where = {key.removeprefix(prefix): file for key, file in self._where.items() if key.startswith(prefix)}
+        return weights
 
     @property
     def names(self) -> frozenset[str]:
@@ -73,12 +73,13 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, name: str, weight: Tensor) -> None:
-        """Copies the tensor of a name into a weight of the same shape, whatever its dtype."""
-        found = self._where[name].get_tensor(self.prefix + name)
-        if found.shape != weight.shape:
-            shapes = f"{tuple(found.shape)}, and the model takes {tuple(weight.shape)}"
+        """Copies the tensor of a name into a weight of the same shape, whatever its dtype; a VplanError for another
+        shape."""
+        tensor = self._where[name].get_tensor(self.prefix + name)
+        if tensor.shape != weight.shape:
+            shapes = f"{tuple(tensor.shape)}, and the model takes {tuple(weight.shape)}"
             raise VplanError(f"{name} in {self.folder} has the shape {shapes}", "name the weights of the plan's model")
-        weight.copy_(found)
+        weight.copy_(tensor)
 
 
 def published(folder: Path, profile: ModelProfile) -> Weights:
@@ -145,30 +146,30 @@ def _published(name: str) -> str:
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Tables that are part of the published weights, by name."""
-    found = {}
+    tables = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[_published(f"{prefix}.{name}" if prefix else name)] = buffer
-    return found
+                tables[_published(f"{prefix}.{name}" if prefix else name)] = buffer
+    return tables
 
 
 def _check_names(model: nn.Module, weights: Weights, wanted: set[str]) -> None:
-    there = weights.names
+    in_files = weights.names
     tied = {_published(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    strange = {name for name in there - wanted - tied if not any(re.search(pattern, name) for pattern in ignored)}
+    strange = {name for name in in_files - wanted - tied if not any(re.search(pattern, name) for pattern in ignored)}
     fix = "name the weights of the plan's model, or download them again"
-    if missing := wanted - there:
+    if missing := wanted - in_files:
         raise VplanError(f"{weights.folder} lacks {_some(missing)}", fix)
     if strange:
         raise VplanError(f"{weights.folder} also has {_some(strange)}, which the model lacks", fix)
 
 
 def _some(names: Iterable[str]) -> str:
-    found = sorted(names)
-    rest = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return ", ".join(found[:NAMED]) + rest
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - NAMED} more" if len(ordered) > NAMED else ""
+    return ", ".join(ordered[:NAMED]) + rest
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -205,16 +206,16 @@ def _check_architecture(folder: Path, profile: ModelProfile) -> None:
     """The folder must be of the class and config that the plan was estimated for."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found_class = config.get("_class_name")
+        class_name = config.get("_class_name")
     except (OSError, ValueError, AttributeError):
         raise VplanError(f"{folder / 'config.json'} is damaged", "download the model again") from None
-    if found_class != profile.diffusers_class:
-        fault = f"{folder} holds a {quoted(found_class)}, and {profile.name} is a {profile.diffusers_class}"
+    if class_name != profile.diffusers_class:
+        fault = f"{folder} holds a {quoted(class_name)}, and {profile.name} is a {profile.diffusers_class}"
         raise VplanError(fault, "name the folder of the plan's model")
     for key, planned in profile.config.items():
-        found = config.get(key, planned)
-        if not _same(found, planned):
-            fault = f"{folder} has {key} = {quoted(found)}, and {profile.name} has {quoted(planned)}"
+        value = config.get(key, planned)
+        if not _same(value, planned):
+            fault = f"{folder} has {key} = {quoted(value)}, and {profile.name} has {quoted(planned)}"
             raise VplanError(fault, f"record it and plan for it: vplan record {quoted(str(folder))}")
 
 

@@ -58,7 +58,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         opening = f"import json, os, sys, time; from pathlib import Path; sys.path.insert(0, {vplan.HOME!r})\n"
         opening += "from planner.worker_process import write_json; folder = Path(sys.argv[-1])\n"
         opening += "def tell(**facts): write_json(folder / 'result-00000.json', facts)\n"
-        monkeypatch.setattr(launch, "command", lambda *_: vplan.command(str(_[1])))
+        monkeypatch.setattr(launch, "command", lambda *arguments: probing.vplan_command(str(arguments[1])))
         monkeypatch.setattr(probing, "vplan_command", lambda *words: [sys.executable, "-c", opening + source, *words])
 
     return set_source

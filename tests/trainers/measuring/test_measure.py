@@ -19,7 +19,7 @@ from planner.spec.plan import Plan  # noqa: E402
 from trainers.measuring import measure  # noqa: E402
 from trainers.measuring.counters import Meter  # noqa: E402
 from trainers.measuring.measure import requested_bytes  # noqa: E402
-from trainers.measuring.phases import Wanted  # noqa: E402
+from trainers.measuring.phases import ProbeRequest  # noqa: E402
 from trainers.memory.out_of_memory import out_of_memory  # noqa: E402
 from trainers.step.random_weights import randomise  # noqa: E402
 
@@ -73,7 +73,7 @@ def capped(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
-    meter: Any = Meter(torch.device("cuda", 0), Watched(), SimpleNamespace(told={}, tell=None))  # type: ignore[arg-type]
+    meter: Any = Meter(torch.device("cuda", 0), Watched(), SimpleNamespace(facts={}, tell=None))  # type: ignore[arg-type]
     machine = Machine(gpu=planned, reserve=reserve)
     wanted: Any = SimpleNamespace(capacity_bytes=capacity, plan=SimpleNamespace(machine=machine))
     return measure.limit(wanted, meter), fractions
@@ -99,7 +99,7 @@ def test_steps_are_of_the_largest_bucket() -> None:
     ))  # fmt: skip
     job = Job(model="wan2.1-t2v-1.3b", frames=5, height=64, width=64, buckets=buckets)
     plan = Plan(job=job, strategy=Strategy(), machine=Machine(gpu="24GB"))
-    wanted = Wanted.of(plan, config={}, scratch="x", device="cpu", steps=1)
+    wanted = ProbeRequest.of(plan, config={}, scratch="x", device="cpu", steps=1)
     assert [(grid["B"], grid["F"], grid["H"]) for grid in wanted.grids] == [(3, 2, 30), (1, 2, 30), (1, 21, 4)]
 
 
@@ -118,12 +118,12 @@ def test_an_oom_in_a_step_is_told_with_its_phase(monkeypatch: pytest.MonkeyPatch
     def optimizer_step() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
 
-    def run(wanted: Wanted, meter: Meter) -> None:
+    def run(wanted: ProbeRequest, meter: Meter) -> None:
         with meter.phase("step"):
             optimizer_step()
 
     told: dict[str, Any] = {"phases": {}}
-    report = SimpleNamespace(told=told, tell=lambda **facts: told.update(facts))
+    report = SimpleNamespace(facts=told, tell=lambda **facts: told.update(facts))
     monkeypatch.setattr(measure, "_run", run)
     measure.measure(SimpleNamespace(device="cpu", history=None), report)
     assert (told["outcome"], told["phase"]) == ("oom", "optimizer")
@@ -191,7 +191,7 @@ def test_a_phase_keeps_how_the_card_s_memory_went() -> None:
             return [1, 3, 2]
 
     told: dict[str, Any] = {"phases": {}}
-    report = SimpleNamespace(told=told, tell=lambda **facts: told.update(facts))
+    report = SimpleNamespace(facts=told, tell=lambda **facts: told.update(facts))
     with Meter(torch.device("cpu"), Card(), report).phase("train"):  # type: ignore[arg-type]
         pass
     found = trace_of({"id": "a", "details": told})

@@ -19,17 +19,17 @@ from planner.spec.job import Bucket  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.data import layer_offload  # noqa: E402
 from trainers.measuring.measure import measure  # noqa: E402
-from trainers.measuring.phases import Probed, Wanted  # noqa: E402
+from trainers.measuring.phases import ProbedTraining, ProbeRequest  # noqa: E402
 
 
 class Report:
     """A report that stays in memory."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Any] = {"phases": {}, "missing": []}
+        self.facts: dict[str, Any] = {"phases": {}, "missing": []}
 
     def tell(self, **facts: Any) -> None:
-        self.told.update(facts)
+        self.facts.update(facts)
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +40,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield runs.Place(root, "wan")
 
 
-def wanted(place: runs.Place, scratch: Path, **said: Any) -> Wanted:
+def wanted(place: runs.Place, scratch: Path, **said: Any) -> ProbeRequest:
     buckets = (Bucket(frames=1, height=32, width=32), Bucket(frames=5, height=32, width=48, batch_size=2))
     plan = place.plan({"gradient_accumulation": 2}, buckets=buckets)
     asked = {"config": {}, "device": "cpu", "steps": 2, "weights": str(place.root / "model")}
-    return Wanted.of(plan, scratch=scratch, **{**asked, **said})
+    return ProbeRequest.of(plan, scratch=scratch, **{**asked, **said})
 
 
 def test_published_weights_and_every_bucket(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, shapes, step = [], [], Probed._step
+    models, shapes, step = [], [], ProbedTraining._step
 
-    def noted(self: Probed, grid: dict[str, int]) -> float:
+    def noted(self: ProbedTraining, grid: dict[str, int]) -> float:
         models.append(self.trainee.model)
         shapes.append((grid["B"], grid["F"]))
         return step(self, grid)
 
-    monkeypatch.setattr(Probed, "_step", noted)
+    monkeypatch.setattr(ProbedTraining, "_step", noted)
     report = Report()
     measure(wanted(place, tmp_path / "scratch"), report)
-    assert (report.told["outcome"], report.told["missing"][1:]) == ("ok", [])
+    assert (report.facts["outcome"], report.facts["missing"][1:]) == ("ok", [])
     assert shapes == [(2, 2), (1, 1), (2, 2), (2, 2), (2, 2)]  # first, one of each with the largest last, steady ones
-    assert len(report.told["losses"]) == 6 and len(report.told["step_seconds"]) == 2
+    assert len(report.facts["losses"]) == 6 and len(report.facts["step_seconds"]) == 2
     published = runs.tensors(place.root / "model")
     found = {name.replace(".base_layer", ""): value for name, value in models[0].state_dict().items()}
     assert published and all(torch.equal(found[name], tensor) for name, tensor in published.items())
@@ -71,8 +71,8 @@ def test_a_scratch_folder_that_cannot_be_written_ends_nothing(place: runs.Place,
     (tmp_path / "file").touch()
     report = Report()
     measure(wanted(place, tmp_path / "file" / "scratch", weights=None), report)
-    assert report.told["outcome"] == "ok"
-    assert report.told["missing"][1].startswith("save: cannot write a checkpoint")
+    assert report.facts["outcome"] == "ok"
+    assert report.facts["missing"][1].startswith("save: cannot write a checkpoint")
 
 
 def test_both_experts_are_probed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,8 @@ def test_both_experts_are_probed_in_turn(tmp_path: Path, monkeypatch: pytest.Mon
     assert settled(plan) == plan
     asked = {"config": {}, "device": "cpu", "steps": 3, "weights": str(pair.root / "model")}
     report = Report()
-    measure(Wanted.of(plan, scratch=tmp_path / "scratch", **asked), report)
-    assert report.told["outcome"] == "ok"
+    measure(ProbeRequest.of(plan, scratch=tmp_path / "scratch", **asked), report)
+    assert report.facts["outcome"] == "ok"
     kept = runs.tensors(tmp_path / "scratch")
     (states,) = (tmp_path / "scratch").glob("*/optimizer-00000.pt")
     assert len(torch.load(states, weights_only=True)["state"]) == len(kept)  # both have been stepped
@@ -126,6 +126,6 @@ def test_encoding_is_a_part_of_its_own(
     monkeypatch.setattr(UMT5EncoderModel, "forward", forward)
     report = Report()
     measure(replace(asked, profile=profile.replace(vae=vae, text_encoders=(text,)), strategy=strategy), report)
-    assert report.told["outcome"] == "ok" and set(report.told["phases"]) == {"encode"}
+    assert report.facts["outcome"] == "ok" and set(report.facts["phases"]) == {"encode"}
     assert prompts == [(1, 8)] and clips == [(1, 3, 5, 32, 48)]
-    assert "losses" not in report.told and not (tmp_path / "scratch").exists()
+    assert "losses" not in report.facts and not (tmp_path / "scratch").exists()

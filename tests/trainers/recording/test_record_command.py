@@ -89,7 +89,7 @@ def test_check_of_a_missing_or_damaged_tape_says_so(tmp_path: Path) -> None:
 
 
 def test_check_is_of_every_tape_that_is_shipped() -> None:
-    wanted = record._Wanted((), everything=False, check=True)
+    wanted = record._VariantSelection((), everything=False, check=True)
     paths = {task.path for task in record._tasks(dict.fromkeys(profiles.model_names()), wanted, profiles.TAPES)}
     assert paths == set(profiles.TAPES.rglob("*.gz"))
 
@@ -107,7 +107,7 @@ def test_one_command_records_all_that_a_question_lacks() -> None:
     words = caught.value.fix.partition("vplan record ")[2].split()
     names = words[2::2]
     assert words[0] == "sdxl" and len(names) == 2 and set(words[1::2]) == {"--variant"}
-    wanted = record._Wanted(tuple(names), everything=False, check=False)
+    wanted = record._VariantSelection(tuple(names), everything=False, check=False)
     assert [task.variant for task in record._tasks({"sdxl": None}, wanted, profiles.TAPES)] == names
 
 

@@ -70,7 +70,9 @@ def test_each_expert_learns_what_it_learns_alone_from_the_same_steps(
     order = turns(both)
     assert {"high", "low"} == set(order)
     for which, part in experts.PARTS.items():
-        alone = TrainingRun(place.request(tmp_path / which, place.plan(experts=which), steps=STEPS), runs.Told())
+        alone = TrainingRun(
+            place.request(tmp_path / which, place.plan(experts=which), steps=STEPS), runs.ReportInMemory()
+        )
         own_steps = [number for number, turn in enumerate(order) if turn == which]
         for number in own_steps:
             alone._step(number)
@@ -150,7 +152,7 @@ def test_host_ram_holds_one_expert_whichever_runs(
     monkeypatch.setattr(experts, "PIECE", 4096)
     strategy = {"inactive_expert": "cpu", "weights_dtype": dtype, "swap_blocks": swapped}
     plan = place.plan({**strategy, "gradient_checkpointing": "full"}, experts="both")
-    training = TrainingRun(place.request(tmp_path, plan, steps=1), runs.Told())
+    training = TrainingRun(place.request(tmp_path, plan, steps=1), runs.ReportInMemory())
     training.loader.close()
     pair = training.experts
     assert isinstance(pair, experts.Experts) and len(pair.waiting) > 1

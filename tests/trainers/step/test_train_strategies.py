@@ -46,7 +46,7 @@ class Held:
     """Bytes of one step of a run: kept by autograd on the device, sent to the host, and held by the optimizer."""
 
     def __init__(self, request: RunRequest) -> None:
-        self.training = TrainingRun(request, runs.Told())
+        self.training = TrainingRun(request, runs.ReportInMemory())
         self.saved, self.packed = 0, 0
         storages: dict[int, int] = {}
 
@@ -156,7 +156,8 @@ def test_ways_to_step_learn_the_same(place: runs.Place, tmp_path: Path, how: str
 
 def test_a_step_inside_backward_leaves_no_gradient_behind(place: runs.Place, tmp_path: Path) -> None:
     found = TrainingRun(
-        place.request(tmp_path, place.plan({"optimizer_step": "backward"}, method="full"), steps=1), runs.Told()
+        place.request(tmp_path, place.plan({"optimizer_step": "backward"}, method="full"), steps=1),
+        runs.ReportInMemory(),
     )
     (batch,) = found.loader.batches(0)
     step.forward(found.trainee, found.kind, batch, found.strategy).backward()
@@ -201,9 +202,11 @@ def test_accumulation_keeps_one_micro_batch_and_learns_the_same(place: runs.Plac
     whole = losses(place, tmp_path / "whole", {}, batch_size=4)
     parts = losses(place, tmp_path / "parts", {"gradient_accumulation": 4})
     assert parts == pytest.approx(whole, abs=1e-5)
-    once = TrainingRun(place.request(tmp_path / "a", place.plan(batch_size=4), steps=1), runs.Told())
+    once = TrainingRun(place.request(tmp_path / "a", place.plan(batch_size=4), steps=1), runs.ReportInMemory())
     (batch,) = once.loader.batches(0)
-    split = TrainingRun(place.request(tmp_path / "b", place.plan({"gradient_accumulation": 4}), steps=1), runs.Told())
+    split = TrainingRun(
+        place.request(tmp_path / "b", place.plan({"gradient_accumulation": 4}), steps=1), runs.ReportInMemory()
+    )
     pieces = list(split.loader.batches(0))
     assert len(pieces) == 4 and pieces[0]["latents"].numel() * 4 == batch["latents"].numel()
     assert torch.equal(torch.cat([piece["latents"] for piece in pieces]), batch["latents"])
@@ -219,7 +222,7 @@ def test_an_average_is_fp32_of_all_that_trains_and_changes_no_loss(
     assert losses(place, tmp_path / "with", strategy) == losses(
         place, tmp_path / "without", {**strategy, "ema": "none"}
     )
-    training = TrainingRun(place.request(tmp_path / "held", place.plan(strategy), steps=1), runs.Told())
+    training = TrainingRun(place.request(tmp_path / "held", place.plan(strategy), steps=1), runs.ReportInMemory())
     assert training.average is not None
     shadow = training.average.shadow
     assert sum(tensor.numel() * tensor.element_size() for tensor in shadow.values()) == 4 * sum(
@@ -239,7 +242,7 @@ def test_an_optimizer_on_the_host_holds_what_the_plan_says(place: runs.Place, tm
     """There a weight, its gradient and two states, in the format they are trained in; of gradients that leave at once
     nothing is left where the model is."""
     bf16 = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "offload_optimizer": "cpu", "offload_gradients": "cpu"}
-    training = TrainingRun(place.request(tmp_path, place.plan(bf16, method="full"), steps=1), runs.Told())
+    training = TrainingRun(place.request(tmp_path, place.plan(bf16, method="full"), steps=1), runs.ReportInMemory())
     (batch,) = training.loader.batches(0)
     step.forward(training.trainee, training.kind, batch, training.strategy).backward()
     training.loader.close()
