@@ -11,18 +11,21 @@ A trainer's words are `Settings`, one flat mapping whatever they were typed into
     "deepspeed:zero_optimization.stage"  a key of DeepSpeed's JSON
     "edit:vae.enable_slicing()"   a line to add to its code, where it has no switch: read from nothing, never exported
 
-Our words are `Fields`: those of Job and Strategy, and of Machine `gpus` and `nodes`, by name. Every field of Job and
-Strategy is said by one binding of a dialect, so that what it can express is a table too. What `write` writes, `read`
-reads back: each binding is an inverse pair over settings that no other binding has.
+Our words are `Fields`: those of Job and Strategy, and of Machine `gpus` and `nodes`, by name. Every field of Job is
+said by one binding of a dialect, and every field of Strategy by at most one: a trainer leaves the others at our
+defaults. So what it can express is a table too. What `write` writes, `read` reads back: each binding is an inverse pair
+over settings that no other binding has.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from planner.errors import VplanError, quoted
+from planner.spec.job import Job, Machine, Strategy
 
 Settings = dict[str, Any]
 Fields = dict[str, Any]
@@ -217,6 +220,10 @@ class When:
     binding: Binding
 
 
+def _binding(entry: Binding | When) -> Binding:
+    return entry.binding if isinstance(entry, When) else entry
+
+
 @dataclass(frozen=True)
 class Move:
     """A change that saves memory, to be tried: fields to new values. Its words are what its bindings write anew."""
@@ -307,10 +314,18 @@ class Dialect:
         fields = [name for binding in self.bindings for name in binding.fields]
         assert len(fields) == len(set(fields)), f"{self.name} binds a field twice: {sorted(fields)}"
 
+    @functools.cached_property
+    def entries(self) -> tuple[Binding | When, ...]:
+        """The table, and behind it every field of a strategy that it does not bind: such a field has no word in this
+        trainer, which leaves it at our default."""
+        bound = {field for entry in self.table for field in _binding(entry).fields}
+        unbound = (field for field in Strategy.model_fields if field not in bound)
+        return (*self.table, *(Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound))
+
     @property
     def bindings(self) -> list[Binding]:
-        """The table without its conditions."""
-        return [entry.binding if isinstance(entry, When) else entry for entry in self.table]
+        """The entries without their conditions."""
+        return [_binding(entry) for entry in self.entries]
 
 
 def is_edit(setting: str) -> bool:
@@ -320,10 +335,8 @@ def is_edit(setting: str) -> bool:
 
 def read(dialect: Dialect, given: Given) -> Translation:
     """The job, strategy and machine of what was given."""
-    from planner.spec.job import Job, Machine, Strategy
-
     fields: Fields = {}
-    for entry in dialect.table:
+    for entry in dialect.entries:
         if isinstance(entry, When):
             if fields[entry.field] not in entry.values:
                 continue
@@ -348,7 +361,7 @@ def write(dialect: Dialect, fields: Fields) -> Settings:
     everything that the trainer cannot express."""
     settings: Settings = {}
     refused: list[Inexpressible] = []
-    for entry in dialect.table:
+    for entry in dialect.entries:
         if isinstance(entry, When):
             if fields[entry.field] not in entry.values:
                 continue
@@ -373,7 +386,7 @@ def write(dialect: Dialect, fields: Fields) -> Settings:
 
 def nearest(dialect: Dialect, fields: Fields) -> Fields:
     """The nearest fields that the trainer can express: what it cannot say replaced by what it does instead."""
-    for _ in range(len(dialect.table)):  # one thing instead of another may be what a second binding cannot say
+    for _ in range(len(dialect.entries)):  # one thing instead of another may be what a second binding cannot say
         try:
             write(dialect, fields)
             return fields

@@ -46,7 +46,7 @@ def carried(
     settings were written; a binding may write more than it lists.
     """
     found = {}
-    for entry in dialect.table:
+    for entry in dialect.entries:
         binding = entry.binding if isinstance(entry, When) else entry
         applies = fields is not None and not (isinstance(entry, When) and fields[entry.field] not in entry.values)
         written = binding.say(fields) if applies and fields is not None else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_every_field_is_said_by_one_binding(name: str) -> None:
     bound = [field for binding in dialects.dialect(name).bindings for field in binding.fields]
     wanted = {*Job.model_fields, *Strategy.model_fields, "gpus", "nodes"}
     assert len(bound) == len(set(bound)) and set(bound) == wanted
+
+
+def test_a_field_of_a_strategy_without_a_binding_stays_at_our_default() -> None:
+    dialect = dialects.dialect("musubi-tuner")
+    table = tuple(entry for entry in dialect.table if getattr(entry, "field", "") != "ema")
+    without = dataclasses.replace(dialect, table=table)
+    assert without.entries[-1] == bindings.Fixed("ema", "none")
+    assert bindings.expressed(without)["ema"] == "always none"
 
 
 MUSUBI = """accelerate launch --num_cpu_threads_per_process 1 wan_train_network.py --task t2v-14B --sdpa --fp8_base \\
