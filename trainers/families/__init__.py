@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
+import pkgutil
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
@@ -12,7 +12,7 @@ from trainers.families.common.base import Family
 
 def files() -> tuple[str, ...]:
     """The files of this folder that train models, by name, in alphabetical order."""
-    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
 
 
 def file_of(profile: ModelProfile) -> str:

@@ -77,7 +77,7 @@ def keep(source: diffusers_folder.Source, name: str, recorders: Recorders) -> Ke
     """
     ((_, answer),) = recorders.answers([Derivation(source, name)])
     path = user_data.write_profile(name, answer["profile"])
-    return Kept(ModelProfile.read(answer["profile"]), path, tuple(answer["notes"]))
+    return Kept(lookup.model(name), path, tuple(answer["notes"]))
 
 
 def _check_untaken(name: str, source: diffusers_folder.Source) -> None:
