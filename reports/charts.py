@@ -49,10 +49,10 @@ class Axis:
         """A few round numbers in between."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            found = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
-            found = [tick for tick in found if self.low <= tick <= self.high]
-            if len(found) > FEWEST:
-                return found
+            marks = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
+            marks = [tick for tick in marks if self.low <= tick <= self.high]
+            if len(marks) > FEWEST:
+                return marks
         span = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(span))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span)

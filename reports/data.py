@@ -255,28 +255,28 @@ def in_turn(builder: Builder, done: PartDone) -> Parts:
 # ---- sentences
 
 
-def verdict(title: str, gpu: GpuProfile, found: Estimate) -> str:
+def verdict(title: str, gpu: GpuProfile, answer: Estimate) -> str:
     """The answer in one sentence."""
-    job = found.job
+    job = answer.job
     shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
-    count = f"{found.machine.world} x " if found.machine.world > 1 else ""
+    count = f"{answer.machine.world} x " if answer.machine.world > 1 else ""
     card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
-    card = card if found.machine.world > 1 or lookup.gpu_class(gpu.name) is None else f"a {card}"
+    card = card if answer.machine.world > 1 or lookup.gpu_class(gpu.name) is None else f"a {card}"
     what = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
     batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
-    need = f"it needs {gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
-    if found.limit == "host":
-        need += f", but {gib(found.host_ram_bytes):.1f} GiB of host RAM"
-    word = VERDICTS[found.verdict]
+    need = f"it needs {gib(answer.peak.device_bytes):.1f} of {gib(answer.budget_bytes):.1f} GiB"
+    if answer.limit == "host":
+        need += f", but {gib(answer.host_ram_bytes):.1f} GiB of host RAM"
+    word = VERDICTS[answer.verdict]
     return f"{title}, {what} at {shape}{batch}, {word} on {count}{card}: {need}."
 
 
-def understood(gpu: GpuProfile, found: Estimate) -> str:
+def understood(gpu: GpuProfile, answer: Estimate) -> str:
     """The budget as it was understood."""
     text = f"{gpu.title} gives a process {gpu.allocatable_gib:.2f} GiB"
-    if found.machine.reserve:
-        text += f", of which {gib(found.machine.reserve):.2f} GiB are kept free"
-    ram = found.machine.host_ram
+    if answer.machine.reserve:
+        text += f", of which {gib(answer.machine.reserve):.2f} GiB are kept free"
+    ram = answer.machine.host_ram
     return text + (f"; host RAM {gib(ram):.0f} GiB" if ram else "") + "."
 
 

@@ -89,11 +89,11 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
 
     `classes` are the diffusers classes we can record.
     """
-    found = locate(text)
-    if found is None:
+    location = locate(text)
+    if location is None:
         fix = "name a diffusers folder (with transformer/ or unet/, or a config.json), or the config.json itself"
         raise VplanError(f"there is no config.json of a model at {quoted(text)}", fix)
-    root, place = found
+    root, place = location
     config = read_config(place, root)
     class_name = _class_of(config, place, sorted(classes))
     check_values(config, _shown(place, root))
@@ -101,8 +101,8 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
         named = root.parent if root.name in (*DENOISERS, SECOND_EXPERT) else root
         return Source(str(place), _called(named), class_name, config)
     parts = {part: read_config(root / part / CONFIG, root) for part in ("vae", *ENCODERS) if _has(root, part)}
-    for part, said in parts.items():
-        check_values(said, f"{part}/{CONFIG}", may_be_negative=part != "vae")
+    for part, part_config in parts.items():
+        check_values(part_config, f"{part}/{CONFIG}", may_be_negative=part != "vae")
     vae = parts.pop("vae", None)
     return Source(str(place), _called(root), class_name, config, vae, parts, True, _has(root, SECOND_EXPERT))
 
@@ -136,18 +136,18 @@ def read_config(place: Path, root: Path) -> Config:
     if len(raw) > MAX_FILE_BYTES:
         raise VplanError(f"{name} is larger than any config (over 1 MiB)", "name the config.json, not the weights")
     try:
-        found = json.loads(raw.decode("utf-8-sig"), parse_constant=_not_finite)
+        config = json.loads(raw.decode("utf-8-sig"), parse_constant=_not_finite)
     except VplanError as error:
         raise VplanError(f"{name}: {error.message}", error.fix) from None
     except UnicodeDecodeError:
         raise VplanError(f"{name} is not text", "name the config.json of a diffusers model") from None
     except (ValueError, RecursionError) as error:
-        told = getattr(error, "lineno", None)
-        where = f" (line {told})" if told else ""
+        line = getattr(error, "lineno", None)
+        where = f" (line {line})" if line else ""
         raise VplanError(f"{name} is not JSON, or not all of it is there{where}", "fetch the file again") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise VplanError(f"{name} holds no JSON object", "name the config.json of a diffusers model")
-    return found
+    return config
 
 
 def allowed_roots(root: Path) -> Iterator[Path]:

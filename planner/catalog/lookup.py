@@ -85,16 +85,16 @@ def model_names() -> tuple[str, ...]:
 
 def model(name: str) -> ModelProfile:
     """The model of a name, an alias, a Hugging Face id, a start that only one model has, or an own one's folder."""
-    if diffusers_folder.is_path(name) and (found := _recorded_from(name)):
-        return found
+    if diffusers_folder.is_path(name) and (profile := _recorded_from(name)):
+        return profile
     text = name.strip().lower()
     if len(text) > _LONGEST_NAME:
         raise VplanError(f"model {quoted(name)} is not known", "`vplan models` lists what is")
     if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
         if profiles.model_path(text).is_file():
             return _model(text)
-        if user_data.is_name(text) and (own := _own(text)):
-            return own
+        if user_data.is_name(text) and (own_profile := _own(text)):
+            return own_profile
     if canonical := bundled_name(text):
         return _model(canonical)
     variants = _variants(text)
@@ -102,8 +102,8 @@ def model(name: str) -> ModelProfile:
         return model(variants[0])
     if variants:
         raise VplanError(f"model {quoted(name)} can mean several", "write one of " + ", ".join(variants))
-    if found := _recorded_from(name):  # a folder here, named without a path
-        return found
+    if profile := _recorded_from(name):  # a folder here, named without a path
+        return profile
     raise VplanError(f"model {quoted(name)} is not known", _near_models(text))
 
 
@@ -163,16 +163,16 @@ def _recorded_from(text: str) -> ModelProfile | None:
 
     A folder that was not recorded, or changed since, is a VplanError.
     """
-    found = diffusers_folder.locate(text.strip())
-    if found is None:
+    location = diffusers_folder.locate(text.strip())
+    if location is None:
         return None
-    root, place = found
+    root, place = location
     record = f"vplan record {text.strip()}"
     for name in user_data.model_names():
         own = _own(name)
         if own and own.origin == str(place):
-            said = diffusers_folder.architecture(diffusers_folder.read_config(place, root))
-            if any(own.config.get(key) != value for key, value in said.items()):
+            config = diffusers_folder.architecture(diffusers_folder.read_config(place, root))
+            if any(own.config.get(key) != value for key, value in config.items()):
                 raise VplanError(f"{quoted(text)} has changed since it was recorded as {name}", record)
             return own
     raise VplanError(f"the model in {quoted(text)} is not recorded yet", record)
@@ -230,8 +230,8 @@ def _variants(text: str) -> list[str]:
 
 def _near_models(text: str) -> str:
     index = _model_aliases() | {_model_key(name): name for name in user_data.model_names()}
-    found = dict.fromkeys(index[key] for key in nearest(_model_key(text), index, count=4))
-    start = "did you mean " + " or ".join(list(found)[:3]) + "? " if found else ""
+    names = dict.fromkeys(index[key] for key in nearest(_model_key(text), index, count=4))
+    start = "did you mean " + " or ".join(list(names)[:3]) + "? " if names else ""
     return start + "`vplan models` lists what is known"
 
 
@@ -241,13 +241,13 @@ def _near_models(text: str) -> str:
 @functools.cache
 def _gpu_file() -> GpuFile:
     """All cards and classes, with the checks that one field alone cannot make."""
-    found = _load(profiles.GPUS, GpuFile)
-    names = {card.name for card in found.gpu}
-    for group in found.classes:
+    file = _load(profiles.GPUS, GpuFile)
+    names = {card.name for card in file.gpu}
+    for group in file.classes:
         for name in (*group.reference, *group.smaller):
             if name not in names:
                 raise VplanError(f"profile gpus.toml is damaged: class {group.gb} names {name!r}", "reinstall vplan")
-    return found
+    return file
 
 
 @functools.cache
@@ -348,15 +348,15 @@ def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
 
 def _unknown_gpu(text: str) -> VplanError:
     """The refusal of a card's name: what starts so, else what looks so, else the forms there are."""
-    asked = _squash(text)
-    keys = [(_squash(card.name), card.name) for card in _gpu_file().gpu] if len(asked) > 1 else []
-    starts = [name for key, name in keys if key.startswith(asked) or key.removeprefix("rtx").startswith(asked)]
+    typed_key = _squash(text)
+    keys = [(_squash(card.name), card.name) for card in _gpu_file().gpu] if len(typed_key) > 1 else []
+    starts = [name for key, name in keys if key.startswith(typed_key) or key.removeprefix("rtx").startswith(typed_key)]
     if len(starts) > 1:
         return VplanError(f"--gpu {quoted(text)} can mean several cards", "write one of " + ", ".join(starts[:8]))
     index: dict[str, str] = {key: card.name for key, card in _gpu_aliases().items()}
     index |= {group.name.lower(): group.name for group in gpu_classes()}
-    found = starts or list(dict.fromkeys(index[key] for key in nearest(asked, index)))
-    start = f"did you mean {' or '.join(found)}? Else" if found else ""
+    near = starts or list(dict.fromkeys(index[key] for key in nearest(typed_key, index)))
+    start = f"did you mean {' or '.join(near)}? Else" if near else ""
     fix = f"{start} write a class (24GB), exact memory (23.5GiB) or a card that `vplan gpus` lists".strip()
     return VplanError(f"--gpu {quoted(text)} is neither a card nor a size", fix)
 

@@ -22,12 +22,12 @@ def row_id(plan: Plan, config: Mapping[str, Any] | None = None) -> str:
         "strategy": resolve(plan.job, plan.strategy, plan.machine),
         "machine": plan.machine.replace(torch=None),
     }
-    said: dict[str, Any] = {
+    content: dict[str, Any] = {
         part: record.model_dump(mode="json", exclude_defaults=True) for part, record in records.items()
     }
     if config:
-        said["config"] = dict(config)
+        content["config"] = dict(config)
     import hashlib  # slow to import, and nobody without measurements asks
 
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
     return f"{model}-{plan.job.method}-{digest}"

@@ -21,8 +21,8 @@ def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> No
     check_count(width, "--width", at_most=MAX_SIDE)
     _check_frames(model, frames)
     if model.shape.only_listed and (height, width) not in model.shape.resolutions:
-        known = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
-        raise VplanError(f"{model.title} takes no clips of {height}x{width} (height x width)", f"write {known}")
+        listed = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
+        raise VplanError(f"{model.title} takes no clips of {height}x{width} (height x width)", f"write {listed}")
     multiple = model.shape.size_multiple
     wrong = {name: side for name, side in (("height", height), ("width", width)) if side % multiple}
     if wrong:
@@ -48,8 +48,8 @@ def _check_frames(model: ModelProfile, frames: int) -> None:
 def _around(value: int, step: int, offset: int = 0) -> str:
     """The nearest working values below and above, as "77 or 81"; nothing below one step (or below the offset)."""
     low = value // step * step
-    found = [low, low + step] if low > 0 or offset else [low + step]
-    return " or ".join(str(number + offset) for number in found)
+    values = [low, low + step] if low > 0 or offset else [low + step]
+    return " or ".join(str(number + offset) for number in values)
 
 
 def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
@@ -79,8 +79,8 @@ def job_for(model: ModelProfile, given: Mapping[str, object]) -> Job:
     """The job of what was said, checked; the model's usual frames, size and references fill what was not."""
     height, width = model.shape.resolutions[0]
     usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
-    said = {name: value for name, value in given.items() if value is not None}
-    job = Job.read({"references": model.shape.references, **usual, **said, "model": model.name})
+    fields = {name: value for name, value in given.items() if value is not None}
+    job = Job.read({"references": model.shape.references, **usual, **fields, "model": model.name})
     check_job(model, job)
     return job
 

@@ -21,9 +21,9 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.ASCII)
 
 def folder() -> Path:
     """The user's data folder, whether or not it is there yet."""
-    said = os.environ.get(VARIABLE)
-    if said:
-        return Path(said).expanduser().absolute()
+    place = os.environ.get(VARIABLE)
+    if place:
+        return Path(place).expanduser().absolute()
     import platformdirs  # slow to import, and most answers need no folder of the user's
 
     return Path(platformdirs.user_config_dir("vplan", appauthor=False, roaming=True))
@@ -73,15 +73,15 @@ def read_profile(name: str) -> dict[str, Any] | None:
     """What is kept about the user's model of that name; None when there is none."""
     path = model_path(name)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        profile = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         fault = f"profile {path.name} of your own is damaged ({type(error).__name__})"
         raise VplanError(fault, f"remove it and record the model again: {path}") from None
-    if not isinstance(found, dict):
+    if not isinstance(profile, dict):
         raise VplanError(f"profile {path.name} of your own is damaged", f"remove it and record the model again: {path}")
-    return found
+    return profile
 
 
 def write_profile(name: str, profile: dict[str, Any]) -> Path:

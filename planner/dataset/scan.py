@@ -84,22 +84,24 @@ def read(folder: Path, profile: ModelProfile, job: Job, reading: FrameSampling |
     return Dataset(samples, tuple(faults), notes)
 
 
-def _with_companions(found: Scan, profile: ModelProfile, job: Job) -> Scan:
+def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan:
     """Clips that have the image that the model changes, or the video that steers it, where it takes one."""
     changes = bool(job.references or profile.shape.references)
     if not (changes or profile.inputs.get("control_channels")):
-        return found
+        return folder_scan
     column, why = (REFERENCE, "changes an image") if changes else (CONTROL, "is steered by a video")
-    has = {clip.name for clip in found.clips if (clip.reference if changes else clip.control)}
-    faults = [Fault(_shown(clip.name), f"no {column} in its row: {profile.title} {why}") for clip in found.clips]
-    faults = [fault for clip, fault in zip(found.clips, faults, strict=True) if clip.name not in has]
-    return Scan(tuple(clip for clip in found.clips if clip.name in has), tuple(sorted((*found.faults, *faults))))
+    has = {clip.name for clip in folder_scan.clips if (clip.reference if changes else clip.control)}
+    faults = [Fault(_shown(clip.name), f"no {column} in its row: {profile.title} {why}") for clip in folder_scan.clips]
+    faults = [fault for clip, fault in zip(folder_scan.clips, faults, strict=True) if clip.name not in has]
+    return Scan(
+        tuple(clip for clip in folder_scan.clips if clip.name in has), tuple(sorted((*folder_scan.faults, *faults)))
+    )
 
 
-def _with_sound(found: Scan, profile: ModelProfile) -> Scan:
+def _with_sound(folder_scan: Scan, profile: ModelProfile) -> Scan:
     """Clips that can be heard."""
-    usable, faults = [], list(found.faults)
-    for clip in found.clips:
+    usable, faults = [], list(folder_scan.faults)
+    for clip in folder_scan.clips:
         try:
             if not clips.has_sound(clip.path):
                 raise UnusableError(f"no sound in it, which {profile.title} is told what to draw by")

@@ -39,20 +39,20 @@ def clip(frames: int = 100, height: int = 480, width: int = 832, fps: int = 16, 
 
 
 def one(given_clip: scan.Clip, plan: Job, **reading: object) -> scan.Sample:
-    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, scan.Reading(**reading))
+    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, buckets.FrameSampling(**reading))
     assert not unfit, unfit
     return samples[0]
 
 
 def fault(given_clip: scan.Clip, plan: Job, **reading: object) -> str:
-    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, scan.Reading(**reading))
+    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, buckets.FrameSampling(**reading))
     assert not samples
     return unfit[0][1]
 
 
 def refusal(folder: Path, plan: Job | None = None, **reading: object) -> str:
     with pytest.raises(VplanError) as caught:
-        scan.read(folder, WAN, plan or job(), scan.Reading(**reading))
+        scan.read(folder, WAN, plan or job(), buckets.FrameSampling(**reading))
     assert "\n" not in str(caught.value)
     assert caught.value.fix
     return caught.value.message
@@ -113,7 +113,7 @@ def test_every_fault_is_named_and_the_rest_is_used_when_asked(tmp_path: Path) ->
     os.symlink("/etc/hostname", tmp_path / "bare.mp4")  # no caption either: the name is the fault
     assert "13 of 14" in refusal(tmp_path)
     assert refusal(tmp_path).count(": ") >= scan.NAMED
-    found = scan.read(tmp_path, WAN, job(), scan.Reading(skip_bad=True))
+    found = scan.read(tmp_path, WAN, job(), buckets.FrameSampling(skip_bad=True))
     assert [sample.clip.name for sample in found.samples] == ["good.mp4"]
     reasons = dict(found.skipped)
     assert reasons["no caption.mp4"] == "caption missing: no .txt of its name"
@@ -304,7 +304,9 @@ def test_frames_at_the_models_rate() -> None:
 )
 def test_frames_rise_and_lie_in_the_clip(frames: int, fps: Fraction, wanted: int, sampling: str) -> None:
     plan = job(wanted)
-    samples, unfit, _ = buckets.assign([clip(frames)._replace(fps=fps)], WAN, plan, scan.Reading(sampling=sampling))
+    samples, unfit, _ = buckets.assign(
+        [clip(frames)._replace(fps=fps)], WAN, plan, buckets.FrameSampling(sampling=sampling)
+    )
     if unfit:
         usable = frames if sampling == "even" else int((frames - 1) / max(1, fps / 16)) + 1
         assert usable < wanted
@@ -338,7 +340,7 @@ def test_what_is_larger_than_the_plan_is_refused_before_anything_is_loaded(tmp_p
 def test_an_image_model_takes_the_first_frame() -> None:
     flux = lookup.model("flux.1-dev")
     plan = job_for(flux, {"height": 512, "width": 512})
-    samples, unfit, _ = buckets.assign([clip(30, 600, 600)], flux, plan, scan.Reading())
+    samples, unfit, _ = buckets.assign([clip(30, 600, 600)], flux, plan, buckets.FrameSampling())
     assert not unfit
     assert samples[0].indices == (0,)
 
@@ -351,7 +353,7 @@ def test_every_video_model_has_a_rate(name: str) -> None:
 
 def test_notes_say_what_is_not_used() -> None:
     many = [clip(100, 480, 832), clip(90, 832, 480), clip(90, 100, 170), clip(50, 480, 832, fps=8)]
-    _, _, notes = buckets.assign(many, WAN, job(17, 480, 832), scan.Reading())
+    _, _, notes = buckets.assign(many, WAN, job(17, 480, 832), buckets.FrameSampling())
     text = " ".join(notes)
     assert "4 of 17x480x832" in text
     assert "4 clips are longer than their shape: 79% of all frames" in text

@@ -8,7 +8,7 @@ import torch
 
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import job_for
-from planner.dataset import scan
+from planner.dataset import buckets, scan
 from planner.spec.job import Job, Strategy
 from tests.trainers import tiny
 from trainers.data import cache
@@ -27,7 +27,7 @@ def job(profile: ModelProfile, **more: object) -> Job:
 
 
 def dataset(clips: Path, one: cache.Setting) -> scan.Dataset:
-    return scan.read(clips, one.profile, one.job, scan.Reading(fps=16))
+    return scan.read(clips, one.profile, one.job, buckets.FrameSampling(fps=16))
 
 
 def run(clips: Path, one: cache.Setting, **more: object) -> list[cache.Entry]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from planner.dataset import scan
+from planner.dataset import buckets, scan
 from planner.errors import VplanError
 from tests.trainers import tiny
 from tests.trainers.data.caching import FP32, dataset, files, job, run, setting
@@ -105,13 +105,13 @@ def test_everything_a_sample_depends_on_changes_its_name(
     copy = shutil.copytree(model, tmp_path / "model")
     one = setting(copy, tmp_path / "cache")
     before = cache.CacheBuild(one).clip_keys(dataset(clips, one)), cache.CacheBuild(one).text_key("a cat")
-    other, reading = one, scan.Reading(fps=16)
+    other, reading = one, buckets.FrameSampling(fps=16)
     if changed == "file":
         (clips / "0.mp4").write_bytes((clips / "1.mp4").read_bytes())
     elif changed == "shape":
         other = setting(copy, tmp_path / "cache", job=job(one.profile, height=64))
     elif changed == "frames taken":
-        reading = scan.Reading(sampling="even")
+        reading = buckets.FrameSampling(sampling="even")
         tiny.write_video(clips / "0.mp4", frames=30)
         before = cache.CacheBuild(one).clip_keys(dataset(clips, one)), before[1]
     elif changed in ("dtype", "stored", "tiling"):
@@ -282,7 +282,7 @@ def test_a_clip_that_breaks_on_the_way(model: Path, clips: Path, tmp_path: Path)
     (clips / "3.mkv").write_bytes(long)
     (clips / "3.txt").write_text("a cat")
     one = setting(model, tmp_path / "cache")
-    samples = scan.read(clips, one.profile, one.job, scan.Reading(sampling="even"))
+    samples = scan.read(clips, one.profile, one.job, buckets.FrameSampling(sampling="even"))
     (clips / "3.mkv").write_bytes(long[: len(long) // 2])
     with pytest.raises(VplanError, match=r"1 of 4 samples cannot be used: 3.mkv: corrupt video"):
         cache.cached(samples, one)
