@@ -35,9 +35,9 @@ def write(
     from datetime import UTC, datetime
 
     from planner.estimate import timeline
-    from planner.estimate.stages import without_garbage_collection
     from planner.evidence import accuracy, held_out
     from planner.evidence.published import shipped_rows
+    from planner.garbage_collection import without_garbage_collection
     from planner.parallel import counted
     from reports import data, page, share
 

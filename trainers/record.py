@@ -6,10 +6,8 @@ of JSON each. The answer to order N goes to ``FOLDER/result-N.json``, a tape to 
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,9 @@ from planner.catalog.diffusers_folder import Source
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.launch.recorders import PARAMETERS, Derivation, TapeTask
+from planner.tape.codec import tape_json
+from planner.tape.format import Tape
+from planner.tape.packed_json import DAMAGES, unpack, write_packed
 from planner.tape.variants import StepVariant
 from planner.worker_process import result_file, write_json
 from trainers.recording.comparison import NOT_COMPARED, first_difference
@@ -56,42 +57,41 @@ def _derive(order: dict[str, Any]) -> dict[str, Any]:
 
 def _record(order: dict[str, Any]) -> dict[str, Any]:
     """Records one tape and writes it, or compares it."""
-    from trainers.recording import tapes
     from trainers.recording.op_table import CLASSIFIED
 
     task = TapeTask(**{**order, "path": Path(order["path"])})
-    tape = _tape(task)
+    recorded = _recorded(task)
     if not task.check:
-        unclassified = [name for name in tape.get("operators", ()) if name not in CLASSIFIED]
-        return _tape_answer(tapes.write(tape, task.path).stat().st_size, "", unclassified)
+        unclassified = [name for name in recorded.get("operators", ()) if name not in CLASSIFIED]
+        return _tape_answer(write_packed(recorded, task.path).stat().st_size, "", unclassified)
     if not task.path.is_file():
         return _tape_answer(0, f"there is no {task.path}")
     stored = _read(task.path)
     for key in NOT_COMPARED:
         stored.pop(key, None)
-        tape.pop(key, None)
-    return _tape_answer(task.path.stat().st_size, first_difference(stored, tape))
+        recorded.pop(key, None)
+    return _tape_answer(task.path.stat().st_size, first_difference(stored, recorded))
 
 
 def _tape_answer(nbytes: int, difference: str, unclassified: list[str] | None = None) -> dict[str, Any]:
     return {"nbytes": nbytes, "difference": difference, "unclassified": unclassified or []}
 
 
-def _tape(task: TapeTask) -> dict[str, Any]:
-    """The JSON of the tape that a task names, recorded now."""
+def _recorded(task: TapeTask) -> dict[str, Any]:
+    """The JSON of the tape, or of the table of parameters, that a task names, recorded now."""
     from trainers.recording import tapes
 
     profile = lookup.model(task.model)
     if task.component:
-        return tapes.component_tape(profile, Component(task.component, task.variant))
+        return tape_json(tapes.component_tape(profile, Component(task.component, task.variant)))
     if task.variant == PARAMETERS:
         return tapes.parameter_table(profile)
     variants = itertools.chain(tapes.all_variants(profile), StepVariant.on_request(profile))
     variant = next(variant for variant in variants if variant.name == task.variant)
-    return _of_own(profile, variant) if profile.is_own else tapes.record(profile, variant)
+    return tape_json(_of_own(profile, variant) if profile.is_own else tapes.record(profile, variant))
 
 
-def _of_own(profile: ModelProfile, variant: Any) -> dict[str, Any]:
+def _of_own(profile: ModelProfile, variant: Any) -> Tape:
     """Records a model whose config nobody vouches for: what its class makes of it may well fail."""
     from trainers.recording import tapes
     from trainers.recording.own import REFUSALS, refusal
@@ -107,10 +107,10 @@ def _of_own(profile: ModelProfile, variant: Any) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tape: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+        stored: dict[str, Any] = json.loads(unpack(path))
+    except DAMAGES as error:
         raise VplanError(f"tape {path.name} is damaged ({type(error).__name__})", "record it again") from None
-    return tape
+    return stored
 
 
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"derive": _derive, "record": _record}

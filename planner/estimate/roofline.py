@@ -152,20 +152,19 @@ def symbolic_work(
     """
     counts = counts or [run.count for run in tape.runs]
     sums: dict[SizeTerm, list[int]] = {}
-    for item in tape.pieces[piece]:
-        if passes not in ("", item["pass"]):
+    for section in tape.pieces[piece]:
+        if passes not in ("", section.passes):
             continue
-        templates = item["templates"]
-        run = None if item["run"] is None else tape.runs[item["run"]]
-        uses = [0] * len(templates)
-        depth = counts[item["run"]] if item.get("step") else 1
+        run = None if section.run is None else tape.runs[section.run]
+        uses = [0] * len(section.templates)
+        depth = 1 if section.run is None or not section.step else counts[section.run]
         for block in range(depth):
-            index = block if item.get("step") else item.get("block", -1)
+            index = block if section.step else section.block
             if only is None or only((run.module_list, run.start + index % run.count) if run else None):
-                uses[kept_template(item, block, depth) if item.get("step") else 0] += 1
-        for template, times in zip(templates, uses, strict=True):
-            for kind, half, flops, nbytes, *exponents in template["work"]:
-                cell = sums.setdefault((KINDS[kind], half, tuple(exponents)), [0, 0])
+                uses[kept_template(section, block, depth) if section.step else 0] += 1
+        for template, times in zip(section.templates, uses, strict=True):
+            for kind, half, flops, nbytes, exponents in template.work:
+                cell = sums.setdefault((KINDS[kind], half, exponents), [0, 0])
                 cell[0] += times * flops
                 cell[1] += times * nbytes
     return {term: Work(*cell) for term, cell in sums.items()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from planner.allocator.caching import Replayed
 from planner.allocator.implementation import CachingAllocator
+from planner.garbage_collection import without_garbage_collection
 from planner.layout.phases import encoding_runs
 from planner.layout.run import Run
 from planner.spec.plan import PhaseName
@@ -106,15 +105,3 @@ def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:
     """The stages of a run whose model was loaded before."""
     stages = [entry for entry in run.stages if entry[1] is not run.load]
     return [("load", run.phases.reload), *stages] if run.phases.reload else stages
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Python's collector takes 40 % of a replay and finds nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

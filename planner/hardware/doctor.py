@@ -8,7 +8,6 @@ it is meant to be pasted into a bug report.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import importlib.metadata
 import json
 import os
@@ -27,6 +26,7 @@ import profiles
 from planner.catalog import lookup, user_data
 from planner.errors import VplanError
 from planner.hardware import nvml
+from planner.tape.packed_json import unpack
 from planner.units import GIB
 
 Facts = dict[str, Any]
@@ -325,7 +325,7 @@ def tapes() -> Facts:
     recorded: dict[str, set[str]] = {name: set() for name in TAPE_LIBRARIES}
     for folder in sorted(profiles.TAPES.iterdir()):
         first = min(folder.glob("*.json.gz"), default=None)
-        versions: Mapping[str, str] = json.loads(gzip.decompress(first.read_bytes()))["versions"] if first else {}
+        versions: Mapping[str, str] = json.loads(unpack(first))["versions"] if first else {}
         for name in recorded.keys() & versions.keys():
             recorded[name].add(versions[name])
     installed = {name: (package_version(name) or "").split("+")[0] for name in TAPE_LIBRARIES}

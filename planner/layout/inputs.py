@@ -14,7 +14,8 @@ from planner.errors import NotRecordedError
 from planner.layout.run import Facts
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.rules import resolve
-from planner.tape.format import NOTHING, Tape, read_tape
+from planner.tape.codec import read_tape
+from planner.tape.format import NOTHING, Tape
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.tape.parameter_table import Parameters, read_parameters
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant

@@ -13,7 +13,7 @@ from planner.catalog.profiles import GpuProfile
 from planner.layout.checkpoint_inputs import block_inputs
 from planner.layout.run import Run, main_piece
 from planner.spec.job import SPLIT
-from planner.tape.format import CATEGORIES, KINDS, Tape
+from planner.tape.format import CATEGORIES, KINDS, OperatorWork, Tape
 from planner.tape.program import Block
 from planner.tape.templates import kept_template
 from planner.units import GIB, MIB
@@ -138,23 +138,23 @@ def _count(
     """Adds the work of the chosen blocks, and of what is outside them (None), that a tape counted."""
     atoms = tape.values(where)
     worth: dict[int, list[tuple[tuple[str, int], float, float]]] = {}
-    for item in tape.pieces[piece]:
-        blocks = None if item["run"] is None else tape.runs[item["run"]]
-        depth = blocks.count if blocks and item.get("step") else 1
+    for section in tape.pieces[piece]:
+        blocks = None if section.run is None else tape.runs[section.run]
+        depth = blocks.count if blocks and section.step else 1
         for turn in range(depth):
-            index = turn if item.get("step") else item.get("block", -1)
+            index = turn if section.step else section.block
             if not chosen((blocks.module_list, blocks.start + index % blocks.count) if blocks else None):
                 continue
-            template = item["templates"][kept_template(item, turn, depth) if item.get("step") else 0]
+            template = section.templates[kept_template(section, turn, depth) if section.step else 0]
             if id(template) not in worth:
-                worth[id(template)] = [_valued(entry, atoms) for entry in template["work"]]
+                worth[id(template)] = [_valued(entry, atoms) for entry in template.work]
             for key, flops, nbytes in worth[id(template)]:
                 before = found.get(key, (0.0, 0.0))
                 found[key] = before[0] + flops, before[1] + nbytes
 
 
-def _valued(entry: list[int], atoms: list[int]) -> tuple[tuple[str, int], float, float]:
-    kind, half, flops, nbytes, *exponents = entry
+def _valued(entry: OperatorWork, atoms: list[int]) -> tuple[tuple[str, int], float, float]:
+    kind, half, flops, nbytes, exponents = entry
     factor = 1.0
     for atom, power in zip(atoms, exponents, strict=True):
         factor *= atom**power

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.job import SPLIT, Job, Strategy
-from planner.tape.format import CATEGORIES, Growing, Tape
-from planner.tape.templates import Item, Pattern, in_order, pattern_of, target_block
+from planner.tape.format import CATEGORIES, Growing, Section, Tape, Template
+from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
 
 LEAST = {**BYTES_PER_PARAMETER, "nf4": 0.5, "int4": 0.5}
 """Bytes per parameter, without the constants of 4-bit formats, which may be quantised too."""
@@ -150,7 +150,7 @@ class Backward(NamedTuple):
 class Made(NamedTuple):
     """What a template makes: bytes."""
 
-    pattern: Pattern
+    columns: TemplateColumns
     sizes: list[int]
     """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels"""
     weights: list[Weight]
@@ -195,60 +195,65 @@ class _Walk:
         """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
 
     def stretches(self, piece: str) -> Iterator[Stretch]:
-        """A piece in order."""
-        items = self.tape.pieces[piece]
+        """A piece in order; a VplanError for a tape whose events free what is not there."""
+        try:
+            yield from self._stretches(sections_of(self.tape, piece))
+        except (KeyError, IndexError) as error:
+            raise self.tape.damaged(f"{piece} refers to {error.args[0]}, which is not there") from None
+
+    def _stretches(self, sections: Sequence[Section]) -> Iterator[Stretch]:
         there: list[dict[int, Made]] = []
-        for item in items:
-            run = item["run"]
+        for section in sections:
+            run = section.run
             here: dict[int, Made] = {}
             there.append(here)
-            for block, template in in_order(item, self.counts):
+            for block, template in in_order(section, self.counts):
                 made = here[block] = self._made_by(template)
                 freed = [
-                    (items[number], there[number][target_block(mode, to, items[number]["run"], block, self.counts)])
-                    for number, mode, to in made.pattern.bases
+                    (sections[number], there[number][target_block(mode, to, sections[number].run, block, self.counts)])
+                    for number, mode, to in made.columns.bases
                 ]
                 where = None if run is None else (run, block)
-                yield Stretch(item["pass"], where, made, self._did_by(made, freed))
+                yield Stretch(section.passes, where, made, self._did_by(made, freed))
 
-    def _made_by(self, template: Mapping[str, Any]) -> Made:
-        pattern = pattern_of(template, self.tape)
-        if id(pattern) not in self._made:
-            sizes = list(map(self.whole.__getitem__, pattern.sizes))
-            for position, _ in pattern.kernels:
+    def _made_by(self, template: Template) -> Made:
+        columns = columns_of(template, self.tape)
+        if id(columns) not in self._made:
+            sizes = list(map(self.whole.__getitem__, columns.sizes))
+            for position, _ in columns.kernels:
                 sizes[position] = 0
             weights, gradients = [], 0
-            for (category, _, run, _), tensors in pattern.named.items():
+            for (category, _, run, _), tensors in columns.named.items():
                 for _, position, leaf in tensors:
                     if position < 0:
                         continue
-                    nbytes = self.sizes[pattern.sizes[position]]
+                    nbytes = self.sizes[columns.sizes[position]]
                     self._named[category, run, leaf] = nbytes
                     if category == WEIGHT:
                         weights.append((run, leaf, nbytes))
                     elif category == GRADIENT:
                         self.trained.add((run, leaf))
                         gradients += nbytes
-            self._made[id(pattern)] = Made(pattern, sizes, weights, gradients)
-        return self._made[id(pattern)]
+            self._made[id(columns)] = Made(columns, sizes, weights, gradients)
+        return self._made[id(columns)]
 
-    def _did_by(self, made: Made, freed: Sequence[tuple[Item, Made]]) -> Did:
+    def _did_by(self, made: Made, freed: Sequence[tuple[Section, Made]]) -> Did:
         """What a template does that frees what others made."""
-        pattern = made.pattern
-        key = (id(pattern), *(id(other) for _, other in freed))
+        columns = made.columns
+        key = (id(columns), *(id(other) for _, other in freed))
         if key not in self._did:
             # What is freed by name stands at the first place of what is made, which may be nothing.
             rows = [made.sizes or [0], *([-size for size in other.sizes] for _, other in freed)]
-            changes = [rows[row][at] for row, at in zip(pattern.origins, pattern.positions, strict=True)]
-            for (category, _, run, _), tensors in pattern.named.items():
+            changes = [rows[row][at] for row, at in zip(columns.origins, columns.positions, strict=True)]
+            for (category, _, run, _), tensors in columns.named.items():
                 for at, position, leaf in tensors:
                     if position < 0:
                         changes[at] = -_whole(self._named[category, run, leaf])
             inputs = 0
-            for row, (item, other) in enumerate(freed, start=1):
-                if item["pass"] == "forward" and item["run"] is not None:
-                    kinds = other.pattern.categories
-                    gone = (at for origin, at in zip(pattern.origins, pattern.positions, strict=True) if origin == row)
+            for row, (section, other) in enumerate(freed, start=1):
+                if section.passes == "forward" and section.run is not None:
+                    kinds = other.columns.categories
+                    gone = (at for origin, at in zip(columns.origins, columns.positions, strict=True) if origin == row)
                     inputs += sum(other.sizes[at] for at in gone if kinds[at] != "weight")
             self._did[key] = Did(sum(changes), max(itertools.accumulate(changes), default=0), inputs)
         return self._did[key]

@@ -9,10 +9,10 @@ from typing import TypeVar, overload
 T = TypeVar("T")
 
 
-class Grown(Sequence[T]):
-    """A list whose copies share what was in it: each has its own of what is appended behind that.
+class CowList(Sequence[T]):
+    """A copy-on-write list: copies share the items they began with, and each has its own list of those added since.
 
-    A recording laid out is 100,000 buffers, and every look at a strategy adds a few to a copy of it.
+    A recording laid out is 100,000 buffers, and every strategy that is tried adds a few to a copy of it.
     """
 
     __slots__ = ("_count", "_own", "_shared")
@@ -22,27 +22,27 @@ class Grown(Sequence[T]):
         self._count = 0
         self._own = list(items)
 
-    def copy(self) -> Grown[T]:
-        """One to append to."""
-        if self._own:
+    def copy(self) -> CowList[T]:
+        """A list with the same items, to append to."""
+        if self._own:  # a new list, because earlier copies hold on to the old one
             self._shared = [*self._shared, *self._own]
             self._count = len(self._shared)
             self._own = []
-        other: Grown[T] = Grown()
+        other: CowList[T] = CowList()
         other._shared, other._count = self._shared, self._count
         return other
 
     def append(self, item: T) -> None:
-        """As of a list."""
+        """Adds an item behind the others."""
         self._own.append(item)
 
-    def __iadd__(self, items: Iterable[T]) -> Grown[T]:
+    def __iadd__(self, items: Iterable[T]) -> CowList[T]:
         self._own += items
         return self
 
     def __setitem__(self, index: int, item: T) -> None:
         index = range(len(self))[index]
-        if index < self._count:
+        if index < self._count:  # the first change of a shared item: from here on nothing is shared
             self._own[:0] = self._shared
             self._shared, self._count = [], 0
         self._own[index - self._count] = item

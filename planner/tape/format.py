@@ -1,33 +1,46 @@
-"""A Tape: the allocations of one real training step, with sizes symbolic in the shape.
+"""The tape: every allocation and free of one real training step, with sizes symbolic in the shape.
 
-A tape file is what ``vplan record`` wrote (trainers/recording/compress.py): templates of events per kind of block,
-which `planner.tape.program` lays out at full depth.
+This is the one definition of what a tape holds; `planner.tape.codec` reads and writes it as a file, and
+docs/tape-format.md explains both with an example. Recording (trainers/recording/compress.py) makes a `Tape`, and
+`planner.tape.program` lays one out at full depth.
+
+A tape has pieces (``load``, ``step``, ``optimizer_first``, ``optimizer``, ``denoise``, ``encode``, ``decode``). A piece
+is a list of sections: one template of events outside the repeated blocks or at one of them, or a sweep over all blocks
+of a run. Events refer to the tape's tables (sizes, operators, names) and to each other by index.
 """
 
 from __future__ import annotations
 
 import functools
-import gzip
 import math
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from pydantic_core import from_json
 
 from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 1
+"""Number of the file format. A change that old readers misread takes the next."""
+
 ATOMS = ("B", "F", "H", "W", "T", "R", "E")
 """Batch, frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images, audio.
 A tape lists those its model has."""
 
 CATEGORIES = ("weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace")
+"""What an allocation holds; an event stores the index. The first four have names that other pieces refer to."""
+
+ATTENTION_KERNELS = ("any", "flash")
+"""With which attention kernel an allocation happens: with any, or with flash attention alone (its workspaces)."""
+
 KINDS = ("matmul", "attention", "convolution", "pointwise", "kernels")
-KERNELS = ("any", "flash")
+"""What an entry of `OperatorWork` counts; of ``kernels``, ``flops`` is the number of kernel launches."""
+
 HEAD, TAIL = 2, 2
+"""Blocks kept from either end of a sweep, whose events differ from those of the blocks between them."""
+
+NO_BLOCK, RELATIVE, FROM_FIRST, FROM_LAST = range(4)
+"""How an address names a block: not at all; relative to the block at hand; by index; by index less the run's count.
+The last two are for blocks that an event outside the run refers to, so that they hold at every depth."""
 
 
 class Monomial(NamedTuple):
@@ -63,6 +76,121 @@ def _product(atoms: Sequence[int], exponents: Sequence[int]) -> int:
     return math.prod(atom**exponent for atom, exponent in zip(atoms, exponents, strict=True) if exponent)
 
 
+class Allocation(NamedTuple):
+    """An operator allocates a tensor that only its own piece refers to."""
+
+    size: int
+    """index into the tape's ``sizes``"""
+    category: int
+    """index into `CATEGORIES`"""
+    op: int
+    """index into the tape's ``ops``"""
+    kernel: int
+    """index into `ATTENTION_KERNELS`"""
+    owners: int = 0
+    """0: it has no name"""
+
+
+class NamedAllocation(NamedTuple):
+    """An allocation that other pieces refer to by name: a weight, gradient, optimizer state, or part of the batch."""
+
+    size: int
+    category: int
+    op: int
+    kernel: int
+    owners: int
+    """1: the following fields say whose it is"""
+    mode: int
+    """how ``block`` names the block that it belongs to, see `NO_BLOCK`"""
+    run: int
+    """index into the tape's ``runs``, -1 outside the blocks"""
+    block: int
+    name: int
+    """index into the tape's ``names``: its name inside its block, or the full name outside the blocks"""
+
+
+class Free(NamedTuple):
+    """What a section of this piece allocated is freed."""
+
+    section: int
+    """index of the section in its piece"""
+    mode: int
+    """how ``block`` names the block at which that section allocated it"""
+    block: int
+    position: int
+    """which of the allocations of the section's template"""
+
+
+class NamedFree(NamedTuple):
+    """What another piece allocated is freed, by name. The fields are those of `NamedAllocation`."""
+
+    section: int
+    """always -1: no section of this piece"""
+    category: int
+    mode: int
+    run: int
+    block: int
+    name: int
+
+
+Event = Allocation | NamedAllocation | Free | NamedFree
+
+EVENT_TYPES: Mapping[int, type[Event]] = {
+    len(kind._fields): kind for kind in (Free, Allocation, NamedFree, NamedAllocation)
+}
+"""By the number of fields: 4, 5, 6 and 9."""
+
+
+class OperatorWork(NamedTuple):
+    """What the operators of a template compute and move, per kind: coefficients of a product of atoms."""
+
+    kind: int
+    """index into `KINDS`"""
+    half: int
+    """1 when the arithmetic is bf16 or fp16"""
+    flops: int
+    nbytes: int
+    exponents: tuple[int, ...]
+    """of the tape's atoms"""
+
+
+class Template(NamedTuple):
+    """The events of one block, or of one stretch outside the blocks, and what its operators compute.
+
+    Events are kept as the file has them, an array of fields each, which `EVENT_TYPES` tells apart by their number: a
+    search reads 30,000 of them, and `planner.tape.templates` is the only one to unpack them at once.
+    """
+
+    arrays: list[list[int]]
+    work: list[OperatorWork]
+
+    @classmethod
+    def of(cls, events: Iterable[Event], work: list[OperatorWork]) -> Template:
+        """A template of typed events."""
+        return cls(list(map(list, events)), work)
+
+    @property
+    def events(self) -> list[Event]:
+        """The events, typed; a KeyError where an array is none."""
+        return [EVENT_TYPES[len(array)](*array) for array in self.arrays]
+
+
+class Section(NamedTuple):
+    """A part of a piece: one template outside the blocks (``run`` None) or at one block, or a sweep over a run."""
+
+    passes: str
+    """load, forward, backward or optimizer; a block that backward recomputes counts as backward"""
+    run: int | None
+    """index into the tape's ``runs``"""
+    templates: list[Template]
+    step: int = 0
+    """+1 or -1 for a sweep up or down the blocks of the run"""
+    block: int = 0
+    """of a single block: its index, less the run's count when it is negative"""
+    order: list[int] | None = None
+    """of a sweep over unlike blocks, all of them recorded: which template each block uses"""
+
+
 @dataclass(frozen=True)
 class BlockRun:
     """Like blocks in a row: ``count`` of the full model, in module list ``module_list`` from block ``start``."""
@@ -74,6 +202,13 @@ class BlockRun:
     """blocks that were there when it was recorded"""
 
 
+Sums = Mapping[str, tuple[int, tuple[str, ...]]]
+"""Name of a length -> (constant, products of atoms that are added to it): {"S": (226, ("FHW",))} is 226 + F * H * W."""
+
+RoundedUp = Mapping[str, tuple[str, int]]
+"""Name of a length -> (product of atoms, unit it is counted in): {"P": ("HW", 32)} is H * W / 32, rounded up."""
+
+
 @dataclass(frozen=True, eq=False)
 class Tape:
     """A recorded step of one model under one method, precision, checkpointing and optimizer."""
@@ -81,25 +216,34 @@ class Tape:
     model: str
     variant: str
     versions: Mapping[str, str]
+    """of torch, diffusers and peft (or transformers) that it was recorded with"""
     regime: Mapping[str, int]
     """Atoms it holds at one value only, e.g. {"B": 1} or {"T": 512}; every other atom is free."""
 
     atoms: tuple[str, ...]
-    sums: Mapping[str, tuple[int, tuple[str, ...]]]
+    """what exponents are of, in order: those of `ATOMS` that its model has, and names of ``sums`` and ``rounded``"""
+    sums: Sums
     sizes: tuple[Monomial | Growing, ...]
     runs: tuple[BlockRun, ...]
     names: tuple[str, ...]
     ops: tuple[str, ...]
-    pieces: Mapping[str, list[dict[str, Any]]]
-    tile: tuple[int, ...] = ()
-    """of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
-    rounded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    patterns: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
-    """(id of a template, whether it is of something beside the model) -> the template taken apart, see
+    """operators that allocate, without "aten." """
+    pieces: Mapping[str, list[Section]]
+    tile: tuple[int, ...] | None = None
+    """of a part around the model; of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
+    rounded: RoundedUp = field(default_factory=dict)
+    operators: tuple[str, ...] = ()
+    """every operator that ran, allocating or not"""
+    columns: dict[tuple[int, bool], Any] = field(default_factory=dict, init=False, repr=False)
+    """(id of a template's arrays, whether it is of a part around the model) -> its columns, see
     `planner.tape.templates`."""
-    alike: dict[tuple[int, bool], list[tuple[list[list[int]], Any]]] = field(default_factory=dict, repr=False)
-    """(how many events, whether it is of something beside the model) -> templates taken apart, by their events"""
-    shares: dict[str, float] = field(default_factory=dict, repr=False)
+    alike: dict[tuple[int, bool], list[tuple[list[list[int]], Any]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """(number of events, as above) -> the arrays and columns of templates, for those that have the same"""
+    sound: set[str] = field(default_factory=set, init=False, repr=False)
+    """pieces whose frees were found to refer to what is there"""
+    shares: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     """`recorded_share` of the parameters it was asked for: a search asks for the same ones a hundred times."""
 
     @functools.cached_property
@@ -108,20 +252,21 @@ class Tape:
         return frozenset(index for index, size in enumerate(self.sizes) if isinstance(size, Growing))
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
-        """The values of the tape's atoms at a shape; refuses a shape outside the regime."""
+        """The values of the tape's atoms at a shape; a NotRecordedError for a shape outside the regime."""
         for name, fixed in self.regime.items():
             if grid[name] != fixed:
-                if name == "B":  # its code loops over the samples, so that the events grow with the batch
-                    fault = f"{self.model} works through a batch sample by sample, and batch {grid[name]}"
-                    fix = f"use --batch-size 1 or {fixed}, with --gradient-accumulation"
-                    raise NotRecordedError(f"{fault} is not recorded", fix)
-                if name == "T":
-                    fault = f"{self.model} is recorded with prompts of {fixed} tokens, not of {grid[name]}"
-                    raise NotRecordedError(fault, f"use --text-tokens {fixed}, or leave it out")
-                fault = f"the tape of {self.model} holds {name} = {fixed} only, not {grid[name]}"
-                raise NotRecordedError(fault, "record another")
-        known = {**grid, **derived(grid, self.rounded, self.sums)}
-        return [known[name] for name in self.atoms]
+                raise self._outside_regime(name, fixed, grid[name])
+        lengths = {**grid, **derived(grid, self.rounded, self.sums)}
+        return [lengths[name] for name in self.atoms]
+
+    def _outside_regime(self, name: str, fixed: int, value: int) -> NotRecordedError:
+        if name == "B":  # its code loops over the samples, so that the events grow with the batch
+            fault = f"{self.model} works through a batch sample by sample, and batch {value} is not recorded"
+            return NotRecordedError(fault, f"use --batch-size 1 or {fixed}, with --gradient-accumulation")
+        if name == "T":
+            fault = f"{self.model} is recorded with prompts of {fixed} tokens, not of {value}"
+            return NotRecordedError(fault, f"use --text-tokens {fixed}, or leave it out")
+        return NotRecordedError(f"the tape of {self.model} holds {name} = {fixed} only, not {value}", "record another")
 
     def recorded_share(self, name: str) -> float:
         """Recorded blocks per block of the full model, for the run a parameter's block is in; 1 outside the blocks."""
@@ -145,59 +290,21 @@ class Tape:
                 return run.module_list, int(name[len(run.module_list) + 1 :].split(".", 1)[0])
         return None
 
+    def damaged(self, reason: str) -> VplanError:
+        """The error for a tape whose events refer to what is not there."""
+        return VplanError(f"tape {self.variant} of {self.model} is damaged ({reason})", DAMAGED_FIX)
+
+
+DAMAGED_FIX = "reinstall vplan or record it again"
 
 NOTHING = Tape("", "nothing", {}, {}, (), {}, (), (), (), (), {"optimizer_first": [], "optimizer": []})
 """The optimizer's tape of a job that only samples."""
 
 
-def derived(
-    grid: Mapping[str, int],
-    rounded: Mapping[str, tuple[str, int]],
-    sums: Mapping[str, tuple[int, tuple[str, ...]]],
-) -> dict[str, int]:
+def derived(grid: Mapping[str, int], rounded: RoundedUp, sums: Sums) -> dict[str, int]:
     """Lengths that follow from a shape: products counted in several, rounded up, then sums of products of all those."""
-    found = {name: -(-math.prod(grid[atom] for atom in product) // unit) for name, (product, unit) in rounded.items()}
-    known = {**grid, **found}
+    lengths = {name: -(-math.prod(grid[atom] for atom in product) // unit) for name, (product, unit) in rounded.items()}
+    factors = {**grid, **lengths}
     for name, (constant, products) in sums.items():
-        found[name] = constant + sum(math.prod(known[atom] for atom in product) for product in products)
-    return found
-
-
-def read_tape(path: Path) -> Tape:
-    """Reads a tape file; a damaged one is named and refused."""
-    try:
-        data = from_json(gzip.decompress(path.read_bytes()))
-        return parse_tape(data)
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
-        if isinstance(error, VplanError):
-            raise
-        fault = f"tape {path.name} is damaged ({type(error).__name__})"
-        raise VplanError(fault, "reinstall vplan or record it again") from None
-
-
-def parse_tape(data: Mapping[str, Any]) -> Tape:
-    """The Tape of parsed JSON."""
-    if data["format"] != FORMAT:
-        raise VplanError(f"tape of format {data['format']}, this vplan reads {FORMAT}", "record it again")
-    body = data["tape"]
-    return Tape(
-        model=data["model"],
-        variant=data["variant"],
-        versions=data["versions"],
-        regime=data["regime"],
-        atoms=tuple(body["atoms"]),
-        sums={name: (constant, tuple(products)) for name, (constant, products) in data["sums"].items()},
-        sizes=tuple(map(_size, body["sizes"])),
-        runs=tuple(BlockRun(run["list"], run["start"], run["count"], run["recorded"]) for run in body["runs"]),
-        names=tuple(body["names"]),
-        ops=tuple(body["ops"]),
-        pieces=body["pieces"],
-        tile=tuple(data.get("tile", ())),
-        rounded={name: (product, unit) for name, (product, unit) in data.get("rounded", {}).items()},
-    )
-
-
-def _size(size: list[Any]) -> Monomial | Growing:
-    if size[0] == "grow":
-        return Growing(*(Monomial(coefficient, tuple(exponents)) for coefficient, exponents in size[1:]))
-    return Monomial(size[0], tuple(size[1]), *(size[2:4]), *map(tuple, size[4:]))
+        lengths[name] = constant + sum(math.prod(factors[atom] for atom in product) for product in products)
+    return lengths

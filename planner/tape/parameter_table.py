@@ -6,19 +6,18 @@ parameter by rows of its first dimension, and no engine splits a table.
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError
-from planner.tape.format import FORMAT
+from planner.tape.format import DAMAGED_FIX, FORMAT
+from planner.tape.packed_json import DAMAGES, unpack
 
 FILE = "parameters.gz"
-"""Beside the tapes of a model."""
+"""Name of the file beside the tapes of a model."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,17 @@ def _bare(name: str) -> str:
 
 
 def read_parameters(path: Path) -> Parameters:
-    """Reads what ``vplan record`` wrote; a damaged file is named and refused."""
+    """The table that ``vplan record`` wrote; a VplanError that names the file where it is damaged."""
     try:
-        data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+        data: dict[str, Any] = json.loads(unpack(path))
         if data["format"] != FORMAT:
             raise VplanError(f"{path.name} of format {data['format']}, this vplan reads {FORMAT}", "record it again")
-        return Parameters(data["rows"], frozenset(data["fp32"]))
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, VplanError):
-            raise
+        rows: dict[str, int] = data["rows"]
+        if not all(type(count) is int and count > 0 for count in rows.values()):
+            raise ValueError("rows are counts")
+        return Parameters(rows, frozenset(data["fp32"]))
+    except VplanError:
+        raise
+    except (*DAMAGES, LookupError, TypeError, AttributeError) as error:
         fault = f"{path.name} of {path.parent.name} is damaged ({type(error).__name__})"
-        raise VplanError(fault, "reinstall vplan or record it again") from None
+        raise VplanError(fault, DAMAGED_FIX) from None

@@ -10,11 +10,11 @@ import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from planner.tape.cow_list import Grown
-from planner.tape.format import CATEGORIES, Growing, Monomial, Tape
-from planner.tape.templates import Pattern, in_order, pattern_of, target_block
+from planner.tape.cow_list import CowList
+from planner.tape.format import CATEGORIES, Growing, Monomial, Section, Tape, Template
+from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
 
 Block = tuple[str, int]
 """(module list, index)"""
@@ -44,15 +44,15 @@ class Stage:
 
     @property
     def ops(self) -> list[int]:
-        """All events in order."""
+        """All events in order, as `planner.allocator.caching.CachingAllocator.run` takes them."""
         return list(itertools.chain.from_iterable(events for _, events in self.stretches))
 
     def copy(self) -> Stage:
-        """One whose stretches can be put in others' places."""
+        """A stage with the same stretches, to put others in their places."""
         return Stage(self.name, self.stretches.copy())
 
     def moment(self, index: int) -> Moment:
-        """The moment of the index-th event."""
+        """The moment of the index-th event; an IndexError where there are fewer."""
         for moment, events in self.stretches:
             if index < len(events):
                 return moment
@@ -62,19 +62,19 @@ class Stage:
 
 @dataclass
 class Program:
-    """Numbered buffers, and stages that allocate and free them in the order a real run does."""
+    """The buffers of a whole run, by number: sizes, categories and names. Its stages allocate and free them."""
 
-    buffers: Grown[int] = field(default_factory=Grown)
+    buffers: CowList[int] = field(default_factory=CowList)
     """Per buffer: index into ``sizes``."""
 
-    category: Grown[str] = field(default_factory=Grown)
+    category: CowList[str] = field(default_factory=CowList)
     """Per buffer: one of CATEGORIES, or of what strategies add (residents, buckets)."""
 
-    op: Grown[str] = field(default_factory=Grown)
+    op: CowList[str] = field(default_factory=CowList)
     """Per buffer: the operator that made it."""
 
     kernel: dict[int, str] = field(default_factory=dict)
-    """Buffer -> the attention kernel without which it is not there, of those that depend on one."""
+    """Buffer -> the attention kernel it is allocated by, for those that other kernels do without."""
 
     sizes: list[tuple[Tape, Monomial] | int] = field(default_factory=list)
     """Symbolic sizes of the tapes, and plain bytes."""
@@ -83,7 +83,7 @@ class Program:
     """Category -> full name -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
 
     def bytes_of(self, grid: Mapping[str, int]) -> list[int]:
-        """The size of every buffer at a shape."""
+        """The size of every buffer at a shape, bytes."""
         values: dict[int, list[int]] = {}
         table = []
         for size in self.sizes:
@@ -97,17 +97,17 @@ class Program:
         return [table[index] for index in self.buffers]
 
     def plain_bytes(self, buffer: int) -> int:
-        """The size of a buffer that is the same at every shape."""
+        """The size of a buffer that is the same at every shape, bytes."""
         size = self.sizes[self.buffers[buffer]]
         assert isinstance(size, int)
         return size
 
     def plain_from(self, first: int) -> list[int]:
-        """The same of all buffers from ``first`` on."""
-        sizes = self.sizes
-        found = [sizes[index] for index in self.buffers[first:]]
-        assert all(type(size) is int for size in found)
-        return found  # type: ignore[return-value]  # as just asserted
+        """The sizes of all buffers from ``first`` on, which are the same at every shape, bytes."""
+        table = self.sizes
+        sizes = [table[index] for index in self.buffers[first:]]
+        assert all(type(size) is int for size in sizes)
+        return sizes  # type: ignore[return-value]  # as just asserted
 
     def buffer(self, nbytes: int, category: str, op: str) -> int:
         """A new buffer of plain bytes; returns its number."""
@@ -118,7 +118,7 @@ class Program:
         return len(self.buffers) - 1
 
     def copy(self) -> Program:
-        """One to add to and to resize in."""
+        """A program with the same buffers, to add to and to resize in."""
         named = {kind: buffers.copy() for kind, buffers in self.named.items()}
         parts = self.buffers.copy(), self.category.copy(), self.op.copy(), self.kernel.copy(), self.sizes.copy()
         return Program(*parts, named)
@@ -129,23 +129,28 @@ class Program:
         self.buffers[buffer] = len(self.sizes) - 1
 
     def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None) -> Stage:
-        """Lays a piece (load, step, optimizer_first, optimizer, denoise, encode or decode) out.
+        """Lays a piece of a tape (load, step, optimizer_first, optimizer, denoise, encode, decode) out at full depth.
 
-        ``counts``: blocks per run, else the full model's. ``part``: of something beside the model, at its own shape.
+        ``counts``: blocks per run, else the full model's. ``part``: for the tape of a part around the model. Buffers
+        are added to this program; the stage allocates and frees them. A VplanError for a tape whose events free what
+        is not there.
         """
         first_size = len(self.sizes)
         values = tape.values(part.grid) if part else []
         for size in tape.sizes:
             if isinstance(size, Growing):
-                self.sizes.append(0)  # one for each block, see _Piece._size
+                self.sizes.append(0)  # one for each block, see _Unfolding._grown_size
             else:
                 self.sizes.append(size.value(values) * part.batch if part else (tape, size))
-        counted = list(counts or [run.count for run in tape.runs])
-        return _Piece(self, tape, first_size, counted, part).play(piece)
+        depths = list(counts or [run.count for run in tape.runs])
+        try:
+            return _Unfolding(self, tape, first_size, depths, part).stage(piece)
+        except KeyError as error:  # a block of a section, or a name
+            raise tape.damaged(f"{piece} refers to {error.args[0]}, which is not there") from None
 
 
 class Part(NamedTuple):
-    """Something beside the model (a VAE, a text encoder) whose tape is unfolded at a shape of its own."""
+    """A part around the model (a VAE, a text encoder) whose tape is unfolded at a shape of its own."""
 
     name: str
     """keeps its tensors apart from the model's in ``Program.named``"""
@@ -158,83 +163,90 @@ class Part(NamedTuple):
         return hash((self.name, *self.grid.items(), self.batch))
 
 
-class _Piece:
-    """One piece being laid out."""
+class _Unfolding:
+    """One piece of a tape while it is laid out."""
 
     def __init__(self, program: Program, tape: Tape, first_size: int, counts: list[int], part: Part | None) -> None:
         self.program = program
         self.tape = tape
         self.first_size = first_size
+        """index in the program's sizes of the tape's first"""
         self.counts = counts
         self.part = part
         self.kinds = [f"{kind} of {part.name}" if part else kind for kind in CATEGORIES]
-        self.items: list[dict[str, Any]] = []
-        self.made: list[dict[int, int]] = []
-        """Per item: block -> number of its first buffer."""
-
+        """per category: under which key of ``Program.named`` its tensors are"""
+        self.sections: list[Section] = []
+        self.first_buffers: list[dict[int, int]] = []
+        """per section: block -> number of its first buffer"""
         self.sizes: dict[int, list[int]] = {}
-        self.again: dict[int, int] = {}
-        """Event -> the same of the buffer of its name that an earlier piece made: a weight that was cast away and
-        stored anew."""
+        """id of a template's columns -> its sizes as the program numbers them"""
+        self.reloaded: dict[int, int] = {}
+        """event -> the same event of the buffer that had the name before: a weight that is cast away and stored anew"""
 
-    def play(self, piece: str) -> Stage:
+    def stage(self, piece: str) -> Stage:
+        """The piece at full depth, a stretch per section and block."""
         stage = Stage(piece, [])
-        self.items = self.tape.pieces[piece]
-        for item in self.items:
-            bases: dict[int, int] = {}
-            self.made.append(bases)
-            run = None if item["run"] is None else self.tape.runs[item["run"]]
-            for block, template in in_order(item, self.counts):
-                bases[block] = len(self.program.buffers)
-                moment = Moment(piece, item["pass"], run.module_list if run else "", run.start + block if run else -1)
+        self.sections = sections_of(self.tape, piece, self.part is not None)
+        for section in self.sections:
+            starts: dict[int, int] = {}
+            self.first_buffers.append(starts)
+            run = None if section.run is None else self.tape.runs[section.run]
+            for block, template in in_order(section, self.counts):
+                starts[block] = len(self.program.buffers)
+                moment = Moment(piece, section.passes, run.module_list if run else "", run.start + block if run else -1)
                 stage.stretches.append((moment, self._events(template, block)))
         return stage
 
-    def _events(self, template: Mapping[str, Any], block: int) -> list[int]:
-        program, pattern = self.program, pattern_of(template, self.tape, self.part is not None)
+    def _events(self, template: Template, block: int) -> list[int]:
+        program, columns = self.program, columns_of(template, self.tape, self.part is not None)
         first = len(program.buffers)
-        program.buffers += self._sizes(pattern)
-        program.category += pattern.categories
-        program.op += pattern.ops
-        for position, kernel in pattern.kernels:
+        program.buffers += self._sizes(columns)
+        program.category += columns.categories
+        program.op += columns.ops
+        for position, kernel in columns.kernels:
             program.kernel[first + position] = kernel
-        for position, size in pattern.growing:
-            program.buffers[first + position] = self._grown(size, block)
-        starts = [first]  # ~(start + position) is ~position - start
-        starts += [
-            -self.made[item][target_block(mode, to, self.items[item]["run"], block, self.counts)]
-            for item, mode, to in pattern.bases
+        for position, size in columns.growing:
+            program.buffers[first + position] = self._grown_size(size, block)
+        starts = [first]
+        starts += [  # negative, because ~(start + position) is ~position - start
+            -self.first_buffers[section][target_block(mode, to, self.sections[section].run, block, self.counts)]
+            for section, mode, to in columns.bases
         ]
-        events = list(map(operator.add, map(starts.__getitem__, pattern.origins), pattern.offsets))
-        for (category, mode, run, target), tensors in pattern.named.items():
-            known = program.named.setdefault(self.kinds[category], {})
+        events = list(map(operator.add, map(starts.__getitem__, columns.origins), columns.offsets))
+        self._name(columns, block, first, events)
+        return list(map(self.reloaded.get, events, events)) if self.reloaded else events
+
+    def _name(self, columns: TemplateColumns, block: int, first: int, events: list[int]) -> None:
+        """Enters the named tensors of a template into the program, and puts those that it frees into its events."""
+        for (category, mode, run, target), tensors in columns.named.items():
+            buffers = self.program.named.setdefault(self.kinds[category], {})
             prefix = self._prefix(mode, run, target, block)
             may_return = category == 0 and self.part is None
             for at, position, leaf in tensors:
                 name = prefix + leaf
                 if position < 0:
-                    events[at] = ~known[name]
-                elif may_return and name in known:
-                    self.again[first + position] = known[name]
-                    self.again[~(first + position)] = ~known[name]
+                    events[at] = ~buffers[name]
+                elif may_return and name in buffers:
+                    self.reloaded[first + position] = buffers[name]
+                    self.reloaded[~(first + position)] = ~buffers[name]
                 else:
-                    known[name] = first + position
-        return list(map(self.again.get, events, events)) if self.again else events
+                    buffers[name] = first + position
 
-    def _sizes(self, pattern: Pattern) -> list[int]:
-        """Its sizes as the program numbers them."""
-        if id(pattern) not in self.sizes:
-            self.sizes[id(pattern)] = [self.first_size + size for size in pattern.sizes]
-        return self.sizes[id(pattern)]
+    def _sizes(self, columns: TemplateColumns) -> list[int]:
+        """A template's sizes as the program numbers them."""
+        if id(columns) not in self.sizes:
+            self.sizes[id(columns)] = [self.first_size + size for size in columns.sizes]
+        return self.sizes[id(columns)]
 
-    def _grown(self, index: int, block: int) -> int:
+    def _grown_size(self, index: int, block: int) -> int:
+        """Index in the program's sizes of a growing size at a block."""
         size = self.tape.sizes[index]
         assert self.part and isinstance(size, Growing), "only the chunks of a VAE grow"
         self.program.sizes.append(size.value(self.tape.values(self.part.grid), block) * self.part.batch)
         return len(self.program.sizes) - 1
 
     def _prefix(self, mode: int, number: int, target: int, block: int) -> str:
-        """What the names of a block's tensors begin with."""
+        """What the names of a block's tensors begin with: "blocks.3."."""
         if number < 0:
             return ""
         run = self.tape.runs[number]

@@ -1,133 +1,213 @@
-"""A tape's templates taken apart, and which block uses which."""
+"""A tape's templates column by column, as they are laid out, and which block of a sweep uses which template."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
-from planner.tape.format import CATEGORIES, HEAD, KERNELS, TAIL, Tape
+from planner.tape.format import (
+    ATTENTION_KERNELS,
+    CATEGORIES,
+    EVENT_TYPES,
+    FROM_LAST,
+    HEAD,
+    NO_BLOCK,
+    RELATIVE,
+    TAIL,
+    Allocation,
+    Free,
+    NamedAllocation,
+    NamedFree,
+    Section,
+    Tape,
+    Template,
+)
 
-Item = Mapping[str, Any]
-"""A part of a tape's piece: one template outside the blocks, or those of a sweep over a run of blocks."""
+FREE, NAMED_FREE, NAMED_ALLOCATION = (len(kind._fields) for kind in (Free, NamedFree, NamedAllocation))
+"""Numbers of fields, by which events are told apart."""
+
+SIZE, CATEGORY, OP, KERNEL = map(Allocation._fields.index, ("size", "category", "op", "kernel"))
+"""Fields of either allocation, by index."""
 
 
-class Pattern(NamedTuple):
-    """A template as it is laid out block by block; what it allocates is numbered by position.
+class TemplateColumns(NamedTuple):
+    """A template's events, column by column: what is the same for every block that uses it is worked out once.
 
-    On a tape events are [size, category, op, kernel, named, (mode, run, block, name)], [item, mode, block, position]
-    for a free, or [-1, category, mode, run, block, name] for the free of what another piece made.
+    A buffer's number is that of the template's first buffer at a block, plus the position of its allocation. So an
+    event of the program is ``start + offset`` for an allocation and ``~(start + position)`` = ``offset - start`` for a
+    free, where the start is that of the section and block in which the freed buffer was allocated.
     """
 
     sizes: list[int]
+    """per allocation: index into the tape's sizes"""
     categories: list[str]
+    """per allocation"""
     ops: list[str]
+    """per allocation"""
     bases: list[tuple[int, int, int]]
-    """(item, mode, block) of what is freed"""
+    """(section, mode, block) that frees refer to, see `planner.tape.format.Free`"""
+    highest: list[int]
+    """per base: the highest position that is freed of it"""
     origins: list[int]
-    """Per event: 0 allocates, n frees what the n-th of ``bases`` made"""
+    """per event: 0 for an allocation, n for a free of what the n-th of ``bases`` allocated"""
     positions: list[int]
-    """Per event: which of its template's allocations"""
+    """per event: which of its template's allocations"""
     offsets: list[int]
-    """Per event: what is added to the first buffer's number, ``~position`` for a free"""
+    """per event: ``position`` for an allocation, ``~position`` for a free"""
     named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]]
-    """(category, mode, run, block) -> (which event, position or -1 for a free, name in its block)"""
+    """(category, mode, run, block) -> (index of the event, position or -1 for a free, name in its block) of tensors"""
     kernels: list[tuple[int, str]]
+    """(position, attention kernel) of allocations that happen with that kernel only"""
     growing: list[tuple[int, int]]
-    """(position, size)"""
+    """(position, size) of allocations whose size grows from block to block"""
 
     @classmethod
-    def of(cls, template: list[list[int]], tape: Tape, beside: bool) -> Pattern:
-        """``beside``: whether it is of something beside the model, whose weights count as residents."""
-        categories = ("residents" if beside else CATEGORIES[0], *CATEGORIES[1:])
-        made: list[list[int]] = []
+    def of(cls, arrays: list[list[int]], tape: Tape, resident: bool) -> TemplateColumns:
+        """The columns of `planner.tape.format.Template.arrays`. ``resident``: of a part around the model (VAE, text
+        encoder), whose weights count as residents. A LookupError, TypeError or ValueError for arrays that are no
+        events of this tape."""
+        # Tables as dicts: an index below 0 is none of theirs either.
+        categories = dict(enumerate(("residents" if resident else CATEGORIES[0], *CATEGORIES[1:])))
+        ops, names, kernels = (dict(enumerate(table)) for table in (tape.ops, tape.names, ATTENTION_KERNELS))
+        allocations: list[list[int]] = []
         named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]] = {}
+        bases: dict[tuple[int, int, int], int] = {}
+        highest: list[int] = []
         origins: list[int] = []
         positions: list[int] = []
         offsets: list[int] = []
-        bases: dict[tuple[int, int, int], int] = {}
-        for event in template:
-            if len(event) == 4:
-                item, mode, block, position = event
-                origins.append(bases.setdefault((item, mode, block), len(bases) + 1))
+        for array in arrays:
+            if len(array) == FREE:
+                section, mode, block, position = array
+                base = (section, mode, block)
+                origin = bases.get(base)
+                if origin is None:
+                    origin = bases[base] = len(bases) + 1
+                    highest.append(position)
+                elif position > highest[origin - 1]:
+                    highest[origin - 1] = position
+                origins.append(origin)
                 positions.append(position)
                 offsets.append(~position)
                 continue
-            position = len(made)
-            if len(event) == 6:
-                _, category, mode, run, block, leaf = event
-                named.setdefault((category, mode, run, block), []).append((len(origins), -1, tape.names[leaf]))
-                position = 0
+            position = len(allocations)
+            if len(array) == NAMED_FREE:
+                _, category, mode, run, block, name = array
+                named.setdefault((category, mode, run, block), []).append((len(origins), -1, names[name]))
+                position = 0  # stands in: the layout puts the buffer of that name in its place
             else:
-                if event[4]:
-                    mode, run, block, leaf = event[5:]
-                    names = named.setdefault((event[1], mode, run, block), [])
-                    names.append((len(origins), position, tape.names[leaf]))
-                made.append(event)
+                if len(array) == NAMED_ALLOCATION:
+                    _, category, _, _, _, mode, run, block, name = array
+                    named.setdefault((category, mode, run, block), []).append((len(origins), position, names[name]))
+                allocations.append(array)
             origins.append(0)
             positions.append(position)
             offsets.append(position)
-        return cls(
-            [event[0] for event in made],
-            [categories[event[1]] for event in made],
-            [tape.ops[event[2]] for event in made],
+        columns = cls(
+            [array[SIZE] for array in allocations],
+            [categories[array[CATEGORY]] for array in allocations],
+            [ops[array[OP]] for array in allocations],
             list(bases),
+            highest,
             origins,
             positions,
             offsets,
             named,
-            [(position, KERNELS[event[3]]) for position, event in enumerate(made) if event[3]],
-            [(position, event[0]) for position, event in enumerate(made) if event[0] in tape.growing],
+            [(position, kernels[array[KERNEL]]) for position, array in enumerate(allocations) if array[KERNEL]],
+            [(position, array[SIZE]) for position, array in enumerate(allocations) if array[SIZE] in tape.growing],
         )
+        columns._check(arrays, tape)
+        return columns
+
+    def _check(self, arrays: list[list[int]], tape: Tape) -> None:
+        modes, runs = range(FROM_LAST + 1), range(-1, len(tape.runs))
+        holds = (
+            {*map(len, arrays)} <= EVENT_TYPES.keys()
+            and type(sum(chain.from_iterable(arrays))) is int  # a fraction among them makes a fraction of the sum
+            and min(self.sizes, default=0) >= 0
+            and max(self.sizes, default=-1) < len(tape.sizes)
+            and min(self.positions, default=0) >= 0
+            and all(section >= 0 and mode in modes for section, mode, _ in self.bases)
+            and all(category in range(len(CATEGORIES)) for category, _, _, _ in self.named)
+            and all(mode in modes and run in runs for _, mode, run, _ in self.named)
+        )
+        if not holds:
+            raise ValueError
 
 
-def pattern_of(template: Mapping[str, Any], tape: Tape, beside: bool = False) -> Pattern:
-    """The template, taken apart once; templates with the same events, which half of them are, share it."""
-    key = (id(template), beside)
-    if key not in tape.patterns:
-        events = template["events"]
-        as_long = tape.alike.setdefault((len(events), beside), [])
-        found = next((pattern for known, pattern in as_long if known == events), None)
-        if found is None:
-            found = Pattern.of(events, tape, beside)
-            as_long.append((events, found))
-        tape.patterns[key] = found
-    known: Pattern = tape.patterns[key]
-    return known
+def columns_of(template: Template, tape: Tape, resident: bool = False) -> TemplateColumns:
+    """The template's columns, worked out once; templates with the same events, as half of them are, share them.
+
+    A VplanError for a template whose arrays are no events of the tape.
+    """
+    arrays = template.arrays
+    key = (id(arrays), resident)
+    if key not in tape.columns:
+        of_this_length = tape.alike.setdefault((len(arrays), resident), [])
+        columns = next((columns for others, columns in of_this_length if others == arrays), None)
+        if columns is None:
+            try:
+                columns = TemplateColumns.of(arrays, tape, resident)
+            except (LookupError, TypeError, ValueError) as error:
+                raise tape.damaged(type(error).__name__) from None
+            of_this_length.append((arrays, columns))
+        tape.columns[key] = columns
+    shared: TemplateColumns = tape.columns[key]
+    return shared
 
 
-def in_order(item: Item, counts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(block, -1 outside the blocks; its template) in the order an item walks them; ``counts``: blocks per run."""
-    templates, run = item["templates"], item["run"]
-    if run is None:
-        yield -1, templates[0]
-    elif not item.get("step"):
-        yield item["block"] % counts[run], templates[0]
-    else:
-        count = counts[run]
-        for block in range(count) if item["step"] > 0 else range(count - 1, -1, -1):
-            yield block, templates[kept_template(item, block, count)]
+def sections_of(tape: Tape, piece: str, resident: bool = False) -> list[Section]:
+    """The sections of a piece. A VplanError where the tape has no such piece, or frees what no section allocates."""
+    if piece not in tape.pieces:
+        raise tape.damaged(f"no {piece}")
+    sections = tape.pieces[piece]
+    if piece not in tape.sound:
+        allocations: list[int] = []  # of each section's longest template
+        for section in sections:
+            templates = [columns_of(template, tape, resident) for template in section.templates]
+            allocations.append(max(len(columns.sizes) for columns in templates))
+            for columns in templates:
+                for (number, _, _), position in zip(columns.bases, columns.highest, strict=True):
+                    if number >= len(allocations) or position >= allocations[number]:
+                        raise tape.damaged(f"{piece} frees what it does not allocate")
+        tape.sound.add(piece)
+    return sections
+
+
+def in_order(section: Section, counts: Sequence[int]) -> Iterator[tuple[int, Template]]:
+    """(block, -1 outside the blocks; its template) in the order a section walks them; ``counts``: blocks per run."""
+    if section.run is None:
+        yield -1, section.templates[0]
+        return
+    count = counts[section.run]
+    if not section.step:
+        yield section.block % count, section.templates[0]
+        return
+    for block in range(count)[:: section.step]:
+        yield block, section.templates[kept_template(section, block, count)]
 
 
 def target_block(mode: int, target: int, run: int | None, block: int, counts: Sequence[int]) -> int:
-    """The block an address means. Mode 0: none; 1: relative to this block; 2: from the first; 3: from the last."""
-    if mode == 0 or run is None:
+    """The block that an address names in an event at ``block``; -1 for none. ``run``: of the section it refers to."""
+    if mode == NO_BLOCK or run is None:
         return -1
-    return block + target if mode == 1 else target % counts[run]
+    return block + target if mode == RELATIVE else target % counts[run]
 
 
-def kept_template(item: Mapping[str, Any], block: int, count: int) -> int:
-    """Which template of a sweep a block of a run of ``count`` uses.
+def kept_template(section: Section, block: int, count: int) -> int:
+    """Index of the template that a block of a run of ``count`` uses in a sweep.
 
     A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
     """
-    if "order" in item:
-        assert len(item["order"]) == count, "a sweep over unlike blocks has one depth"
-        return int(item["order"][block])
-    return template_of(block, count, len(item["templates"]))
+    if section.order is not None:
+        assert len(section.order) == count, "a sweep over unlike blocks has one depth"
+        return section.order[block]
+    return template_of(block, count, len(section.templates))
 
 
 def template_of(block: int, count: int, kept: int) -> int:
-    """Which kept template a block of a sweep uses: one of the first, a middle, or one of the last two."""
+    """Which of a sweep's ``kept`` templates a block uses: one of the first, the middle one, or one of the last two."""
     if count == kept:
         return block
     head = kept - 1 - TAIL

@@ -152,12 +152,12 @@ def directly(case: Case, config: dict[str, Any] | None = None) -> tuple[Played, 
     else:
         record = record_step if isinstance(case.variant, StepVariant) else record_sample
         trace = record(*known, case.variant.older)
-    return Played(pieces(trace), [alloc.nbytes for alloc in trace.allocs]), [run.count for run in trace.runs]
+    return Played(pieces(trace), [alloc.nbytes for alloc in trace.allocations]), [run.count for run in trace.runs]
 
 
 def pieces(trace: RawRecording) -> list[list[int]]:
     """The events of each piece on the GPU."""
-    host = {number for number, alloc in enumerate(trace.allocs) if alloc.category == "host"}
+    host = {number for number, alloc in enumerate(trace.allocations) if alloc.category == "host"}
     bounds = itertools.pairwise(start for _, start in trace.pieces)
     found = [trace.events[start:stop] for start, stop in bounds]
     return [[event for event in events if (event if event >= 0 else ~event) not in host] for events in found]

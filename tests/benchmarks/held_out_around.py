@@ -18,7 +18,8 @@ import profiles
 from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, Component, components, frames_of
 from planner.catalog.profiles import ModelProfile, Vae
-from planner.tape.format import Tape, read_tape
+from planner.tape.codec import read_tape
+from planner.tape.format import Tape
 from planner.tape.program import Part, Program
 from trainers.recording.components import record_vae
 from trainers.recording.encoders import record_text_encoder
@@ -61,7 +62,7 @@ def directly(trace: RawRecording) -> Held:
     """What a recording at the shape itself says."""
     bounds = [start for _, start in trace.pieces]
     loads, work = (trace.events[start:stop] for start, stop in itertools.pairwise(bounds))
-    return held(loads, work, [alloc.nbytes for alloc in trace.allocs])
+    return held(loads, work, [alloc.nbytes for alloc in trace.allocations])
 
 
 def compared(profile: ModelProfile, component: Component) -> tuple[Held, Held]:

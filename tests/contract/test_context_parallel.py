@@ -3,7 +3,6 @@ same model, as our recorder sees it beside a silent process group, and as autogr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.spec.job import Job, Machine, Strategy
-from planner.tape.format import NOTHING, parse_tape
+from planner.tape.format import NOTHING
 from planner.tape.variants import StepVariant
 from tests.contract.ranks import Case, measure
 from trainers.recording import tapes
@@ -102,7 +101,7 @@ def estimated(name: str, mode: str) -> Run:
     job, machine = job_of(profile), Machine(gpu="h100-80gb", gpus=2)
     strategy = Strategy.read({**HALF, "gradient_checkpointing": mode, "context_parallel": 2})
     variant = StepVariant.of(profile, job, strategy, 1)
-    tape = parse_tape(json.loads(json.dumps(tapes.step_tape(profile, variant))))
+    tape = tapes.step_tape(profile, variant)
     facts = Facts(profile, lookup.gpu("h100-80gb"), tape, NOTHING)
     return lay_out(job, strategy, machine, facts, dict(TINY[name][1]))
 
@@ -120,7 +119,7 @@ def trace_peaks(trace: RawRecording) -> tuple[int, int]:
     """
     held = most = kept = 0
     for event, passes in zip(trace.events, trace.passes, strict=True):
-        alloc = trace.allocs[event if event >= 0 else ~event]
+        alloc = trace.allocations[event if event >= 0 else ~event]
         if passes == "backward" and not kept:
             kept = held
         if alloc.category != "weight" and alloc.op != "_c10d_functional.all_to_all_single":

@@ -16,11 +16,11 @@ from planner.layout.run import Facts, Run
 from planner.layout.sharding import zero as zero_terms
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
-from planner.tape.format import FORMAT, Tape, parse_tape
+from planner.tape.format import Tape
 from planner.tape.parameter_table import Parameters
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.contract.ranks import WORLD, Bytes, Case, measure
-from trainers.recording.compress import compress
+from trainers.recording.compress import Header, compress
 from trainers.recording.recorder import RawRecording, record_optimizer, record_step
 from trainers.recording.tapes import parameter_table
 
@@ -81,18 +81,7 @@ def _tape(model: str, name: str, optimizer: bool) -> Tape:
     record = record_optimizer if optimizer else record_step
     trace: RawRecording = record(profile, job, strategy, GRIDS[model])
     ones = dict.fromkeys(GRIDS[model], 1)  # sizes as they are: the tape is asked for this very shape
-    body = compress(trace, ones, [run.count for run in trace.runs])
-    return parse_tape(
-        {
-            "format": FORMAT,
-            "model": model,
-            "variant": name,
-            "versions": {},
-            "regime": {},
-            "sums": {},
-            "tape": body,
-        }
-    )
+    return compress(trace, Header(model, name, {}, {}, {}), ones, [run.count for run in trace.runs])
 
 
 @functools.cache

@@ -7,8 +7,6 @@ what every block makes. A block also keeps a cast copy of its weights until forw
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import strategies as st
 
 from planner.catalog import lookup
@@ -17,7 +15,21 @@ from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
-from planner.tape.format import FORMAT, Tape, parse_tape
+from planner.tape.format import (
+    FROM_LAST,
+    NO_BLOCK,
+    RELATIVE,
+    Allocation,
+    BlockRun,
+    Event,
+    Free,
+    Monomial,
+    NamedAllocation,
+    NamedFree,
+    Section,
+    Tape,
+    Template,
+)
 from planner.tape.parameter_table import Parameters
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -34,54 +46,54 @@ GRID = {"B": 1, "F": 8, "H": 16, "W": 64, "T": 512, "R": 16, "E": 0}
 X = 8 * MIB
 
 _SIZES = {
-    "stem": [STEM, [0] * 6],
-    "weights": [WEIGHTS, [0] * 6],
-    "adapter": [ADAPTER // 16, [0, 0, 0, 0, 0, 1]],
-    "cast": [CAST, [0] * 6],
-    "x": [KIB, [1, 1, 1, 1, 0, 0]],
-    "2x": [2 * KIB, [1, 1, 1, 1, 0, 0]],
-    "table": [KIB // 2, [0, 1, 1, 1, 0, 0]],
+    "stem": Monomial(STEM, (0,) * 6),
+    "weights": Monomial(WEIGHTS, (0,) * 6),
+    "adapter": Monomial(ADAPTER // 16, (0, 0, 0, 0, 0, 1)),
+    "cast": Monomial(CAST, (0,) * 6),
+    "x": Monomial(KIB, (1, 1, 1, 1, 0, 0)),
+    "2x": Monomial(2 * KIB, (1, 1, 1, 1, 0, 0)),
+    "table": Monomial(KIB // 2, (0, 1, 1, 1, 0, 0)),
 }
-_NAMES = ["stem.weight", "attn.weight", "attn.lora", "attn.lora:exp_avg", "latents", "attn.lora:exp_avg_sq"]
+_NAMES = ("stem.weight", "attn.weight", "attn.lora", "attn.lora:exp_avg", "latents", "attn.lora:exp_avg_sq")
 _WEIGHT, _GRADIENT, _STATE, _BATCH, _ACTIVATION, _TEMPORARY = range(6)
-_OUTSIDE, _HERE = (0, -1, -1), (1, 0, 0)
+_OUTSIDE, _HERE = (NO_BLOCK, -1, -1), (RELATIVE, 0, 0)
 
 
-def _alloc(size: str, category: int, owner: tuple[int, ...] = (), name: int = 0) -> list[int]:
-    named = [*owner, name] if owner else []
-    return [list(_SIZES).index(size), category, 0, 0, len(named) // 4, *named]
+def _alloc(size: str, category: int, owner: tuple[int, int, int] | None = None, name: int = 0) -> Event:
+    index = list(_SIZES).index(size)
+    return NamedAllocation(index, category, 0, 0, 1, *owner, name) if owner else Allocation(index, category, 0, 0)
 
 
-def _one(*events: list[int], passes: str = "forward") -> dict[str, Any]:
-    return {"run": None, "block": 0, "pass": passes, "templates": [{"events": list(events), "work": []}]}
+def _here(section: int, position: int) -> Free:
+    """The free of what this very block allocated in another section."""
+    return Free(section, RELATIVE, 0, position)
 
 
-def _sweep(*events: list[int], passes: str = "forward", step: int = 1, first: Any = None) -> dict[str, Any]:
+def _one(*events: Event, passes: str = "forward") -> Section:
+    return Section(passes, None, [Template.of(events, [])])
+
+
+def _sweep(*events: Event, passes: str = "forward", step: int = 1, first: list[Event] | None = None) -> Section:
     """A template per block; ``first`` replaces the events of block 0."""
-    templates = [{"events": list(events), "work": []} for _ in range(BLOCKS)]
+    templates = [Template.of(events, []) for _ in range(BLOCKS)]
     if first is not None:
-        templates[0] = {"events": list(first), "work": []}
-    return {"run": 0, "step": step, "pass": passes, "templates": templates}
+        templates[0] = Template.of(first, [])
+    return Section(passes, 0, templates, step)
 
 
-def _tape(pieces: dict[str, Any]) -> Tape:
-    return parse_tape(
-        {
-            "format": FORMAT,
-            "model": MODEL.name,
-            "variant": "hand-made",
-            "versions": {},
-            "regime": {},
-            "sums": {},
-            "tape": {
-                "atoms": ["B", "F", "H", "W", "T", "R"],
-                "runs": [{"list": "blocks", "start": 0, "recorded": BLOCKS, "count": BLOCKS}],
-                "names": _NAMES,
-                "ops": ["op"],
-                "sizes": list(_SIZES.values()),
-                "pieces": pieces,
-            },
-        }
+def _tape(pieces: dict[str, list[Section]]) -> Tape:
+    return Tape(
+        MODEL.name,
+        "hand-made",
+        versions={},
+        regime={},
+        atoms=("B", "F", "H", "W", "T", "R"),
+        sums={},
+        sizes=tuple(_SIZES.values()),
+        runs=(BlockRun("blocks", 0, BLOCKS, BLOCKS),),
+        names=_NAMES,
+        ops=("op",),
+        pieces=pieces,
     )
 
 
@@ -95,13 +107,14 @@ def _step_tape() -> Tape:
         _alloc("table", _ACTIVATION),
         _alloc("x", _ACTIVATION),
     )
-    # Item 1, forward of a block: 0 the cast weights, 1 what it takes, 2 its output.
-    forward = _sweep(_alloc("cast", _TEMPORARY), _alloc("2x", _TEMPORARY), _alloc("x", _ACTIVATION), [1, 1, 0, 1])
-    uncast = _sweep([1, 1, 0, 0])
-    out = [1, 3, -1, 2]
-    # Item 4, backward of a block: 0 what it takes, 1 the gradient; then its input goes, block 0's with the table.
-    grads = [_alloc("2x", _TEMPORARY), _alloc("adapter", _GRADIENT, _HERE, 2), [4, 1, 0, 0]]
-    backward = _sweep(*grads, [1, 1, -1, 2], passes="backward", step=-1, first=[*grads, [0, 0, 0, 2], [0, 0, 0, 1]])
+    # Section 1, forward of a block: 0 the cast weights, 1 what it takes, 2 its output.
+    forward = _sweep(_alloc("cast", _TEMPORARY), _alloc("2x", _TEMPORARY), _alloc("x", _ACTIVATION), _here(1, 1))
+    uncast = _sweep(_here(1, 0))
+    out = Free(1, FROM_LAST, -1, 2)
+    # Section 4, backward of a block: 0 what it takes, 1 the gradient; then its input goes, block 0's with the table.
+    grads = [_alloc("2x", _TEMPORARY), _alloc("adapter", _GRADIENT, _HERE, 2), _here(4, 0)]
+    first = [*grads, Free(0, NO_BLOCK, 0, 2), Free(0, NO_BLOCK, 0, 1)]
+    backward = _sweep(*grads, Free(1, RELATIVE, -1, 2), passes="backward", step=-1, first=first)
     step = [_one(batch, table, first_input), forward, uncast, _one(out, passes="backward"), backward]
     return _tape({"load": load, "step": step})
 
@@ -109,10 +122,10 @@ def _step_tape() -> Tape:
 def _optimizer_tape() -> Tape:
     states = [_alloc("adapter", _STATE, _HERE, 3), _alloc("adapter", _STATE, _HERE, 5)]
     lent = [_alloc("adapter", _TEMPORARY)]
-    freed = [-1, _GRADIENT, *_HERE, 2]
+    freed = NamedFree(-1, _GRADIENT, *_HERE, 2)
 
-    def piece(made: list[list[int]], lent_at: int) -> list[dict[str, Any]]:
-        return [_sweep(*made, passes="optimizer"), _sweep([0, 1, 0, lent_at], freed, passes="optimizer")]
+    def piece(made: list[Event], lent_at: int) -> list[Section]:
+        return [_sweep(*made, passes="optimizer"), _sweep(_here(0, lent_at), freed, passes="optimizer")]
 
     return _tape({"optimizer_first": piece([*states, *lent], 2), "optimizer": piece(lent, 0)})
 

@@ -13,6 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.catalog.components import frames_of
 from planner.catalog.profiles import Vae
-from planner.estimate.stages import without_garbage_collection
-from planner.tape.format import FORMAT
+from planner.garbage_collection import without_garbage_collection
+from planner.tape.format import Growing, Monomial, Section, Sums, Tape, Template
 from trainers.recording import cuda_ops
 from trainers.recording.block_places import LikeBlocks, find_runs
-from trainers.recording.compress import compress
+from trainers.recording.compress import Header, compress
 from trainers.recording.hooks import watch_blocks
 from trainers.recording.recorder import RawRecording, Recorder, load
 from trainers.step import step
@@ -151,15 +152,15 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
 
     worker = model.get_submodule("encoder" if part == "encode" else "decoder")
     with _in_one_go(model):
-        trace, exits = record_component(model, dtype, run, part, worker if chunks else None)
+        recording, exits = record_component(model, dtype, run, part, worker if chunks else None)
     if chunks:
         assert len(exits) == chunks, f"{vae.class_name} works in {len(exits)} chunks, not {chunks}"
-        trace.runs = [LikeBlocks("chunks", 0, chunks)]
-        trace.places[exits[-1] :] = [None] * (len(trace.places) - exits[-1])
-        for event in trace.events[exits[-1] :]:
+        recording.runs = [LikeBlocks("chunks", 0, chunks)]
+        recording.places[exits[-1] :] = [None] * (len(recording.places) - exits[-1])
+        for event in recording.events[exits[-1] :]:
             if event >= 0:
-                trace.allocs[event].place = None
-    return trace
+                recording.allocations[event].place = None
+    return recording
 
 
 @contextlib.contextmanager
@@ -205,16 +206,16 @@ def record_component(
     worker: nn.Module | None,
     module_lists: Sequence[str] = (),
 ) -> tuple[RawRecording, list[int]]:
-    """The trace, and the events at which ``worker``, which is called once for each chunk, returned."""
+    """The recording, and the events at which ``worker``, which is called once for each chunk, returned."""
     step.cast_weights(model, DTYPES[dtype])
     model.requires_grad_(False).eval()
     recorder = Recorder()
-    recorder.trace.runs, places = find_runs(model, list(module_lists), None)
+    recorder.recording.runs, places = find_runs(model, list(module_lists), None)
     exits: list[int] = []
     if worker is not None:
         calls = itertools.count()
         worker.register_forward_pre_hook(lambda *_: setattr(recorder, "place", (0, next(calls))))
-        worker.register_forward_hook(lambda *_: exits.append(len(recorder.trace.events)))
+        worker.register_forward_hook(lambda *_: exits.append(len(recorder.recording.events)))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     gc.collect()
     with without_garbage_collection(), cuda_ops.cuda_semantics(), fake, recorder, torch.no_grad():
@@ -230,29 +231,28 @@ def record_component(
         for number, tensor in enumerate(out if isinstance(out, list) else [out]):
             recorder.label(tensor, "batch", f"out {number}" if number else "out")
         recorder.piece("end")
-        return recorder.trace, exits
+        return recorder.recording, exits
 
 
-def vae_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
-    """Records a VAE's ``encode`` or ``decode``; returns the tape file's JSON."""
+def vae_tape(vae: Vae, part: str, dtype: str) -> Tape:
+    """Records a VAE's ``encode`` or ``decode``."""
     atoms, sums, chunks = private_grid(vae)
-    trace = record_vae(vae, part, dtype, atoms, chunks)
+    recording = record_vae(vae, part, dtype, atoms, chunks)
     regime = {"F": atoms["F"]} if not vae.takes_clips or vae.traits.frame_tiles else {}
     shown = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
-    body = compress(trace, shown, [chunks] if chunks else [], CHUNK_HEAD)
-    tile = _tile(vae)
-    return tape_file(vae.folder, f"{part}-{dtype}", trace, body, sums, regime, tile)
+    header = component_header(vae.folder, f"{part}-{dtype}", regime, sums, _tile(vae))
+    return without_unused_atoms(compress(recording, header, shown, [chunks] if chunks else [], CHUNK_HEAD))
 
 
-def image_tape(vae: Vae, part: str, dtype: str) -> dict[str, Any]:
-    """The same of a single frame, for a VAE that takes clips in chunks."""
+def image_tape(vae: Vae, part: str, dtype: str) -> Tape:
+    """Records ``encode`` or ``decode`` of a single frame, for a VAE that takes clips in chunks."""
     atoms, sums, _ = private_grid(vae)
     atoms["F"] = 1
     sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
-    trace = record_vae(vae, part, dtype, atoms, 0)
-    body = compress(trace, {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms), [])
-    name = vae.folder
-    return tape_file(name, f"{part}-{dtype}-image", trace, body, sums, {"F": 1}, _tile(vae))
+    recording = record_vae(vae, part, dtype, atoms, 0)
+    shown = {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms)
+    header = component_header(vae.folder, f"{part}-{dtype}-image", {"F": 1}, sums, _tile(vae))
+    return without_unused_atoms(compress(recording, header, shown, []))
 
 
 def _tile(vae: Vae) -> tuple[int, ...]:
@@ -276,47 +276,45 @@ def _tile(vae: Vae) -> tuple[int, ...]:
     return height, width, *(int(side * (1 - overlap)) for side, overlap in zip((height, width), overlaps, strict=True))
 
 
-def tape_file(
-    name: str,
-    variant: str,
-    trace: RawRecording,
-    body: dict[str, Any],
-    sums: Mapping[str, tuple[int, tuple[str, ...]]],
-    regime: Mapping[str, int],
-    tile: tuple[int, ...],
-) -> dict[str, Any]:
-    """The JSON of a tape of something around the model, without the atoms that nothing in it counts in."""
-    _drop_unused(body)
-    return {
-        "format": FORMAT,
-        "model": name,
-        "variant": variant,
-        "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "transformers")},
-        "regime": regime,
-        "sums": {key: [constant, list(products)] for key, (constant, products) in sums.items() if key in body["atoms"]},
-        "operators": sorted(trace.ops),
-        "tile": list(tile),
-        "tape": body,
-    }
+def component_header(name: str, variant: str, regime: Mapping[str, int], sums: Sums, tile: tuple[int, ...]) -> Header:
+    """The header of a tape of a part around the model."""
+    versions = {library: version(library).split("+")[0] for library in ("torch", "diffusers", "transformers")}
+    return Header(name, variant, versions, regime, sums, tile=tile)
 
 
-def _drop_unused(body: dict[str, Any]) -> None:
-    """Takes atoms out of a tape's body that no size and no work counts in."""
-    sizes = body["sizes"]
-    exponents = [part for size in sizes for part in _exponents(size)]
-    templates = [entry for items in body["pieces"].values() for item in items for entry in item["templates"]]
-    works = [work for entry in templates for work in entry["work"]]
-    exponents += [work[4:] for work in works]
-    used = [index for index in range(len(body["atoms"])) if any(row[index] for row in exponents)]
-    body["atoms"] = [body["atoms"][index] for index in used]
-    for row in [part for size in sizes for part in _exponents(size)]:
-        row[:] = [row[index] for index in used]
-    for work in works:
-        work[4:] = [work[4 + index] for index in used]
+def without_unused_atoms(tape: Tape) -> Tape:
+    """The tape without the atoms, and the sums, that no size and no work counts in."""
+    templates = [template for piece in tape.pieces.values() for section in piece for template in section.templates]
+    rows = [row for size in tape.sizes for row in _exponents(size)]
+    rows += [work.exponents for template in templates for work in template.work]
+    used = [index for index in range(len(tape.atoms)) if any(row[index] for row in rows)]
+    atoms = tuple(tape.atoms[index] for index in used)
+
+    def kept(exponents: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(exponents[index] for index in used) if exponents else ()
+
+    def monomial(size: Monomial) -> Monomial:
+        return size._replace(exponents=kept(size.exponents), inner_exponents=kept(size.inner_exponents))
+
+    def template(known: Template) -> Template:
+        return known._replace(work=[work._replace(exponents=kept(work.exponents)) for work in known.work])
+
+    def section(known: Section) -> Section:
+        return known._replace(templates=list(map(template, known.templates)))
+
+    return replace(
+        tape,
+        atoms=atoms,
+        sums={name: entry for name, entry in tape.sums.items() if name in atoms},
+        sizes=tuple(
+            Growing(*map(monomial, size)) if isinstance(size, Growing) else monomial(size) for size in tape.sizes
+        ),
+        pieces={name: list(map(section, sections)) for name, sections in tape.pieces.items()},
+    )
 
 
-def _exponents(size: list[Any]) -> list[list[int]]:
-    """The rows of exponents in a size of the tape's table."""
-    if size[0] == "grow":
-        return [size[1][1], size[2][1]]
-    return [size[1], size[4]] if len(size) > 2 else [size[1]]
+def _exponents(size: Monomial | Growing) -> list[tuple[int, ...]]:
+    """The exponents in a size of the tape's table."""
+    if isinstance(size, Growing):
+        return [size.base.exponents, size.slope.exponents]
+    return [size.exponents, size.inner_exponents] if size.multiple else [size.exponents]

@@ -1,33 +1,63 @@
-"""Turns a raw Trace into a symbolic Tape: sizes as products of the shape's atoms, one template per kind of block.
+"""Turns a RawRecording into a Tape: sizes as products of the shape's atoms, one template per kind of block.
 
 A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up
 again. Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others
-repeat the middle one, which is checked against the trace, not assumed. An allocation's address is (item of the piece,
-position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks. Blocks of
-a run recorded at its full depth may differ: then each different one is kept, and which block is which.
+repeat the middle one, which is checked against the recording, not assumed. An allocation's address is (section of the
+piece, position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
+Blocks of a run recorded at its full depth may differ: then each different one is kept, and which block is which.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
+from planner.tape.format import (
+    ATTENTION_KERNELS,
+    CATEGORIES,
+    FROM_FIRST,
+    FROM_LAST,
+    HEAD,
+    KINDS,
+    NO_BLOCK,
+    RELATIVE,
+    TAIL,
+    Allocation,
+    BlockRun,
+    Event,
+    Free,
+    Growing,
+    Monomial,
+    NamedAllocation,
+    NamedFree,
+    OperatorWork,
+    RoundedUp,
+    Section,
+    Sums,
+    Tape,
+    Template,
+)
 from trainers.recording.block_places import Place
 from trainers.recording.op_cost import OpCost
 from trainers.recording.recorder import RawRecording
 
-HEAD, TAIL = 2, 2
-"""Blocks kept from either end of a sweep."""
 
-CATEGORIES = ["weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace"]
-KERNELS = ["any", "flash"]
-KINDS = ["matmul", "attention", "convolution", "pointwise"]
+class Header(NamedTuple):
+    """What a tape says of its recording, beside the events themselves. The fields are those of a Tape."""
+
+    model: str
+    variant: str
+    versions: Mapping[str, str]
+    regime: Mapping[str, int]
+    sums: Sums
+    rounded: RoundedUp = {}
+    tile: tuple[int, ...] | None = None
 
 
 @dataclass
-class Segment:
+class _Stretch:
     """Consecutive events of one block (or of none)."""
 
     place: Place | None
@@ -37,16 +67,16 @@ class Segment:
 
 
 @dataclass
-class Item:
-    """A segment, or a sweep of like segments over a run."""
+class _Walk:
+    """A stretch, or a sweep of like stretches over a run: what becomes a section of the tape."""
 
     run: int | None
-    segments: list[Segment]
+    stretches: list[_Stretch]
     step: int = 0
-    """+1 or -1 for a sweep over all blocks of the run, 0 for one segment."""
+    """+1 or -1 for a sweep over all blocks of the run, 0 for one stretch."""
 
     first: int = 0
-    """Block of a single segment inside a run."""
+    """Block of a single stretch inside a run."""
 
 
 class Factoriser:
@@ -54,10 +84,11 @@ class Factoriser:
 
     def __init__(self, atoms: Mapping[str, int]) -> None:
         self.atoms = dict(atoms)
-        self.names = list(atoms)
-        self.sizes: dict[tuple[Any, ...], int] = {}
+        self.sizes: dict[Monomial | Growing, int] = {}
+        """size -> its index in the tape's table"""
 
     def factor(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """(coefficient, exponent of each atom) whose product is the number. An atom at 1 has the exponent 0."""
         exponents = []
         for prime in self.atoms.values():
             exponent = 0
@@ -68,114 +99,123 @@ class Factoriser:
         return number, tuple(exponents)
 
     def size(self, nbytes: int, rounded: tuple[int, int, int] | None = None) -> int:
-        """The index of a size in the tape's table. A rounded dimension is kept as (multiple, its own factors)."""
+        """The index of a size in the tape's table. ``rounded``: (exact, multiple, rounded up) of one dimension."""
         if rounded is None:
-            key: tuple[Any, ...] = self.factor(nbytes)
-        else:
-            exact, multiple, up = rounded
-            key = (*self.factor(nbytes // up), multiple, *self.factor(exact))
-        return self.sizes.setdefault(key, len(self.sizes))
+            return self._index(Monomial(*self.factor(nbytes)))
+        exact, multiple, up = rounded
+        return self._index(Monomial(*self.factor(nbytes // up), multiple, *self.factor(exact)))
 
     def growing(self, base: int, slope: int) -> int:
         """The index of a size that is ``base + slope * block``."""
-        return self.sizes.setdefault(("grow", self.factor(base), self.factor(slope)), len(self.sizes))
+        return self._index(Growing(Monomial(*self.factor(base)), Monomial(*self.factor(slope))))
+
+    def _index(self, size: Monomial | Growing) -> int:
+        return self.sizes.setdefault(size, len(self.sizes))
 
 
-def compress(trace: RawRecording, atoms: Mapping[str, int], counts: list[int], head: int = HEAD) -> dict[str, Any]:
-    """The body of a tape: runs, tables and pieces. ``counts`` are the blocks per run of the full model.
+def compress(
+    recording: RawRecording, header: Header, atoms: Mapping[str, int], counts: list[int], head: int = HEAD
+) -> Tape:
+    """The Tape of a recording made at pairwise-prime ``atoms``. ``counts`` are the blocks per run of the full model.
 
-    ``head`` blocks at the start of a sweep are kept as they are.
+    ``head`` blocks at the start of a sweep are kept as they are. An AssertionError where blocks of a run differ that
+    are taken to be alike, or something outside a run refers to one of its middle blocks.
     """
-    return _Compressor(trace, Factoriser(atoms), counts, head).tape()
+    return _Compressor(recording, Factoriser(atoms), counts, head).tape(header)
 
 
 class _Compressor:
-    def __init__(self, trace: RawRecording, factoriser: Factoriser, counts: list[int], head: int) -> None:
+    def __init__(self, recording: RawRecording, factoriser: Factoriser, counts: list[int], head: int) -> None:
         self.head = head
-        self.trace = trace
+        self.recording = recording
         self.factoriser = factoriser
         self.counts = counts
-        self.whole = [run.count == count for run, count in zip(trace.runs, counts, strict=True)]
-        self.freed_at = {~event: index for index, event in enumerate(trace.events) if event < 0}
-        self.made_at = {event: index for index, event in enumerate(trace.events) if event >= 0}
+        self.whole = [run.count == count for run, count in zip(recording.runs, counts, strict=True)]
+        """Per run: whether all its blocks were recorded."""
+        self.freed_at = {~event: index for index, event in enumerate(recording.events) if event < 0}
+        self.made_at = {event: index for index, event in enumerate(recording.events) if event >= 0}
         self.names: dict[str, int] = {}
         self.ops: dict[str, int] = {}
         self.address: dict[int, tuple[int, int, int]] = {}
-        """allocation -> (item, block or -1, position), within the piece at hand"""
+        """allocation -> (section, block or -1, position), within the piece at hand"""
         self.growth: dict[int, tuple[int, int]] = {}
         """allocation -> (base, slope), when its size grows from block to block"""
 
-    def tape(self) -> dict[str, Any]:
-        bounds = self.trace.pieces
+    def tape(self, header: Header) -> Tape:
+        bounds = self.recording.pieces
         pieces = {
             name: self._piece(start, stop)
             for (name, start), (_, stop) in itertools.pairwise(bounds)
-            if name != "gradients"
+            if name != "gradients"  # what an optimizer's recording begins with: a step's tape makes them
         }
-        runs = []
-        ends: dict[str, int] = {}
-        for run, count in zip(self.trace.runs, self.counts, strict=True):
-            start = ends.get(run.module_list, 0)
-            runs.append({"list": run.module_list, "start": start, "recorded": run.count, "count": count})
-            ends[run.module_list] = start + count
-        return {
-            "atoms": self.factoriser.names,
-            "runs": runs,
-            "names": list(self.names),
-            "ops": list(self.ops),
-            "pieces": pieces,
-            "sizes": [list(map(_listed, key)) for key in self.factoriser.sizes],
-        }
+        return Tape(
+            **header._asdict(),
+            atoms=tuple(self.factoriser.atoms),
+            sizes=tuple(self.factoriser.sizes),
+            runs=tuple(self._runs()),
+            names=tuple(self.names),
+            ops=tuple(self.ops),
+            pieces=pieces,
+            operators=tuple(sorted(self.recording.ops)),
+        )
 
-    def _piece(self, start: int, stop: int) -> list[dict[str, Any]]:
-        items = self._items(self._segments(start, stop))
+    def _runs(self) -> Iterator[BlockRun]:
+        """The runs at full depth. A run starts where the one before it in the same module list ends."""
+        ends: dict[str, int] = {}
+        for run, count in zip(self.recording.runs, self.counts, strict=True):
+            start = ends.get(run.module_list, 0)
+            yield BlockRun(run.module_list, start, count, run.count)
+            ends[run.module_list] = start + count
+
+    def _piece(self, start: int, stop: int) -> list[Section]:
+        walks = self._walks(self._stretches(start, stop))
         self.address = {}
-        for number, item in enumerate(items):
-            for segment in item.segments:
+        for number, walk in enumerate(walks):
+            for stretch in walk.stretches:
                 position = 0
-                block = segment.place[1] if segment.place and item.run is not None else -1
-                for event in segment.events:
+                block = stretch.place[1] if stretch.place and walk.run is not None else -1
+                for event in stretch.events:
                     if event >= 0:
                         self.address[event] = (number, block, position)
                         position += 1
-        return [self._encode(item) for item in items]
+        return [self._section(walk) for walk in walks]
 
-    def _segments(self, start: int, stop: int) -> list[Segment]:
-        trace = self.trace
-        segments: list[Segment] = []
-        work = [(index, entry) for index, entry in trace.work if start <= index < stop]
+    def _stretches(self, start: int, stop: int) -> list[_Stretch]:
+        recording = self.recording
+        stretches: list[_Stretch] = []
+        work = [(index, entry) for index, entry in recording.work if start <= index < stop]
         next_work = 0
         for index in range(start, stop):
-            event = trace.events[index]
-            if trace.allocs[event if event >= 0 else ~event].category == "host":
+            event = recording.events[index]
+            if recording.allocations[event if event >= 0 else ~event].category == "host":
                 continue
-            place, passes = trace.places[index], trace.passes[index]
-            if not segments or segments[-1].place != place or segments[-1].passes != passes:
-                segments.append(Segment(place, passes))
-            segments[-1].events.append(event)
+            place, passes = recording.places[index], recording.passes[index]
+            if not stretches or stretches[-1].place != place or stretches[-1].passes != passes:
+                stretches.append(_Stretch(place, passes))
+            stretches[-1].events.append(event)
             while next_work < len(work) and work[next_work][0] <= index:
-                segments[-1].work.append(work[next_work][1])
+                stretches[-1].work.append(work[next_work][1])
                 next_work += 1
-        return [part for segment in segments for part in self._split(segment)]
+        return [part for stretch in stretches for part in self._split(stretch)]
 
-    def _split(self, segment: Segment) -> list[Segment]:
+    def _split(self, stretch: _Stretch) -> list[_Stretch]:
         """Orders neighbouring frees by allocation, because autograd drops a node's tensors in the order of their
         addresses, which differs from run to run and leaves the allocator the same; and gives those that let something
-        of every block go at once (as autocast's cache of cast weights, when its context exits) a segment per
+        of every block go at once (as autocast's cache of cast weights, when its context exits) a stretch per
         block."""
-        parts = [Segment(segment.place, segment.passes, work=segment.work)]
-        for is_free, group in itertools.groupby(segment.events, key=lambda event: event < 0):
+        parts = [_Stretch(stretch.place, stretch.passes, work=stretch.work)]
+        for is_free, group in itertools.groupby(stretch.events, key=lambda event: event < 0):
             events = list(group)
             if is_free:
                 events.sort(reverse=True)
-            outside = segment.place is None or segment.passes == "optimizer"
-            sweeps = self._sweeps(events, segment.place) if is_free and outside else {}
-            swept = {event for found in sweeps.values() for event in found}
+            outside = stretch.place is None or stretch.passes == "optimizer"
+            sweeps = self._sweeps(events, stretch.place) if is_free and outside else {}
+            swept = {event for frees in sweeps.values() for event in frees}
             parts[-1].events += [event for event in events if event not in swept]
             if sweeps:
-                parts += [Segment(place, segment.passes, found) for place, found in sorted(sweeps.items())]
-                parts.append(Segment(None, segment.passes))
-        return [part for part in parts if part.place not in (None, segment.place) or part.events or part.work]
+                parts += [_Stretch(place, stretch.passes, frees) for place, frees in sorted(sweeps.items())]
+                parts.append(_Stretch(None, stretch.passes))
+        return [part for part in parts if part.place not in (None, stretch.place) or part.events or part.work]
 
     def _sweeps(self, frees: list[int], place: Place | None) -> dict[Place, list[int]]:
         """Frees of what was made in a block, by block, for the runs all of whose blocks are there.
@@ -183,117 +223,119 @@ class _Compressor:
         Of blocks that stand for others all middles are enough: the state behind a last layer is normed, and only that
         is kept with those of the others. Not in a middle: what an optimizer holds of one it drops in the next.
         """
-        found: dict[Place, list[int]] = {}
+        by_block: dict[Place, list[int]] = {}
         for event in frees:
-            alloc = self.trace.allocs[~event]
-            made = alloc.place if alloc.name else self.trace.places[self.made_at[~event]]
+            allocation = self.recording.allocations[~event]
+            made = allocation.place if allocation.name else self.recording.places[self.made_at[~event]]
             if made is not None:
-                found.setdefault(made, []).append(event)
+                by_block.setdefault(made, []).append(event)
         swept: dict[Place, list[int]] = {}
-        for number, run in enumerate(self.trace.runs):
+        for number, run in enumerate(self.recording.runs):
             others = place is not None and self.head <= place[1] < run.count - TAIL
             middles = range(self.head, run.count - TAIL) if not (self.whole[number] or others) else ()
-            if all((number, block) in found for block in middles or range(run.count)):
-                swept |= {(number, block): found.get((number, block), []) for block in range(run.count)}
+            if all((number, block) in by_block for block in middles or range(run.count)):
+                swept |= {(number, block): by_block.get((number, block), []) for block in range(run.count)}
         return swept
 
-    def _items(self, segments: list[Segment]) -> list[Item]:
-        items: list[Item] = []
+    def _walks(self, stretches: list[_Stretch]) -> list[_Walk]:
+        walks: list[_Walk] = []
         index = 0
-        while index < len(segments):
-            place = segments[index].place
+        while index < len(stretches):
+            place = stretches[index].place
             if place is None:
-                items.append(Item(None, [segments[index]]))
+                walks.append(_Walk(None, [stretches[index]]))
                 index += 1
                 continue
             run, block = place
-            count = self.trace.runs[run].count
+            count = self.recording.runs[run].count
             direction = 1 if block == 0 else -1
             wanted = [(run, position) for position in range(count)][::direction]
-            if [segment.place for segment in segments[index : index + count]] == wanted:
-                items.append(Item(run, segments[index : index + count], direction))
+            if [stretch.place for stretch in stretches[index : index + count]] == wanted:
+                walks.append(_Walk(run, stretches[index : index + count], direction))
                 index += count
             else:
-                items.append(Item(run, [segments[index]], 0, block))
+                walks.append(_Walk(run, [stretches[index]], 0, block))
                 index += 1
-        return items
+        return walks
 
-    def _encode(self, item: Item) -> dict[str, Any]:
-        """An item as JSON.
+    def _section(self, walk: _Walk) -> Section:
+        """A walk as a section of the tape.
 
         A sweep keeps its head, one middle and its tail after checking that all middles are equal; where they are not,
         in a run recorded whole, its different blocks and their order.
         """
-        self._find_growth(item)
-        templates = [self._template(segment, item) for segment in item.segments]
-        if not item.step:
-            block = item.first
-            if item.run is not None and block >= self.head:
-                block -= self.trace.runs[item.run].count
-            return {"run": item.run, "block": block, "templates": templates, "pass": item.segments[0].passes}
-        ordered = templates[:: item.step]
-        sweep = {"run": item.run, "step": item.step, "pass": item.segments[0].passes}
+        self._find_growth(walk)
+        templates = [self._template(stretch, walk) for stretch in walk.stretches]
+        passes = walk.stretches[0].passes
+        if not walk.step:
+            block = walk.first
+            if walk.run is not None and block >= self.head:
+                block -= self.recording.runs[walk.run].count
+            return Section(passes, walk.run, templates, block=block)
+        ordered = templates[:: walk.step]
         if len(ordered) > self.head + TAIL:
             middle = ordered[self.head : -TAIL]
-            if any(event in self.growth for segment in item.segments for event in segment.events):
-                middle = [{**other, "work": middle[len(middle) // 2]["work"]} for other in middle]  # on average
+            if any(event in self.growth for stretch in walk.stretches for event in stretch.events):
+                # What grows makes the work grow too: that of the block in the middle stands for the mean.
+                middle = [other._replace(work=middle[len(middle) // 2].work) for other in middle]
             unlike = [self.head + position for position, other in enumerate(middle) if other != middle[0]]
             if unlike:
-                assert item.run is not None and self.whole[item.run], f"blocks {unlike} of run {item.run} differ"
+                assert walk.run is not None and self.whole[walk.run], f"blocks {unlike} of run {walk.run} differ"
                 different = [template for index, template in enumerate(ordered) if template not in ordered[:index]]
-                return {**sweep, "templates": different, "order": [different.index(other) for other in ordered]}
+                order = [different.index(other) for other in ordered]
+                return Section(passes, walk.run, different, walk.step, order=order)
             ordered = [*ordered[: self.head], middle[0], *ordered[-TAIL:]]
-        return {**sweep, "templates": ordered}
+        return Section(passes, walk.run, ordered, walk.step)
 
-    def _find_growth(self, item: Item) -> None:
+    def _find_growth(self, walk: _Walk) -> None:
         """Marks allocations whose size is a line through the middle blocks of a sweep, and what of both ends is on it.
 
         Two points always are, so it takes three middles.
         """
-        made = [[event for event in segment.events if event >= 0] for segment in item.segments[:: item.step or 1]]
+        made = [[event for event in stretch.events if event >= 0] for stretch in walk.stretches[:: walk.step or 1]]
         middle = made[self.head : -TAIL]
         if len(middle) < 3 or len(set(map(len, middle))) > 1:
             return
         for position in range(len(middle[0])):
-            sizes = [self.trace.allocs[numbers[position]].nbytes for numbers in middle]
+            sizes = [self.recording.allocations[numbers[position]].nbytes for numbers in middle]
             slope = sizes[1] - sizes[0]
             if not slope or any(after - before != slope for before, after in itertools.pairwise(sizes)):
                 continue
             base = sizes[0] - self.head * slope
             for block, numbers in enumerate(made):
                 same = len(numbers) == len(middle[0])
-                if same and self.trace.allocs[numbers[position]].nbytes == base + block * slope:
+                if same and self.recording.allocations[numbers[position]].nbytes == base + block * slope:
                     self.growth[numbers[position]] = (base, slope)
 
-    def _template(self, segment: Segment, item: Item) -> dict[str, Any]:
+    def _template(self, stretch: _Stretch, walk: _Walk) -> Template:
         events = [
-            self._alloc(event, segment, item) if event >= 0 else self._free(~event, segment, item)
-            for event in segment.events
+            self._allocation(event, stretch, walk) if event >= 0 else self._free(~event, stretch, walk)
+            for event in stretch.events
         ]
-        return {"events": events, "work": self._work(segment.work)}
+        return Template.of(events, self._work(stretch.work))
 
-    def _alloc(self, number: int, segment: Segment, item: Item) -> list[int]:
-        """[size, category, op, kernel, named], and [mode, run, block, name] behind it when other pieces refer to it."""
-        alloc = self.trace.allocs[number]
+    def _allocation(self, number: int, stretch: _Stretch, walk: _Walk) -> Event:
+        allocation = self.recording.allocations[number]
         name = self._name(number)
-        owner = [*self._owner(number, segment, item), name] if name >= 0 else []
+        owner = self._owner(number, stretch, walk) if name >= 0 else None
         growth = self.growth.get(number)
-        return [
-            self.factoriser.growing(*growth) if growth else self.factoriser.size(alloc.nbytes, alloc.rounded),
-            CATEGORIES.index(alloc.category or self._use(number)),
-            self.ops.setdefault(alloc.op.removeprefix("aten."), len(self.ops)),
-            KERNELS.index(alloc.kernel),
-            len(owner) // 4,
-            *owner,
-        ]
+        size = (
+            self.factoriser.growing(*growth) if growth else self.factoriser.size(allocation.nbytes, allocation.rounded)
+        )
+        category = CATEGORIES.index(allocation.category or self._use(number))
+        op = self.ops.setdefault(allocation.op.removeprefix("aten."), len(self.ops))
+        kernel = ATTENTION_KERNELS.index(allocation.kernel)
+        if owner is None:
+            return Allocation(size, category, op, kernel)
+        return NamedAllocation(size, category, op, kernel, 1, *owner, name)
 
-    def _owner(self, number: int, segment: Segment, item: Item) -> tuple[int, int, int]:
+    def _owner(self, number: int, stretch: _Stretch, walk: _Walk) -> tuple[int, int, int]:
         """(mode, run, block) of the block whose parameter an allocation belongs to; (0, -1, -1) for none."""
-        alloc = self.trace.allocs[number]
-        if alloc.place is None or not alloc.name:
-            return 0, -1, -1
-        mode, block = self._block(alloc.place, segment, item)
-        return mode, alloc.place[0], block
+        allocation = self.recording.allocations[number]
+        if allocation.place is None or not allocation.name:
+            return NO_BLOCK, -1, -1
+        mode, block = self._block(allocation.place, stretch, walk)
+        return mode, allocation.place[0], block
 
     def _use(self, number: int) -> str:
         """Made in forward and freed in backward.
@@ -303,60 +345,58 @@ class _Compressor:
         made, freed = self.made_at[number], self.freed_at.get(number)
         if freed is None:
             return "temporary"
-        crosses = self.trace.passes[made] == "forward" and self.trace.passes[freed] == "backward"
+        crosses = self.recording.passes[made] == "forward" and self.recording.passes[freed] == "backward"
         return "activation" if crosses else "temporary"
 
     def _name(self, number: int) -> int:
         """Index of the name an allocation has across pieces, relative to its block; -1 for none."""
-        alloc = self.trace.allocs[number]
-        name = alloc.name
-        if alloc.place is not None and name:
-            run = self.trace.runs[alloc.place[0]]
-            prefix = f"{run.module_list}.{run.start + alloc.place[1]}."
+        allocation = self.recording.allocations[number]
+        name = allocation.name
+        if allocation.place is not None and name:
+            run = self.recording.runs[allocation.place[0]]
+            prefix = f"{run.module_list}.{run.start + allocation.place[1]}."
             assert name.startswith(prefix), (name, prefix)
             name = name.removeprefix(prefix)
         return self.names.setdefault(name, len(self.names)) if name else -1
 
-    def _free(self, number: int, segment: Segment, item: Item) -> list[Any]:
-        """[item, mode, block, position], or [-1, category, mode, run, block, name] for what another piece made.
-
-        Mode 0: no block; 1: relative to this block; 2: from the first block; 3: from the last.
-        """
-        alloc = self.trace.allocs[number]
+    def _free(self, number: int, stretch: _Stretch, walk: _Walk) -> Event:
+        """A free by address, or by name of what another piece allocated."""
+        allocation = self.recording.allocations[number]
         if number not in self.address:
-            category = CATEGORIES.index(alloc.category or self._use(number))
-            return [-1, category, *self._owner(number, segment, item), self._name(number)]
-        made_item, block, position = self.address[number]
+            category = CATEGORIES.index(allocation.category or self._use(number))
+            return NamedFree(-1, category, *self._owner(number, stretch, walk), self._name(number))
+        section, block, position = self.address[number]
         if block < 0:
-            return [made_item, 0, 0, position]
-        run = self.trace.places[self.made_at[number]]
-        assert run is not None
-        return [made_item, *self._block(run, segment, item), position]
+            return Free(section, NO_BLOCK, 0, position)
+        place = self.recording.places[self.made_at[number]]
+        assert place is not None
+        return Free(section, *self._block(place, stretch, walk), position)
 
-    def _block(self, place: Place, segment: Segment, item: Item) -> tuple[int, int]:
+    def _block(self, place: Place, stretch: _Stretch, walk: _Walk) -> tuple[int, int]:
+        """(mode, block) of the address of a block, as seen from a stretch."""
         run, block = place
-        if item.run == run and item.step and segment.place is not None:
-            return 1, block - segment.place[1]
-        count = self.trace.runs[run].count
+        if walk.run == run and walk.step and stretch.place is not None:
+            return RELATIVE, block - stretch.place[1]
+        count = self.recording.runs[run].count
         inside = self.head <= block < count - TAIL and count > self.head + 1 + TAIL
         assert not inside or self.whole[run], f"run {run}: block {block} from outside"
-        return (2, block) if block < self.head else (3, block - count)
+        return (FROM_FIRST, block) if block < self.head else (FROM_LAST, block - count)
 
-    def _work(self, entries: list[OpCost]) -> list[list[int]]:
-        """[kind, dtype is half, flops coefficient, bytes coefficient, *exponents], merged by exponents."""
-        merged: dict[tuple[Any, ...], list[int]] = {}
-        for entry in entries:
-            kind = KINDS.index(entry.kind)
-            half = int(entry.dtype != "fp32")
-            for flops, nbytes in [(entry.flops, 0), *((0, nbytes) for nbytes in entry.nbytes)]:
+    def _work(self, costs: list[OpCost]) -> list[OperatorWork]:
+        """What the operators of a stretch compute and move, merged by kind and exponents; the launches come last."""
+        merged: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
+        for cost in costs:
+            kind = KINDS.index(cost.kind)
+            half = int(cost.dtype != "fp32")
+            for flops, nbytes in [(cost.flops, 0), *((0, nbytes) for nbytes in cost.nbytes)]:
                 if not flops and not nbytes:
                     continue
                 coefficient, exponents = self.factoriser.factor(flops or nbytes)
                 cell = merged.setdefault((kind, half, exponents), [0, 0])
                 cell[0 if flops else 1] += coefficient
-        kernels = [[len(KINDS), 0, len(entries), 0, *[0] * len(self.factoriser.names)]]
-        return [[kind, half, *cell, *exponents] for (kind, half, exponents), cell in merged.items()] + kernels
-
-
-def _listed(value: Any) -> Any:
-    return list(map(_listed, value)) if isinstance(value, tuple) else value
+        work = [
+            OperatorWork(kind, half, flops, nbytes, exponents)
+            for (kind, half, exponents), (flops, nbytes) in merged.items()
+        ]
+        launches = OperatorWork(KINDS.index("kernels"), 0, len(costs), 0, (0,) * len(self.factoriser.atoms))
+        return [*work, launches]

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from planner.catalog.profiles import TextEncoder
 from planner.errors import VplanError
+from planner.tape.format import HEAD, TAIL, Tape
 from trainers.data.layer_offload import LAYERS, layers_of
 from trainers.recording.block_places import find_runs
-from trainers.recording.components import DTYPES, record_component, tape_file
-from trainers.recording.compress import HEAD, TAIL, compress
+from trainers.recording.components import DTYPES, component_header, record_component, without_unused_atoms
+from trainers.recording.compress import compress
 from trainers.recording.recorder import RawRecording
 
 RECORDED_LAYERS = HEAD + TAIL + 2
@@ -120,17 +121,17 @@ def forward(
     return connect if of_diffusers(encoder) else read
 
 
-def text_tape(encoder: TextEncoder, dtype: str) -> dict[str, Any]:
-    """Records a text encoder; returns the tape file's JSON."""
+def text_tape(encoder: TextEncoder, dtype: str) -> Tape:
+    """Records a text encoder."""
     states = encoder.traits.states
     layers = None if states and states.stacked else RECORDED_LAYERS  # what is joined depends on the depth
     tokens, regime = _length(encoder)
-    trace = record_text_encoder(encoder, dtype, BATCH, tokens, layers)
+    recording = record_text_encoder(encoder, dtype, BATCH, tokens, layers)
     full = text_encoder(encoder)
     counts = [run.count for run in find_runs(full, layers_of(full), None)[0]]
-    body = compress(trace, {"B": BATCH} if regime else {"B": BATCH, "T": tokens}, counts)
-    name = encoder.folder
-    return tape_file(name, f"encode-{dtype}", trace, body, {}, regime, ())
+    atoms = {"B": BATCH} if regime else {"B": BATCH, "T": tokens}
+    header = component_header(encoder.folder, f"encode-{dtype}", regime, {}, ())
+    return without_unused_atoms(compress(recording, header, atoms, counts))
 
 
 def _length(encoder: TextEncoder) -> tuple[int, dict[str, int]]:

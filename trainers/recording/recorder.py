@@ -2,7 +2,7 @@
 
 A dispatch mode sees every operator. A storage that an operator returns for the first time is an allocation; the death
 of its last reference is the free, in the order autograd really causes them. Module hooks say which block and pass an
-event belongs to. Both functions return a Trace, which ``trainers.recording.compress`` turns into a symbolic Tape.
+event belongs to. Each function returns a RawRecording, which `trainers.recording.compress` turns into a Tape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from planner.catalog.profiles import ModelProfile
-from planner.estimate.stages import without_garbage_collection
+from planner.garbage_collection import without_garbage_collection
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.memory import quantise
@@ -40,7 +40,7 @@ from trainers.step.optimizers import SteppedInBackward, make_optimizer
 
 
 @dataclass
-class Alloc:
+class RawAllocation:
     """One allocation: its size, what it holds, and where it was made."""
 
     nbytes: int
@@ -56,11 +56,12 @@ class Alloc:
 
 @dataclass
 class RawRecording:
-    """The raw recording. ``events[i]`` >= 0 allocates that Alloc, < 0 frees ``allocs[~event]``."""
+    """What was recorded, as it happened: an event >= 0 allocates ``allocations[event]``, one < 0 frees ``~event``."""
 
-    allocs: list[Alloc] = field(default_factory=list)
+    allocations: list[RawAllocation] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     places: list[Place | None] = field(default_factory=list)
+    """per event: the block that ran; None outside the blocks"""
     pieces: list[tuple[str, int]] = field(default_factory=list)
     """(piece, index of its first event); ``gradients`` only feeds an optimizer step, ``end`` closes the last."""
 
@@ -73,11 +74,11 @@ class RawRecording:
 
 
 class Recorder(TorchDispatchMode):
-    """Turns operators and storage deaths into a Trace."""
+    """Turns operators and storage deaths into a RawRecording."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.trace = RawRecording()
+        self.recording = RawRecording()
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
@@ -95,7 +96,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
             return args[0].fake_device
         if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            self.trace.ops.add("aten._local_scalar_dense")
+            self.recording.ops.add("aten._local_scalar_dense")
             return fakes.read(args[0])
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
@@ -104,13 +105,13 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        self.trace.ops.add(name)
+        self.recording.ops.add(name)
         inputs = _plain(tree_leaves((args, kwargs)))
         outputs = _plain(tree_leaves(out))
         each = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
-        before = len(self.trace.events)
+        before = len(self.recording.events)
         for position, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
@@ -119,16 +120,16 @@ class Recorder(TorchDispatchMode):
                 if self.phase == "optimizer" and not inputs:
                     self._from_nothing.add(number)
                 if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
-                    self.trace.allocs[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
+                    self.recording.allocations[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
         self._note_workspaces(name, args)
         if work := work_of(func, args, kwargs, out, inputs, outputs):
-            self.trace.work.append((before, work))
+            self.recording.work.append((before, work))
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:
         """The block that all tensors belong to; None when they are of several; where we are when they say nothing."""
         found = (self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         numbers = {number for number in found if number is not None}
-        places = {self.trace.allocs[number].place for number in numbers - self._from_nothing}
+        places = {self.recording.allocations[number].place for number in numbers - self._from_nothing}
         if not places:
             return self.place
         if len(places) > 1:
@@ -136,25 +137,25 @@ class Recorder(TorchDispatchMode):
         place = places.pop()
         for number in numbers & self._from_nothing:  # a state, and all since, belongs to what it is first used with
             self._from_nothing.remove(number)
-            self.trace.allocs[number].place = place
+            self.recording.allocations[number].place = place
             since = self._event_of[number]
-            self.trace.places[since:] = [place] * (len(self.trace.places) - since)
+            self.recording.places[since:] = [place] * (len(self.recording.places) - since)
         return place
 
     def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> int:
-        number = len(self.trace.allocs)
+        number = len(self.recording.allocations)
         key = storage._cdata
-        self.trace.allocs.append(Alloc(storage.nbytes(), op, place, self.phase))
-        self._event_of.append(len(self.trace.events))
+        self.recording.allocations.append(RawAllocation(storage.nbytes(), op, place, self.phase))
+        self._event_of.append(len(self.recording.events))
         self._event(number, place)
         self._number[key] = number
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
         return number
 
     def _event(self, event: int, place: Place | None) -> None:
-        self.trace.events.append(event)
-        self.trace.places.append(place)
-        self.trace.passes.append(self.phase)
+        self.recording.events.append(event)
+        self.recording.places.append(place)
+        self.recording.passes.append(self.phase)
 
     def _free(self, key: int) -> None:
         del self._alive[key]
@@ -171,41 +172,41 @@ class Recorder(TorchDispatchMode):
                 if isinstance(dim, cuda_ops.Rounded):
                     rounded = (dim.exact, dim.multiple, int(dim))
                 nbytes *= int(dim)
-            made.append(len(self.trace.allocs))
-            self.trace.allocs.append(
-                Alloc(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
+            made.append(len(self.recording.allocations))
+            self.recording.allocations.append(
+                RawAllocation(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
             )
-            self._event_of.append(len(self.trace.events))
+            self._event_of.append(len(self.recording.events))
             self._event(made[-1], self.place)
         for number in made:
             self._event(~number, self.place)
 
     def weights(self) -> list[tuple[str, int]]:
         """Name and size of every weight that is there."""
-        allocs = (self.trace.allocs[number] for number in self._number.values())
-        return sorted((alloc.name, alloc.nbytes) for alloc in allocs if alloc.category == "weight")
+        allocs = (self.recording.allocations[number] for number in self._number.values())
+        return sorted((allocation.name, allocation.nbytes) for allocation in allocs if allocation.category == "weight")
 
     def begin(self, phase: str) -> None:
         self.phase, self.place = phase, None
 
     def piece(self, name: str) -> None:
-        self.trace.pieces.append((name, len(self.trace.events)))
+        self.recording.pieces.append((name, len(self.recording.events)))
 
     def rounds_up(self, tensor: Tensor, exact: int, multiple: int) -> None:
         """Says that an allocation's bytes are ``exact`` rounded up, so that a tape can keep them symbolic."""
-        alloc = self.trace.allocs[self._number[tensor.untyped_storage()._cdata]]
-        assert alloc.nbytes == -(-exact // multiple) * multiple
-        alloc.rounded = exact, multiple, alloc.nbytes
+        allocation = self.recording.allocations[self._number[tensor.untyped_storage()._cdata]]
+        assert allocation.nbytes == -(-exact // multiple) * multiple
+        allocation.rounded = exact, multiple, allocation.nbytes
 
     def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
         """Says what an existing allocation holds. ``host`` marks what a GPU run keeps in host memory."""
         number = self._number.get(tensor.untyped_storage()._cdata)
         if number is None:
             return
-        alloc = self.trace.allocs[number]
-        alloc.category, alloc.name = category, name
+        allocation = self.recording.allocations[number]
+        allocation.category, allocation.name = category, name
         if category in ("weight", "optimizer", "gradient", "batch"):
-            alloc.place = place
+            allocation.place = place
 
 
 def _plain(leaves: list[Any]) -> list[Tensor]:
@@ -249,7 +250,7 @@ def record_step(
         loss.backward()
         assert recorder.weights() == before, "a step leaves the weights stored as it found them"
         recorder.piece("end")
-        return recorder.trace
+        return recorder.recording
 
 
 def record_sample(
@@ -275,7 +276,7 @@ def record_sample(
         for index, tensor in enumerate(tree_leaves(out)):
             recorder.label(tensor, "batch", f"prediction {index}" if index else "prediction")
         recorder.piece("end")
-        return recorder.trace
+        return recorder.recording
 
 
 def record_optimizer(
@@ -306,7 +307,7 @@ def record_optimizer(
                 step.optimizer_step(trainee)
             _label_states(trainee, recorder, places, strategy)
         recorder.piece("end")
-        return recorder.trace
+        return recorder.recording
 
 
 @contextlib.contextmanager
@@ -329,7 +330,7 @@ def _recording(
     with without_garbage_collection(), cuda_ops.cuda_semantics(rms_norm_in_fp32=not older_torch), fake:
         lists = [stack.list for stack in profile.stacks]
         partial = strategy.checkpointed_blocks if strategy.gradient_checkpointing == "partial" else None
-        recorder.trace.runs, places = find_runs(model, lists, partial)
+        recorder.recording.runs, places = find_runs(model, lists, partial)
         with recorder:
             recorder.piece("load")
             load(model, recorder, places)
@@ -346,11 +347,12 @@ def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None
     step.materialise(model, "cpu", allocated)
     for name, tensor in named_tensors(model):
         recorder.label(tensor, "weight", name, place_of_name(name, places))
-    trace = recorder.trace
-    made = [event if event >= 0 else ~event for event in trace.events]
-    freed = {~event for event in trace.events if event < 0}
-    assert all(trace.allocs[number].name for number in made if number not in freed), "what stays loaded is a weight"
-    trace.places[:] = [trace.allocs[number].place for number in made]
+    recording = recorder.recording
+    made = [event if event >= 0 else ~event for event in recording.events]
+    freed = {~event for event in recording.events if event < 0}
+    stay = [recording.allocations[number] for number in made if number not in freed]
+    assert all(allocation.name for allocation in stay), "what stays loaded is a weight"
+    recording.places[:] = [recording.allocations[number].place for number in made]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

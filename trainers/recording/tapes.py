@@ -8,14 +8,10 @@ memory, so both are recorded as bf16 and called half.
 from __future__ import annotations
 
 import functools
-import gzip
 import itertools
-import json
 import math
-import os
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +20,12 @@ from planner.catalog import lookup
 from planner.catalog.components import Component
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
-from planner.tape.format import ATOMS, FORMAT, derived
+from planner.tape.format import ATOMS, FORMAT, HEAD, TAIL, Tape, derived
 from planner.tape.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording.block_places import find_runs
 from trainers.recording.components import image_tape, vae_tape
-from trainers.recording.compress import HEAD, TAIL, compress
+from trainers.recording.compress import Header, compress
 from trainers.recording.encoders import text_tape
 from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
 from trainers.step import step
@@ -105,63 +101,51 @@ def full_run_lengths(name: str) -> tuple[int, ...]:
     return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
 
 
-def step_tape(profile: ModelProfile, variant: StepVariant) -> dict[str, Any]:
-    """Records one step variant; returns the tape file's JSON."""
+def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
+    """Records one step variant."""
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
-    trace = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older)
-    return _tape(profile, variant.name, trace, grid, sums, regime)
+    recording = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older)
+    return _tape(profile, variant.name, recording, grid, sums, regime)
 
 
-def sample_tape(profile: ModelProfile, variant: SampleVariant) -> dict[str, Any]:
-    """Records one sampling variant; returns the tape file's JSON."""
+def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
+    """Records one sampling variant."""
     job, strategy = variant.records(profile)
     known = profile.shape.batches
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if known else None)
-    trace = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
-    return _tape(profile, variant.name, trace, grid, sums, regime)
+    recording = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
+    return _tape(profile, variant.name, recording, grid, sums, regime)
 
 
-def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> dict[str, Any]:
-    """Records one optimizer variant; returns the tape file's JSON."""
+def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
+    """Records one optimizer variant."""
     job, strategy = variant.records(profile)
     grid, sums, _ = prime_grid(profile, PRIMES["B"])  # a prime also of what is recorded at few batches
-    trace = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
-    return _tape(profile, variant.name, trace, grid, sums, {})
+    recording = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
+    return _tape(profile, variant.name, recording, grid, sums, {})
 
 
 def _tape(
     profile: ModelProfile,
     name: str,
-    trace: RawRecording,
+    recording: RawRecording,
     grid: dict[str, int],
     sums: dict[str, int],
     regime: dict[str, int],
-) -> dict[str, Any]:
-    used = [atom for atom in ATOMS if atom != "E" or family(profile).extra_tokens]
+) -> Tape:
+    kind = family(profile)
+    used = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in used} | sums
-    rounded = {key: [product, unit] for key, (product, unit) in family(profile).rounded.items()}
-    return {
-        "format": FORMAT,
-        "model": profile.name,
-        "variant": name,
-        "versions": {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
-        "regime": regime,
-        "sums": {key: [constant, list(products)] for key, (constant, products) in family(profile).sums.items()},
-        **({"rounded": rounded} if rounded else {}),
-        "operators": sorted(trace.ops),
-        "tape": compress(trace, atoms, list(full_run_lengths(profile.name))),
-    }
-
-
-def write(recorded: dict[str, Any], path: Path) -> Path:
-    """Writes packed JSON, byte for byte the same for the same recording."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(recorded, separators=(",", ":"), sort_keys=True)
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-    partial.replace(path)
-    return path
+    header = Header(
+        profile.name,
+        name,
+        {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
+        regime,
+        kind.sums,
+        kind.rounded,
+    )
+    return compress(recording, header, atoms, list(full_run_lengths(profile.name)))
 
 
 def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
@@ -169,8 +153,8 @@ def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant 
     return itertools.chain(StepVariant.all(profile), SampleVariant.all(profile), OptimizerVariant.all(profile))
 
 
-def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> dict[str, Any]:
-    """Records one variant of whatever kind; returns the tape file's JSON."""
+def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> Tape:
+    """Records one variant of whatever kind."""
     if isinstance(variant, StepVariant):
         return step_tape(profile, variant)
     return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
@@ -193,8 +177,8 @@ def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
     return StepVariant("full", Precision("half", "", autocast=False), "none", one_sample=True).records(profile)
 
 
-def component_tape(profile: ModelProfile, component: Component) -> dict[str, Any]:
-    """Records one of the tapes of what stands around a model; returns the tape file's JSON."""
+def component_tape(profile: ModelProfile, component: Component) -> Tape:
+    """Records one of the tapes of what stands around a model."""
     part, dtype, *image = component.variant.split("-")
     for encoder in profile.text_encoders:
         if encoder.folder == component.name:

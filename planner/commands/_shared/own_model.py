@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from planner.launch.recorders import Derivation, Recorders
 from planner.spec.job import Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import FORMAT
+from planner.tape.packed_json import DAMAGES, unpack
 from planner.tape.variants import OptimizerVariant, StepVariant
 
 FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
@@ -106,6 +105,6 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
 def is_current(path: Path) -> bool:
     """Whether a tape is there, whole, and of the format that is written now."""
     try:
-        return bool(json.loads(gzip.decompress(path.read_bytes()))["format"] == FORMAT)
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+        return bool(json.loads(unpack(path))["format"] == FORMAT)
+    except (*DAMAGES, KeyError, TypeError):
         return False

@@ -23,7 +23,8 @@ from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.spec.job import Job, Links, Machine, Strategy
 from planner.spec.rules import resolve
-from planner.tape.format import KINDS, BlockRun, Tape, read_tape
+from planner.tape.codec import read_tape
+from planner.tape.format import KINDS, BlockRun, OperatorWork, Section, Tape, Template
 from planner.tape.templates import kept_template
 
 LAUNCH_SECONDS, SLOW_LAUNCH_SECONDS = 42e-6, 66e-6  # one operator with its Python (tests/benchmarks/launches.py)
@@ -54,14 +55,20 @@ def seconds(work=WORK, gpu=H100, machine=ONE, traffic=STILL, job=JOB, **strategy
     return step_seconds(work, gpu, Strategy(**strategy), job, machine, traffic)
 
 
-def tiny_tape(depth, **item):
+def tiny_tape(depth, step=1):
     """One sweep whose templates differ, so that counting one of them wrongly shows."""
     templates = [
-        {"events": [], "work": [[0, 1, 10**position, 2 * 10**position, 1, 0, 0, 0, 0, 0], [4, 0, 1, 0, *[0] * 6]]}
+        Template(
+            [],
+            [
+                OperatorWork(0, 1, 10**position, 2 * 10**position, (1, 0, 0, 0, 0, 0)),
+                OperatorWork(4, 0, 1, 0, (0,) * 6),
+            ],
+        )
         for position in range(min(depth, 5))
     ]
-    sweep = {"run": 0, "step": 1, "pass": "forward", "templates": templates, **item}
-    single = {"run": 0, "block": -1, "pass": "backward", "templates": templates[:1]}
+    sweep = Section("forward", 0, templates, step)
+    single = Section("backward", 0, templates[:1], block=-1)
     pieces = {"step": [sweep, single]}
     atoms = ("B", "F", "H", "W", "T", "R")
     return Tape("tiny", {}, {}, {}, atoms, {}, (), (BlockRun("blocks", 0, depth, depth),), (), (), pieces)
@@ -88,19 +95,18 @@ def test_shipped_tapes_sum_to_what_their_blocks_do_one_by_one(path):
     tape = read_tape(path)
     grid = {**GRID, "B": 2, **tape.regime}
     atoms = tape.values(grid)
-    for piece, items in tape.pieces.items():
+    for piece, sections in tape.pieces.items():
         slow = {}
-        for item in items:
-            depth = tape.runs[item["run"]].count if item.get("step") else 1
+        for section in sections:
+            depth = tape.runs[section.run].count if section.step else 1
             for block in range(depth):
-                kept = item["templates"]
-                for entry in kept[kept_template(item, block, depth) if item.get("step") else 0]["work"]:
+                for work in section.templates[kept_template(section, block, depth) if section.step else 0].work:
                     factor = 1
-                    for atom, power in zip(atoms, entry[4:], strict=True):
+                    for atom, power in zip(atoms, work.exponents, strict=True):
                         factor *= atom**power
-                    cell = slow.setdefault((KINDS[entry[0]], entry[1]), [0, 0])
-                    cell[0] += entry[2] * factor
-                    cell[1] += entry[3] * factor
+                    cell = slow.setdefault((KINDS[work.kind], work.half), [0, 0])
+                    cell[0] += work.flops * factor
+                    cell[1] += work.nbytes * factor
         assert work_of(tape, piece, grid) == {kind: Work(*cell) for kind, cell in slow.items()}
 
 

@@ -49,17 +49,17 @@ def test_gradients_and_states_are_those_of_a_direct_recording(patterns: tuple[st
     run = run_of(job, HALF)
     shape, config = grid(PROFILE, job), {**PROFILE.config, "num_layers": BLOCKS}
     trace = record_step(PROFILE, job, HALF, shape, config)
-    recorded = {alloc.name: alloc.nbytes for alloc in trace.allocs if alloc.category == "gradient"}
+    recorded = {alloc.name: alloc.nbytes for alloc in trace.allocations if alloc.category == "gradient"}
     assert {name: run.sizes[buffer] for name, buffer in run.named("gradient").items()} == recorded
 
     stepped = record_optimizer(PROFILE, job, HALF, shape, config)
-    states = {alloc.name: alloc.nbytes for alloc in stepped.allocs if alloc.category == "optimizer"}
+    states = {alloc.name: alloc.nbytes for alloc in stepped.allocations if alloc.category == "optimizer"}
     assert {name: run.sizes[buffer] for name, buffer in run.named("optimizer").items()} == states
 
     bounds = itertools.pairwise([start for _, start in trace.pieces])
     direct, ours = (CachingAllocator(expandable_segments=True) for _ in range(2))
     for start, stop in bounds:
-        direct.run(trace.events[start:stop], [alloc.nbytes for alloc in trace.allocs])
+        direct.run(trace.events[start:stop], [alloc.nbytes for alloc in trace.allocations])
     for stage in (run.load, run.step):
         ours.run(stage.ops, run.sizes)
     workspaces = sum(run.sizes[event] for event in run.load.ops if event >= 0 and run.program.op[event] == "cublas")

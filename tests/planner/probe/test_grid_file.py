@@ -19,10 +19,10 @@ from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.roofline import step_seconds
-from planner.estimate.stages import without_garbage_collection
 from planner.estimate.traffic import step_work, traffic
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, held_out, in_held_out_half
+from planner.garbage_collection import without_garbage_collection
 from planner.launch.supported import settled
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out

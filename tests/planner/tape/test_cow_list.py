@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from planner.tape.cow_list import Grown
+from planner.tape.cow_list import CowList
 
 
 class Copies(RuleBasedStateMachine):
@@ -13,9 +13,9 @@ class Copies(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: list[tuple[Grown[int], list[int]]] = [(Grown([1, 2, 3]), [1, 2, 3])]
+        self.pairs: list[tuple[CowList[int], list[int]]] = [(CowList([1, 2, 3]), [1, 2, 3])]
 
-    def pair(self, which: int) -> tuple[Grown[int], list[int]]:
+    def pair(self, which: int) -> tuple[CowList[int], list[int]]:
         return self.pairs[which % len(self.pairs)]
 
     @rule(which=st.integers(0, 99))

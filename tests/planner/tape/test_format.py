@@ -1,4 +1,4 @@
-"""planner/tape/format.py: a hand-made tape of two weights and four events a block, unfolded by hand; damaged files
+"""planner/tape: a hand-made tape of two weights and four events a block, unfolded by hand; damaged files
 refused."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from hypothesis import strategies as st
 
 from planner.allocator.caching import CachingAllocator
 from planner.errors import VplanError
-from planner.tape.format import FORMAT, Monomial, Tape, parse_tape, read_tape
+from planner.search.lower_bounds import walked
+from planner.tape import packed_json
+from planner.tape.codec import parse_tape, read_tape, tape_json, write_tape
+from planner.tape.format import FORMAT, Monomial, Tape, Template
 from planner.tape.program import Program
-from planner.tape.templates import template_of
+from planner.tape.templates import sections_of, template_of
+from profiles import TAPES
 
 GRID = {"B": 2, "F": 3, "H": 5, "W": 7, "T": 11, "R": 13}
 WEIGHT, GRADIENT, ACTIVATION, TEMPORARY = 0, 1, 4, 5
@@ -76,26 +81,30 @@ def tiny() -> dict[str, Any]:
     }
 
 
+def parsed(data: object) -> Tape:
+    return parse_tape(json.dumps(data))
+
+
 def unfolded(counts: list[int] | None = None) -> tuple[Program, list[Any]]:
-    tape = parse_tape(tiny())
+    tape = parsed(tiny())
     program = Program()
     return program, [program.unfold(tape, piece, counts) for piece in ("load", "step", "optimizer")]
 
 
 def test_a_size_is_a_product_of_atoms() -> None:
-    tape = parse_tape(tiny())
+    tape = parsed(tiny())
     assert [size.value(tape.values(GRID)) for size in tape.sizes[:3]] == [4, 6 * 13, 2 * 2 * 3 * 5 * 7]
 
 
 def test_a_rounded_dimension_is_rounded_before_it_is_multiplied() -> None:
-    tape = parse_tape(tiny())
+    tape = parsed(tiny())
     assert tape.sizes[3].value(tape.values(GRID)) == 2 * 2 * 128  # 3 * 5 * 7 = 105 rows, rounded up
     assert tape.sizes[3].value(tape.values({**GRID, "W": 9})) == 2 * 2 * 256  # 135 rows
     assert Monomial(3, (1,), 128, 1, (1,)).value([128]) == 3 * 128 * 128  # a multiple stays what it is
 
 
 def test_a_sum_is_an_atom_of_its_own() -> None:
-    tape = parse_tape(tiny())
+    tape = parsed(tiny())
     assert tape.values(GRID)[-1] == 4 + 3 * 5 * 7 + 11
 
 
@@ -103,21 +112,21 @@ def test_a_length_counted_in_several_is_rounded_up_and_may_be_summed() -> None:
     data = tiny()
     data["rounded"] = {"C": ["T", 4], "P": ["HW", 4]}
     data["sums"] = {"S": [0, ["C", "P"]]}
-    data["tape"]["atoms"] = ["B", "F", "H", "W", "T", "R", "C", "P", "S"]
-    assert parse_tape(data).values(GRID)[-3:] == [3, 9, 12]  # 11 / 4 and 35 / 4
+    data["tape"] |= {"atoms": ["B", "F", "H", "W", "T", "R", "C", "P", "S"], "sizes": []}
+    assert parsed(data).values(GRID)[-3:] == [3, 9, 12]  # 11 / 4 and 35 / 4
 
 
 def test_another_batch_than_recorded_says_what_to_do() -> None:
     data = tiny()
     data["regime"] = {"B": 3}
     with pytest.raises(VplanError, match="batch 2 is not recorded") as caught:
-        parse_tape(data).values(GRID)
+        parsed(data).values(GRID)
     assert "--gradient-accumulation" in caught.value.fix
 
 
 def test_a_shape_outside_the_regime_is_refused_by_name() -> None:
     with pytest.raises(VplanError, match="tiny is recorded with prompts of 11 tokens, not of 12") as caught:
-        parse_tape(tiny()).values({**GRID, "T": 12})
+        parsed(tiny()).values({**GRID, "T": 12})
     assert "--text-tokens 11" in caught.value.fix
 
 
@@ -196,7 +205,7 @@ def test_a_run_of_unlike_blocks_says_which_template_each_uses() -> None:
     forward |= {"templates": [plain, more], "order": order}
     backward |= {"templates": [last, freed], "order": order}
     program = Program()
-    step = program.unfold(parse_tape(data), "step")
+    step = program.unfold(parsed(data), "step")
     made = {moment.block: len(events) for moment, events in step.stretches if moment.passes == "forward"}
     assert [made[block] for block in (3, 4, 5, 6)] == [1, 2, 1, 2]
     inside = [(moment.passes, event) for moment, events in step.stretches for event in events if moment.block >= 0]
@@ -204,11 +213,11 @@ def test_a_run_of_unlike_blocks_says_which_template_each_uses() -> None:
     downs = [~event for passes, event in inside if passes == "backward"]
     assert sorted(downs) == sorted(ups)
     with pytest.raises(AssertionError, match="one depth"):
-        Program().unfold(parse_tape(data), "step", [5])
+        Program().unfold(parsed(data), "step", [5])
 
 
 def test_block_of_a_parameter() -> None:
-    tape = parse_tape(tiny())
+    tape = parsed(tiny())
     assert tape.block_of("blocks.4.attn.weight") == ("blocks", 4)
     assert tape.block_of("stem.weight") is None
     assert tape.block_of("blocks_out.4.weight") is None
@@ -221,7 +230,23 @@ def written(folder: Path, data: object) -> Path:
 
 
 def test_a_file_reads_as_what_was_written(tmp_path: Path) -> None:
-    assert vars(read_tape(written(tmp_path, tiny()))) == vars(parse_tape(tiny()))
+    tape = parsed(tiny())
+    path = write_tape(tape, tmp_path / "step-tiny.json.gz")
+    assert vars(read_tape(path)) == vars(tape)
+    assert tape_json(read_tape(path)) == tiny()
+
+
+SAMPLE = sorted(TAPES.rglob("*.json.gz"))[::160]
+
+
+@pytest.mark.parametrize("path", SAMPLE, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_shipped_tape_is_written_back_byte_for_byte(path: Path, tmp_path: Path) -> None:
+    tape = read_tape(path)
+    assert write_tape(tape, tmp_path / path.name).read_bytes() == path.read_bytes()
+    for piece in tape.pieces:
+        for section in sections_of(tape, piece):
+            for template in section.templates:
+                assert Template.of(template.events, template.work) == template
 
 
 def without(*keys: str) -> dict[str, Any]:
@@ -241,6 +266,86 @@ def without(*keys: str) -> dict[str, Any]:
 def test_a_file_that_is_no_tape_is_named_and_refused(tmp_path: Path, data: object) -> None:
     with pytest.raises(VplanError, match=r"tape step-tiny\.json\.gz is damaged"):
         read_tape(written(tmp_path, data))
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value that is no table and no list."""
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from leaves(value[key], (*path, key))
+    else:
+        yield path
+
+
+LEAVES = list(leaves(tiny()))
+
+
+@given(st.sampled_from(LEAVES), st.sampled_from([None, "x", "3", 0.5, -1, -7, 3, 99, 10**30, [], {}, [1], True]))
+def test_a_wrong_value_anywhere_is_refused_in_one_line_or_changes_what_is_laid_out(
+    path: tuple[Any, ...], value: object
+) -> None:
+    """Whatever is read is laid out and replayed: nothing but a VplanError may come of it."""
+    data = copy.deepcopy(tiny())
+    inner: Any = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    try:
+        tape, program = parsed(data), Program()
+        allocator = CachingAllocator(expandable_segments=False)
+        stages = [program.unfold(tape, piece) for piece in ("load", "step", "optimizer")]
+        sizes = program.bytes_of(GRID)
+        for stage in stages:
+            allocator.run(stage.ops, sizes)
+        walked(tape, GRID)
+    except VplanError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        [],
+        [1],
+        [0, 5, 0, 0, 0, 0, 0],
+        [99, 5, 0, 0, 0],
+        [-1, 5, 0, 0, 0],
+        [0, 7, 0, 0, 0],
+        [0, 5, 9, 0, 0],
+        [0, 5, -1, 0, 0],
+        [0, 5, 0, 2, 0],
+        [0.5, 5, 0, 0, 0],
+        ["0", 5, 0, 0, 0],
+        [9, 1, 0, 0],
+        [-1, 1, 0, 0],
+        [1, 7, 0, 0],
+        [1, 1, 0, 9],
+        [1, 1, 0, -1],
+        [1, 1, 40, 0],
+        [-1, 1, 1, 5, 0, 1],
+        [-1, 1, 1, 0, 0, 9],
+        [-1, 9, 1, 0, 0, 1],
+        None,
+        3,
+        "free",
+    ],
+)
+def test_an_event_that_is_none_is_refused_where_it_is_laid_out(event: object) -> None:
+    data = copy.deepcopy(tiny())
+    data["tape"]["pieces"]["step"][1]["templates"][2]["events"].append(event)
+    tape = parsed(data)
+    with pytest.raises(VplanError, match="tape step-tiny of tiny is damaged"):
+        Program().unfold(tape, "step")
+    with pytest.raises(VplanError, match="tape step-tiny of tiny is damaged"):
+        walked(parsed(data), GRID)
+
+
+def test_a_small_file_of_endless_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step-tiny.json.gz"
+    monkeypatch.setattr(packed_json, "MAX_TEXT_BYTES", 1000)
+    path.write_bytes(gzip.compress(b" " * 1001))
+    with pytest.raises(VplanError, match=r"tape step-tiny\.json\.gz is damaged \(EOFError\)"):
+        read_tape(path)
 
 
 def test_a_file_cut_short_is_named_and_refused_wherever_it_ends(tmp_path: Path) -> None:
@@ -272,4 +377,4 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tape_is_what_its_type_says() -> None:
-    assert isinstance(parse_tape(tiny()), Tape)
+    assert isinstance(parsed(tiny()), Tape)

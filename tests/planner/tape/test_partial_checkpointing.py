@@ -59,7 +59,7 @@ def test_put_together_is_as_recorded(model: str, name: str, count: int) -> None:
     composed, direct = (CachingAllocator(expandable_segments=True) for _ in range(2))
     for stage in (load, step):
         ours = composed.run(stage.ops, sizes)
-        theirs = direct.run(events[stage.name], [alloc.nbytes for alloc in trace.allocs])
+        theirs = direct.run(events[stage.name], [alloc.nbytes for alloc in trace.allocations])
         assert ours.allocated_peak_bytes == pytest.approx(theirs.allocated_peak_bytes, rel=1e-3)
     assert composed.allocated_bytes == direct.allocated_bytes
 

@@ -20,7 +20,8 @@ import profiles
 from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, SPLIT_OVER, SPLIT_SHARE, Component, components
 from planner.catalog.profiles import TextEncoder
-from planner.tape.format import Tape, parse_tape, read_tape
+from planner.tape.codec import read_tape, tape_json
+from planner.tape.format import Tape
 from planner.tape.program import Part, Program
 from tests.benchmarks.held_out_around import Held, compared, directly, from_tape
 from trainers.recording import components as vaes
@@ -78,7 +79,7 @@ def called(class_name: str) -> TextEncoder:
 )
 def test_a_text_encoders_tape_is_what_is_recorded_at_another_batch_length_and_depth(class_name: str) -> None:
     encoder = called(class_name)
-    tape = parse_tape(json.loads(json.dumps(text_tape(encoder, "half"))))
+    tape = text_tape(encoder, "half")
     trace = record_text_encoder(encoder, "half", 2, encoder.max_tokens)
     part = Part(tape.model, {"B": 2, "T": encoder.max_tokens})
     assert from_tape(tape, "encode", part, None) == directly(trace)
@@ -131,7 +132,7 @@ def test_a_shipped_tape_is_what_the_code_records_now(model: str, text: str, vari
     component = next(part for part in components(profile) if text in part.name and part.variant == variant)
     path = profiles.TAPES / COMPONENTS / component.name / f"{variant}.json.gz"
     there: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    now = json.loads(json.dumps(tapes.component_tape(profile, component)))
+    now = tape_json(tapes.component_tape(profile, component))
     for key in NOT_COMPARED:
         del there[key], now[key]
     assert first_difference(there, now) == ""
@@ -159,8 +160,8 @@ def test_a_convolution_that_is_split_takes_no_more_than_is_said(
             with recorder:
                 given = torch.empty(1, channels, frames, rows, columns, dtype=torch.bfloat16)
                 made = convolution(given)
-        sizes = [alloc.nbytes for alloc in recorder.trace.allocs]
-        changes = (sizes[event] if event >= 0 else -sizes[~event] for event in recorder.trace.events)
+        sizes = [alloc.nbytes for alloc in recorder.recording.allocations]
+        changes = (sizes[event] if event >= 0 else -sizes[~event] for event in recorder.recording.events)
         return max(itertools.accumulate(changes)), max(given.nbytes, made.nbytes)
 
     (whole, largest), (parts, _) = recorded(nn.Conv3d), recorded(CogVideoXSafeConv3d)

@@ -19,7 +19,8 @@ from planner.catalog.components import COMPONENTS, components
 from planner.catalog.shapes import grid
 from planner.spec.job import QUANTISED as QUANTISED_BASES
 from planner.spec.job import Job, Strategy
-from planner.tape.format import ATOMS, FORMAT, Monomial, Tape, parse_tape
+from planner.tape.codec import parse_tape, read_tape, tape_json
+from planner.tape.format import ATOMS, Monomial, Tape
 from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.parameter_table import read_parameters
 from planner.tape.program import Program
@@ -27,7 +28,7 @@ from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording import tapes
 from trainers.recording.comparison import NOT_COMPARED, first_difference
-from trainers.recording.compress import compress
+from trainers.recording.compress import Header, compress
 from trainers.recording.recorder import RawRecording, record_optimizer, record_step
 
 MODEL = "wan2.1-t2v-1.3b"
@@ -56,17 +57,16 @@ OPTIMIZERS = (
 
 
 def record(name: str) -> dict[str, Any]:
-    """Through JSON, as a file holds it."""
+    """The JSON of its file."""
     make = tapes.step_tape if name in STEPS else tapes.optimizer_tape
-    found: dict[str, Any] = json.loads(json.dumps(make(PROFILE, VARIANTS[name])))
-    return found
+    return tape_json(make(PROFILE, VARIANTS[name]))
 
 
 recorded = functools.cache(record)
 
 
 def tape(name: str) -> Tape:
-    return parse_tape(recorded(name))
+    return parse_tape(json.dumps(recorded(name)))
 
 
 def ordinary(name: str) -> tuple[Job, Strategy, dict[str, int]]:
@@ -91,7 +91,7 @@ def piece(trace: RawRecording, name: str) -> list[int]:
     names = [found for found, _ in trace.pieces]
     index = names.index(name)
     start, stop = trace.pieces[index][1], trace.pieces[index + 1][1]
-    on_host = {number for number, alloc in enumerate(trace.allocs) if alloc.category == "host"}
+    on_host = {number for number, alloc in enumerate(trace.allocations) if alloc.category == "host"}
     return [event for event in trace.events[start:stop] if (event if event >= 0 else ~event) not in on_host]
 
 
@@ -116,7 +116,7 @@ def test_a_step_tape_is_what_is_recorded_at_another_shape_and_depth(name: str, b
     trace = direct(name, blocks)
     program = Program()
     stages = [program.unfold(tape(name), part, [blocks]) for part in ("load", "step")]
-    sizes, direct_sizes = program.bytes_of(ordinary(name)[2]), [alloc.nbytes for alloc in trace.allocs]
+    sizes, direct_sizes = program.bytes_of(ordinary(name)[2]), [alloc.nbytes for alloc in trace.allocations]
     unfolded, real = (CachingAllocator(expandable_segments=False) for _ in range(2))
     for stage in stages:
         events = piece(trace, stage.name)
@@ -144,17 +144,15 @@ def test_blocks_with_something_between_them_are_recorded_whole(name: str, varian
     shape, sums, regime = tapes.prime_grid(profile, 1 if variant.endswith("one") else None)
     trace = record_step(profile, job, strategy, shape, config)
     atoms = {atom: 1 if atom in regime else shape[atom] for atom in ATOMS} | sums
-    body = compress(trace, atoms, [run.count for run in trace.runs])
-    step = body["pieces"]["step"]
-    assert any(sorted(set(item["order"])) == list(range(len(item["templates"]))) for item in step if "order" in item)
-    products = {key: [constant, list(found)] for key, (constant, found) in family(profile).sums.items()}
-    header = {"format": FORMAT, "model": name, "variant": variant, "versions": {}, "regime": regime, "sums": products}
-    made_tape = parse_tape(json.loads(json.dumps({**header, "tape": body})))
+    header = Header(name, variant, {}, regime, family(profile).sums)
+    made_tape = compress(trace, header, atoms, [run.count for run in trace.runs])
+    orders = [(section.order, section.templates) for section in made_tape.pieces["step"] if section.order]
+    assert any(sorted(set(order)) == list(range(len(templates))) for order, templates in orders)
     job = job.replace(frames=25, height=320, width=480, lora_rank=24, batch_size=1 if variant.endswith("one") else 3)
     trace = record_step(profile, job, strategy, grid(profile, job), config)
     program = Program()
     stages = [program.unfold(made_tape, part) for part in ("load", "step")]
-    sizes, direct_sizes = program.bytes_of(grid(profile, job)), [alloc.nbytes for alloc in trace.allocs]
+    sizes, direct_sizes = program.bytes_of(grid(profile, job)), [alloc.nbytes for alloc in trace.allocations]
     for stage in stages:
         events = piece(trace, stage.name)
         assert made(stage.ops, sizes) == made(events, direct_sizes)
@@ -170,7 +168,7 @@ def test_an_optimizer_tape_is_what_is_recorded_at_another_depth(name: str) -> No
     load, _ = (program.unfold(tape(step), part, [9]) for part in ("load", "step"))
     gradients = list(program.named["gradient"].values())
     stages = [program.unfold(tape(name), part, [9]) for part in ("optimizer_first", "optimizer")]
-    sizes, direct_sizes = program.bytes_of(ordinary(name)[2]), [alloc.nbytes for alloc in trace.allocs]
+    sizes, direct_sizes = program.bytes_of(ordinary(name)[2]), [alloc.nbytes for alloc in trace.allocations]
     unfolded, real = (CachingAllocator(expandable_segments=False) for _ in range(2))
     unfolded.run(load.ops, sizes)
     real.run(piece(trace, "load"), direct_sizes)
@@ -191,7 +189,7 @@ def test_an_optimizer_tape_is_what_is_recorded_at_another_depth(name: str) -> No
 
 
 def op_of(trace: RawRecording, number: int) -> str:
-    return trace.allocs[number].op.removeprefix("aten.")
+    return trace.allocations[number].op.removeprefix("aten.")
 
 
 def gradient_pieces(trace: RawRecording) -> list[list[int]]:
@@ -272,7 +270,7 @@ def test_shipped_tapes_are_small() -> None:
 def test_sizes_read_at_primes_show_every_atom() -> None:
     """What grows with the clip must not be taken for a constant: such a size would be hundreds of MiB at the primes."""
     for path in profiles.TAPES.rglob("step-*-one.json.gz"):  # where the batch shows in no size
-        found = parse_tape(json.loads(gzip.decompress(path.read_bytes())))
+        found = read_tape(path)
         weights = max(monomial.coefficient for monomial in weight_sizes(found))
         for number, monomial in enumerate(found.sizes):
             constant = not any(monomial.exponents) and not monomial.multiple
@@ -281,5 +279,5 @@ def test_sizes_read_at_primes_show_every_atom() -> None:
 
 
 def weight_sizes(found: Tape) -> list[Monomial]:
-    templates = [template for item in found.pieces["load"] for template in item["templates"]]
-    return [found.sizes[event[0]] for template in templates for event in template["events"]]
+    templates = [template for section in found.pieces["load"] for template in section.templates]
+    return [found.sizes[event[0]] for template in templates for event in template.events]

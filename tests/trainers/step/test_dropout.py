@@ -9,7 +9,7 @@ from planner.catalog.shapes import grid, job_for
 from planner.errors import NotRecordedError
 from planner.layout.inputs import load_facts
 from planner.spec.job import Machine, Strategy
-from planner.tape.format import CATEGORIES, parse_tape
+from planner.tape.format import CATEGORIES
 from planner.tape.program import Program
 from planner.tape.variants import StepVariant
 from trainers.recording import tapes
@@ -20,7 +20,7 @@ NAME = "step-lora-dropout-half-half-none-one"
 
 def test_each_adapter_keeps_what_dropout_gave_and_a_byte_per_number_of_it() -> None:
     variant = next(known for known in StepVariant.on_request(PROFILE) if known.name == NAME)
-    found, plain = (parse_tape(tapes.step_tape(PROFILE, known)) for known in (variant, _plain(variant)))
+    found, plain = (tapes.step_tape(PROFILE, known) for known in (variant, _plain(variant)))
     shape = grid(PROFILE, job_for(PROFILE, {"frames": 17}))
     sizes = {}
     for recorded in (found, plain):

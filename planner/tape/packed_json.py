@@ -1,0 +1,56 @@
+"""Gzipped JSON, as tapes and tables of parameters are stored: same data, same bytes; and bounded when read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from planner.errors import VplanError
+from planner.tape.format import DAMAGED_FIX
+
+MAX_FILE_BYTES = 16 << 20
+"""A bundled tape has 100 kB at most; one of an own model whose blocks all differ may have ten times as much."""
+
+MAX_TEXT_BYTES = 256 << 20
+"""Zeros pack to a thousandth: a small file can claim any size."""
+
+
+def pack(data: Any) -> bytes:
+    """The file of some JSON, byte for byte the same for the same data: keys are sorted, and no time is written."""
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True)
+    return gzip.compress(text.encode(), 9, mtime=0)
+
+
+def unpack(path: Path) -> bytes:
+    """The JSON text of a file; an OSError, EOFError, ValueError or zlib.error where it is damaged or too large."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # with gzip's header and checksum
+    text = stream.decompress(path.read_bytes(), MAX_TEXT_BYTES)
+    if not stream.eof:
+        raise EOFError("cut short, or too large when unpacked")
+    if stream.unused_data:
+        raise ValueError("something follows its end")
+    return text
+
+
+def write_packed(data: Any, path: Path) -> Path:
+    """Writes a file whole or not at all; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    partial.write_bytes(pack(data))
+    partial.replace(path)
+    return path
+
+
+DAMAGES = (OSError, EOFError, zlib.error, ValueError, RecursionError)
+"""What unpacking and parsing a file that is damaged may raise."""
+
+
+def damaged_file(path: Path, error: Exception) -> VplanError:
+    """The error for a file that is no tape."""
+    return VplanError(f"tape {path.name} is damaged ({type(error).__name__})", DAMAGED_FIX)
