@@ -85,26 +85,26 @@ cdef void absorb_following(Block* block) noexcept:
     del gone
 
 
-cdef void add_free(Block* block) noexcept:
+cdef void insert_free(Block* block) noexcept:
     block.state = FREE
     block.spot = block.pool.free.insert(Entry(Place(block.size, block.address), block)).first
 
 
-cdef void drop_free(Block* block) noexcept:
+cdef void erase_free(Block* block) noexcept:
     block.pool.free.erase(block.spot)
 
 
-cdef void give_back(Block* block) noexcept:
+cdef void free_block(Block* block) noexcept:
     if block.previous != NULL and block.previous.state == FREE:
-        drop_free(block.previous)
+        erase_free(block.previous)
         absorb_previous(block)
     if block.following != NULL and block.following.state == FREE:
-        drop_free(block.following)
+        erase_free(block.following)
         absorb_following(block)
-    add_free(block)
+    insert_free(block)
 
 
-cdef long long room_bytes(Block* block) noexcept:
+cdef long long growable_bytes(Block* block) noexcept:
     cdef Block* following = block.following
     return block.size + following.size if following != NULL and following.state == UNMAPPED else block.size
 
@@ -198,10 +198,10 @@ cdef class CachingAllocator:
             blocks.push_back(free.second)
         for block in blocks:
             if self.expandable:
-                self._unmap(block)
+                self._unmap_block(block)
             elif block.previous == NULL and block.following == NULL:
                 self.reserved_bytes -= block.size
-                drop_free(block)
+                erase_free(block)
                 del block
 
     cdef object _play(self, list ops, list sizes, list streams, list history):
@@ -223,7 +223,7 @@ cdef class CachingAllocator:
                 self.live_blocks[~op] = NULL
                 if block != &EMPTY:
                     allocated -= block.size
-                    give_back(block)
+                    free_block(block)
             else:
                 asked = sizes[op]
                 if asked < 0 or self.live_blocks[op] != NULL:
@@ -233,7 +233,7 @@ cdef class CachingAllocator:
                 block = &EMPTY
                 if size:
                     stream = 0 if streams is None else streams[op]
-                    block = self._take(self._pool(stream, size <= SMALL_LIMIT_BYTES), size)
+                    block = self._malloc(self._pool(stream, size <= SMALL_LIMIT_BYTES), size)
                     if self.reserved_peak_bytes > reserved_peak:
                         reserved_peak, reserved_peak_at = self.reserved_peak_bytes, at
                     if block == NULL:
@@ -270,7 +270,7 @@ cdef class CachingAllocator:
                 self.large[stream] = pool
         return pool
 
-    cdef Block* _take(self, Pool* pool, long long size) noexcept:
+    cdef Block* _malloc(self, Pool* pool, long long size) noexcept:
         cdef Free.iterator found = pool.free.lower_bound(Place(size, 0)), after
         cdef Block* block
         cdef Block* front
@@ -279,12 +279,12 @@ cdef class CachingAllocator:
             if block.following != NULL and block.following.state == UNMAPPED:
                 after = found
                 preincrement(after)
-                while after != pool.free.end() and room_bytes(dereference(after).second) < room_bytes(block):
+                while after != pool.free.end() and growable_bytes(dereference(after).second) < growable_bytes(block):
                     block = dereference(after).second
                     preincrement(after)
-            drop_free(block)
+            erase_free(block)
         else:
-            block = self._grow(pool, size)
+            block = self._alloc_block(pool, size)
             if block == NULL:
                 return NULL
         if block.size - size >= pool.split_bytes:
@@ -295,21 +295,21 @@ cdef class CachingAllocator:
             block.previous = front
             block.address += size
             block.size -= size
-            add_free(block)
+            insert_free(block)
             return front
         block.state = IN_USE
         return block
 
-    cdef Block* _grow(self, Pool* pool, long long size) noexcept:
-        cdef Block* block = self._more(pool, size)
+    cdef Block* _alloc_block(self, Pool* pool, long long size) noexcept:
+        cdef Block* block = self._new_memory(pool, size)
         if block == NULL:
             self.empty_cache()
             self.retries += 1
-            block = self._more(pool, size)
+            block = self._new_memory(pool, size)
         return block
 
-    cdef Block* _more(self, Pool* pool, long long size) noexcept:
-        return self._extend(pool, size) if self.expandable else self._new_segment(pool, size)
+    cdef Block* _new_memory(self, Pool* pool, long long size) noexcept:
+        return self._try_allocate_expandable_block(pool, size) if self.expandable else self._alloc_segment(pool, size)
 
     cdef bool _reserve(self, long long size) noexcept:
         if self.capacity >= 0 and self.reserved_bytes + size > self.capacity:
@@ -318,7 +318,7 @@ cdef class CachingAllocator:
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
         return True
 
-    cdef Block* _new_segment(self, Pool* pool, long long size) noexcept:
+    cdef Block* _alloc_segment(self, Pool* pool, long long size) noexcept:
         cdef long long segment = pool.page_bytes if size < LARGE_LIMIT_BYTES else rounded_up(size, LARGE_ROUND_BYTES)
         if not self._reserve(segment):
             return NULL
@@ -326,20 +326,20 @@ cdef class CachingAllocator:
         self.next_address += segment
         return block
 
-    cdef Block* _extend(self, Pool* pool, long long size) noexcept:
-        cdef Block* block = self._find_room(pool, size)
+    cdef Block* _try_allocate_expandable_block(self, Pool* pool, long long size) noexcept:
+        cdef Block* block = self._find_expandable_block(pool, size)
         cdef Block* unmapped
-        if block.state == UNMAPPED and not self._map(block, min(block.size, size)):
+        if block.state == UNMAPPED and not self._map_block(block, min(block.size, size)):
             return NULL
         while block.size < size:
             unmapped = block.following
-            if not self._map(unmapped, min(unmapped.size, size - block.size)):
+            if not self._map_block(unmapped, min(unmapped.size, size - block.size)):
                 return NULL
             block = unmapped  # it has absorbed the free block before it
-        drop_free(block)
+        erase_free(block)
         return block
 
-    cdef Block* _find_room(self, Pool* pool, long long size) noexcept:
+    cdef Block* _find_expandable_block(self, Pool* pool, long long size) noexcept:
         cdef pair[long long, Block*] entry
         cdef Block* first
         cdef Block* block
@@ -363,7 +363,7 @@ cdef class CachingAllocator:
         pool.unmapped[block.address] = block
         return block
 
-    cdef bool _map(self, Block* block, long long size) noexcept:
+    cdef bool _map_block(self, Block* block, long long size) noexcept:
         cdef long long mapped = rounded_up(size, block.pool.page_bytes)
         cdef Block* rest
         if not self._reserve(mapped):
@@ -374,24 +374,24 @@ cdef class CachingAllocator:
             insert_after(block, rest)
             block.pool.unmapped[rest.address] = rest
             block.size = mapped
-        give_back(block)
+        free_block(block)
         return True
 
-    cdef void _unmap(self, Block* block) noexcept:
+    cdef void _unmap_block(self, Block* block) noexcept:
         cdef Pool* pool = block.pool
         cdef long long end = block.address + block.size
         cdef long long first = rounded_up(block.address, pool.page_bytes), last = end // pool.page_bytes * pool.page_bytes
         cdef Block* part
         if first >= last:
             return
-        drop_free(block)
+        erase_free(block)
         if last < end:
             part = new_block(last, end - last, FREE, pool)
             insert_after(block, part)
-            add_free(part)
+            insert_free(part)
         if block.address < first:
             block.size = first - block.address
-            add_free(block)
+            insert_free(block)
             part = new_block(first, last - first, UNMAPPED, pool)
             insert_after(block, part)
             block = part

@@ -59,7 +59,7 @@ class Replayed(NamedTuple):
 
 
 class _Block:
-    """A stretch of one segment, linked to its neighbours by address."""
+    """A stretch of one segment, linked to its neighbours by address (torch's Block)."""
 
     __slots__ = ("address", "following", "pool", "previous", "size", "state")
 
@@ -73,7 +73,7 @@ class _Block:
 
 
 class _Pool:
-    """The small or the large blocks of one stream. Blocks never move between streams or pools."""
+    """The small or the large blocks of one stream (BlockPool). Blocks never move between streams or pools."""
 
     __slots__ = ("free", "page_bytes", "small", "split_bytes", "unmapped")
 
@@ -108,8 +108,8 @@ def _absorb_following(block: _Block, following: _Block) -> None:
         after.previous = block
 
 
-def _room_bytes(block: _Block) -> int:
-    """Size a free block can grow to: its own and that of the unmapped addresses behind it."""
+def _growable_bytes(block: _Block) -> int:
+    """Bytes a free block can grow to in place: its own and those of the unmapped addresses behind it."""
     following = block.following
     return block.size + following.size if following is not None and following.state == _UNMAPPED else block.size
 
@@ -159,11 +159,11 @@ class CachingAllocator:
         for pool in (*self._large.values(), *self._small.values()):
             if self._expandable:
                 for _, _, block in pool.free.copy():
-                    self._unmap(block)
+                    self._unmap_block(block)
                 continue
             kept = [entry for entry in pool.free if entry[2].previous is not None or entry[2].following is not None]
             self.reserved_bytes -= sum(entry[0] for entry in pool.free) - sum(entry[0] for entry in kept)
-            pool.free[:] = kept  # in place: `_take` holds on to the list
+            pool.free[:] = kept  # in place: `_malloc` holds on to the list
 
     def _play(
         self,
@@ -172,7 +172,7 @@ class CachingAllocator:
         streams: Sequence[int] | None,
         history: list[tuple[int, int, int]] | None,
     ) -> Replayed:
-        live, small, large, take, give_back = self._live, self._small, self._large, self._take, self._give_back
+        live, small, large, take, free_block = self._live, self._small, self._large, self._malloc, self._free_block
         allocated = allocated_peak = self.allocated_bytes
         earlier_reserved_peak, retries = self.reserved_peak_bytes, self.retries
         reserved_peak = self.reserved_peak_bytes = self.reserved_bytes
@@ -183,9 +183,9 @@ class CachingAllocator:
                 if ~op not in live:
                     raise VplanError(f"op {at} of the tape frees buffer {~op}, which is not live", "record it again")
                 block = live.pop(~op)
-                if block is not None:
+                if block is not None:  # a whole block: what could not be split off counts as allocated too
                     allocated -= block.size
-                    give_back(block)
+                    free_block(block)
             elif op in live or sizes[op] < 0:
                 what = f"allocates buffer {op} of {sizes[op]} bytes, which is live already or negative"
                 raise VplanError(f"op {at} of the tape {what}", "record it again")
@@ -195,7 +195,7 @@ class CachingAllocator:
                 if size:  # an empty tensor never reaches the allocator
                     pools = small if size <= SMALL_LIMIT_BYTES else large
                     block = take(pools[0 if streams is None else streams[op]], size)
-                    if self.reserved_peak_bytes > reserved_peak:
+                    if self.reserved_peak_bytes > reserved_peak:  # also when the request then failed
                         reserved_peak, reserved_peak_at = self.reserved_peak_bytes, at
                     if block is None:
                         oom_at, requested = at, sizes[op]
@@ -219,8 +219,8 @@ class CachingAllocator:
             requested_bytes=requested,
         )
 
-    def _take(self, pool: _Pool, size: int) -> _Block | None:
-        """A block in use of `size` bytes (a large one may keep up to 1 MiB more), or None when out of memory."""
+    def _malloc(self, pool: _Pool, size: int) -> _Block | None:
+        """A block in use of `size` bytes (a large one may keep up to 1 MiB more), or None out of memory (malloc)."""
         free = pool.free
         index = bisect_left(free, (size,))
         block: _Block | None
@@ -230,11 +230,11 @@ class CachingAllocator:
             following = free[index][2].following
             if following is not None and following.state == _UNMAPPED:
                 last = len(free) - 1
-                while index < last and _room_bytes(free[index + 1][2]) < _room_bytes(free[index][2]):
+                while index < last and _growable_bytes(free[index + 1][2]) < _growable_bytes(free[index][2]):
                     index += 1
             block = free.pop(index)[2]
         else:
-            block = self._grow(pool, size)
+            block = self._alloc_block(pool, size)
             if block is None:
                 return None
         rest = block.size - size
@@ -253,7 +253,7 @@ class CachingAllocator:
         block.state = _IN_USE
         return block
 
-    def _give_back(self, block: _Block) -> None:
+    def _free_block(self, block: _Block) -> None:
         """Make `block` free and merge it with free neighbours (free_block, try_merge_blocks)."""
         free = block.pool.free
         previous, following = block.previous, block.following
@@ -266,14 +266,22 @@ class CachingAllocator:
         block.state = _FREE
         insort(free, (block.size, block.address, block))
 
-    def _grow(self, pool: _Pool, size: int) -> _Block | None:
-        """New memory for a request no free block can serve: try, else empty the whole cache and try once more."""
-        block = self._extend(pool, size) if self._expandable else self._new_segment(pool, size)
+    def _alloc_block(self, pool: _Pool, size: int) -> _Block | None:
+        """New memory for a request no free block can serve: try, else empty the whole cache and try once more.
+
+        torch tries release_available_cached_blocks in between, which does nothing without `max_split_size_mb`.
+        """
+        block = self._new_memory(pool, size)
         if block is None:
             self.empty_cache()
             self.retries += 1
-            block = self._extend(pool, size) if self._expandable else self._new_segment(pool, size)
+            block = self._new_memory(pool, size)
         return block
+
+    def _new_memory(self, pool: _Pool, size: int) -> _Block | None:
+        if self._expandable:
+            return self._try_allocate_expandable_block(pool, size)
+        return self._alloc_segment(pool, size)
 
     def _reserve(self, size: int) -> bool:
         reserved = self.reserved_bytes + size
@@ -283,9 +291,9 @@ class CachingAllocator:
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved)
         return True
 
-    def _new_segment(self, pool: _Pool, size: int) -> _Block | None:
+    def _alloc_segment(self, pool: _Pool, size: int) -> _Block | None:
         """One cudaMalloc (get_allocation_size, alloc_block). The caller splits the block it gets."""
-        if size < LARGE_LIMIT_BYTES:
+        if size < LARGE_LIMIT_BYTES:  # one segment of fixed size serves many requests
             segment = pool.page_bytes
         else:
             segment = (size + LARGE_ROUND_BYTES - 1) // LARGE_ROUND_BYTES * LARGE_ROUND_BYTES
@@ -295,26 +303,27 @@ class CachingAllocator:
         self._next_address += segment
         return block
 
-    def _extend(self, pool: _Pool, size: int) -> _Block | None:
+    def _try_allocate_expandable_block(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages of an expandable segment until a free block holds `size` (try_allocate_expandable_block).
 
         When memory runs out half way, the pages mapped so far stay, free; torch does the same.
         """
-        block = self._find_room(pool, size)
-        if block.state == _UNMAPPED and not self._map(block, min(block.size, size)):
+        block = self._find_expandable_block(pool, size)
+        if block.state == _UNMAPPED and not self._map_block(block, min(block.size, size)):
             return None
         while block.size < size:
             unmapped = block.following
-            assert unmapped is not None and unmapped.state == _UNMAPPED, "_find_room promised room"
-            if not self._map(unmapped, min(unmapped.size, size - block.size)):
+            assert unmapped is not None and unmapped.state == _UNMAPPED, "_find_expandable_block promised room"
+            if not self._map_block(unmapped, min(unmapped.size, size - block.size)):
                 return None
             block = unmapped  # it has absorbed the free block before it
         del pool.free[bisect_left(pool.free, (block.size, block.address))]
         return block
 
-    def _find_room(self, pool: _Pool, size: int) -> _Block:
+    def _find_expandable_block(self, pool: _Pool, size: int) -> _Block:
         """First block of the lowest run of free and unmapped addresses that holds `size` (find_expandable_block)."""
         for _, unmapped in pool.unmapped:
+            # What is mapped but free in front of unmapped addresses saves mapping as many pages.
             previous = unmapped.previous
             first = previous if previous is not None and previous.state == _FREE else unmapped
             room = 0
@@ -334,7 +343,7 @@ class CachingAllocator:
         insort(pool.unmapped, (start, segment))
         return segment
 
-    def _map(self, block: _Block, size: int) -> bool:
+    def _map_block(self, block: _Block, size: int) -> bool:
         """Map whole pages for the first `size` bytes of an unmapped block and free it (map_block). False: no memory."""
         pool = block.pool
         mapped = -(-size // pool.page_bytes) * pool.page_bytes
@@ -346,15 +355,15 @@ class CachingAllocator:
             _insert_after(block, rest)
             insort(pool.unmapped, (rest.address, rest))
             block.size = mapped
-        self._give_back(block)
+        self._free_block(block)
         return True
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap_block(self, block: _Block) -> None:
         """Unmap the pages wholly inside a free block; what shares a page with a neighbour stays (unmap_block)."""
         pool, page = block.pool, block.pool.page_bytes
         end = block.address + block.size
         first, last = -(-block.address // page) * page, end // page * page
-        if first >= last:
+        if first >= last:  # no whole page: every page of it is shared with a neighbour in use
             return
         del pool.free[bisect_left(pool.free, (block.size, block.address))]
         if last < end:
