@@ -45,13 +45,14 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
 
     Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead).
     """
-    request = asked.settle()
-    if request.frames_max:
+    question = asked.settle()
+    strategy = question.resolved_strategy()
+    if question.frames_max:
         raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
-    known = load_facts(request.job, request.strategy, request.machine, request.model, request.gpu)
+    known = load_facts(question.job, strategy, question.machine, question.model, question.gpu)
     known = with_learned(known, asked.trainer)
-    found = assess(request.job, request.strategy, request.machine, known, asked.trainer).estimate
-    found = found.replace(assumptions=(*request.assumptions, *found.assumptions))
+    found = assess(question.job, strategy, question.machine, known, asked.trainer).estimate
+    found = found.replace(assumptions=(*question.assumptions, *found.assumptions))
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)
 
@@ -59,7 +60,7 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
         write_report(report, [(output or "plan.toml", Plan.of(found, trainer=asked.trainer))])
 
     def render(console: Console) -> None:
-        headline(console, request, found)
+        headline(console, question, found)
         print_estimate(console, found)
         print_next(console, found, output)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,7 +17,17 @@ from planner.commands._shared.pick_plan import PLAN, choose, weights_of
 from planner.commands._shared.render import memory_bar, print_plan
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.run_progress import Follower, prepare
-from planner.commands._shared.verb import DONE, FiniteRange, Verb, examples, json_option, show, stoppable, talk
+from planner.commands._shared.verb import (
+    DONE,
+    FiniteRange,
+    Verb,
+    answer_console,
+    examples,
+    json_option,
+    show,
+    stoppable,
+    talk,
+)
 from planner.errors import VplanError, quoted
 from planner.launch import checkpoints, launch, validation
 from planner.launch.fallback import difference, next_plan
@@ -149,13 +157,10 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VplanError(f"cannot make {quoted(output)}: {error.strerror}", "name another --output") from None
-    with launch.locked(place, said["node_rank"]), contextlib.ExitStack() as stack:
-        if as_json:
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what suggest prints
+    with launch.locked(place, said["node_rank"]):
         planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
-        found = choose(asked, place, first=said["node_rank"] == 0)
-        plan = preflight.ready(found)
-        stack.close()
+        console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
+        plan = preflight.ready(choose(asked, place, first=said["node_rank"] == 0, console=console))
         with stoppable(lambda: _left(place)):
             return _Train(plan, Path(data).expanduser().absolute(), place, said).run(as_json, begins=not planned)
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from planner.catalog import lookup, user_data
 from planner.catalog.plan_id import row_id
 from planner.commands._shared import render
 from planner.commands._shared.progress import Progress
-from planner.commands._shared.request import Request, TypedQuestion, request_options
+from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     DONE,
@@ -34,10 +35,10 @@ from planner.errors import VplanError
 from planner.evidence.measurement import Setup
 from planner.launch.supported import check_computers
 from planner.layout.inputs import load_facts
-from planner.search.objectives import PREFERRED
+from planner.search.objectives import PREFERRED, chosen_objective
 from planner.search.question import Question, Switch
 from planner.search.screening import Screen
-from planner.search.space import baseline, switched
+from planner.search.space import switched
 from planner.spec import wording
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Evidence, Plan, write_plan
@@ -136,39 +137,23 @@ def command(
     """
     real = said["runner_name"] == "real"
     gpu = _own_gpu() if real else None
-    request = asked.settle(gpu=None if asked.gpu else gpu, searched=True)  # of --gpu auto the card is known
+    question = asked.settle(gpu=None if asked.gpu else gpu)  # of --gpu auto the card is known
+    question = replace(question, allow_lossy=allow is not None)
     if asked.trainer != "vplan":
         raise VplanError(
             f"the plan is for {asked.trainer}, and tune measures vplan's own step", 'write trainer = "vplan"'
         )
     if real:
-        check_computers(request.machine)
-    goal = _goal(asked, request, prefer)
-    screen = Screen(lambda job, way, machine: load_facts(job, way, machine, request.model, request.gpu))
-    question = Question(
-        request.job, request.strategy, request.machine, request.model, request.gpu, request.fixed, allow is not None
-    )
+        check_computers(question.machine)
+    goal = Goal(chosen_objective(question, prefer))
+    screen = Screen(lambda job, way, machine: load_facts(job, way, machine, question.model, question.gpu))
     tuner = Tuner(question, screen, goal, _applied(question) if real else lambda job, way: True)
     with (
         _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress),
         stoppable(lambda: f"{len(tuning.rows)} probes are kept; the same command goes on with them"),
     ):
         why = tuning.run(progress.show)
-    return _Answer(request, tuning, why).give(output, report, as_json)
-
-
-def _goal(asked: TypedQuestion, request: Request, prefer: str) -> Goal:
-    longest = asked.job.get("frames") == "max"
-    prefer = "frames" if longest else prefer
-    if prefer == "speed":
-        return Goal()
-    wish = PREFERRED[prefer](request.model)
-    typed = [field for field in wish.fields if field in request.fixed]
-    if typed and not (prefer == "frames" and longest):
-        raise VplanError(
-            f"--prefer {prefer} would change what you fixed: {', '.join(typed)}", f"leave out --{typed[0]}"
-        )
-    return Goal(wish)
+    return _Answer(tuning, why).give(output, report, as_json)
 
 
 def _own_gpu() -> str:
@@ -258,8 +243,8 @@ def _runner(screen: Screen, gpu: str | None, seed: int) -> tuple[Runner, Ledger]
 class _Answer:
     """What came of a search."""
 
-    def __init__(self, request: Request, tuning: Tuning, why: str) -> None:
-        self.request = request
+    def __init__(self, tuning: Tuning, why: str) -> None:
+        self.question = tuning.tuner.question
         self.tuning = tuning
         self.why = why
         self.best = tuning.tuner.best
@@ -310,8 +295,7 @@ class _Answer:
 
     def _switches(self, found: Estimate) -> list[Switch]:
         """What is switched on; what each did is `suggest`'s to say."""
-        question, after = self.tuning.tuner.question, found.strategy
-        before = baseline(found.job, question.strategy, question.machine, question.fixed)
+        before, after = self.tuning.tuner.search.baseline(found.job), found.strategy
         fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
         return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
 
@@ -328,18 +312,18 @@ class _Answer:
         """A card of another architecture runs other kernels: what it took is near the truth, not it."""
         gpu = self.tuning.setup.gpu if self.tuning.setup else ""
         with contextlib.suppress(VplanError):  # a card that the catalogue does not know
-            if lookup.gpu(gpu).architecture != self.request.gpu.architecture:
+            if lookup.gpu(gpu).architecture != self.question.gpu.architecture:
                 return "nearby"
         return "measured"
 
     def _assumptions(self, found: Estimate) -> tuple[str, ...]:
         """The defaults taken; where a wish chose the shape, it is no default."""
-        if found.job == self.request.job:
-            return self.request.assumptions
-        return tuple(note for note in self.request.assumptions if " frames" not in note and " pixels" not in note)
+        if found.job == self.question.job:
+            return self.question.assumptions
+        return tuple(note for note in self.question.assumptions if " frames" not in note and " pixels" not in note)
 
     def _print(self, console: Console, found: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
-        render.headline(console, self.request, found)
+        render.headline(console, self.question, found)
         console.print(render.verdict_line(found) if self.best is None else self._proof(self.best))
         console.print(render.bar(console, found))
         console.print(f"plan: {wording.ways(found)}", style="bold")

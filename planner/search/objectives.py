@@ -14,7 +14,7 @@ from planner.catalog.shapes import grid
 from planner.errors import ContradictionError, VplanError
 from planner.layout import context_parallel
 from planner.search.cost import TIGHTEST
-from planner.search.question import Suggestion
+from planner.search.question import Question, Relaxed, Suggestion
 from planner.search.search import Search
 from planner.search.space import searched
 from planner.spec.job import MAX_FRAMES, Job, Strategy
@@ -45,20 +45,6 @@ class Objective:
     def size(value: Value) -> int:
         """What orders the values: pixels for a height and width."""
         return value if isinstance(value, int) else value[0] * value[1]
-
-
-@dataclass(frozen=True)
-class Relaxed:
-    """A plan for the same job with one wish less, and which."""
-
-    field: str
-    before: str | int
-    after: str | int
-    plan: Estimate
-
-    def to_json(self) -> dict[str, object]:
-        """The wish that changes, from what, to what, and whether the plan is lossy."""
-        return {"field": self.field, "from": self.before, "to": self.after, "lossy": list(self.plan.lossy)}
 
 
 def frames(model: ModelProfile) -> Objective:
@@ -99,6 +85,22 @@ def rank(model: ModelProfile) -> Objective:
 
 
 PREFERRED: dict[str, Callable[[ModelProfile], Objective]] = {"frames": frames, "batch": batch, "resolution": resolution}
+
+
+def chosen_objective(question: Question, prefer: str) -> Objective | None:
+    """What a search is to make largest, of `PREFERRED`; None for "speed".
+
+    `--frames max` asks for frames whatever is preferred. Raises a VplanError where that would change what was typed.
+    """
+    prefer = "frames" if question.frames_max else prefer
+    if prefer == "speed":
+        return None
+    objective = PREFERRED[prefer](question.model)
+    typed = [field for field in objective.fields if field in question.fixed]
+    if typed and not question.frames_max:
+        fault = f"--prefer {prefer} would change what you fixed: {', '.join(typed)}"
+        raise VplanError(fault, f"leave out --{typed[0]}")
+    return objective
 
 
 def largest(search: Search, wish: Objective, explain: bool = True) -> Suggestion | None:

@@ -1,29 +1,37 @@
-"""What is asked of a search, and what it answers."""
+"""What is asked about one model on one card, and what a search answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.margin import Sides
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
+from planner.spec.rules import check, resolve
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a search: the records, and which of their fields were typed and so stay."""
+    """One question, complete: the records, what was looked up for them, and which of their fields were typed."""
 
     job: Job
     strategy: Strategy
+    """as typed: a search, or `resolved_strategy`, fills in what was left open"""
     machine: Machine
     model: ModelProfile
     gpu: GpuProfile
     fixed: frozenset[str] = frozenset()
+    """fields of any record that were typed: a search never trades them"""
     allow_lossy: bool = False
     learned: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
+    assumptions: tuple[str, ...] = ()
+    """the defaults taken, in words, for the first line of the answer"""
+    frames_max: bool = False
+    """`--frames max`: the job's frames are only where to start"""
 
     @property
     def budget_bytes(self) -> int:
@@ -35,10 +43,16 @@ class Question:
         """How far below and above an estimate the truth may lie, as shares."""
         return self.learned.correction.sides
 
+    def resolved_strategy(self) -> Strategy:
+        """The strategy with its defaults, where nothing is searched. Raises a ContradictionError."""
+        strategy = resolve(self.job, self.strategy, self.machine)
+        check(self.job, strategy, self.machine)
+        return strategy
+
 
 @dataclass(frozen=True)
 class Switch:
-    """One step from the naive setting towards the plan, and what it changed: negative is saved."""
+    """One step from the baseline towards the plan, and what it changed: negative is saved."""
 
     field: str
     before: str | int
@@ -58,6 +72,20 @@ class Switch:
 
 
 @dataclass(frozen=True)
+class Relaxed:
+    """A plan for the same job with one wish less, and which."""
+
+    field: str
+    before: str | int
+    after: str | int
+    plan: Estimate
+
+    def to_json(self) -> dict[str, object]:
+        """The wish that changes, from what, to what, and whether the plan is lossy."""
+        return {"field": self.field, "from": self.before, "to": self.after, "lossy": list(self.plan.lossy)}
+
+
+@dataclass(frozen=True)
 class Suggestion:
     """The answer of a search. `plan` fits, or is tight, or is the tightest there is."""
 
@@ -65,8 +93,28 @@ class Suggestion:
     alternatives: tuple[Estimate, ...]
     switches: tuple[Switch, ...]
     considered: int
+    """strategies at the shapes at which they were ranked or estimated"""
+    relaxed: tuple[Relaxed, ...] = ()
+    """where nothing fits: what would, with one wish less"""
+    smaller_cards: tuple[Estimate, ...] = ()
+    """the plan on the smaller cards of its class, where the verdict is another"""
 
     def to_plan(self, trainer: str = "vplan") -> Plan:
         """The plan's file: below it the ones to step down to when it runs out of memory after all."""
-        lower = [found for found in self.alternatives if found.peak.device_bytes < self.plan.peak.device_bytes]
-        return Plan.of(self.plan, tuple(sorted(lower, key=lambda found: found.step_seconds)), trainer)
+        lower = [other for other in self.alternatives if other.peak.device_bytes < self.plan.peak.device_bytes]
+        return Plan.of(self.plan, tuple(sorted(lower, key=lambda other: other.step_seconds)), trainer)
+
+    def to_json(self, seconds: float) -> dict[str, Any]:
+        """The object of DESIGN section 9, with what to relax and the smaller cards beside it.
+
+        ``seconds``: what the answer took.
+        """
+        return {
+            "plan": self.plan.to_json(),
+            "alternatives": [other.to_json() for other in self.alternatives],
+            "switches": [switch.to_json() for switch in self.switches],
+            "relax": [wish.to_json() for wish in self.relaxed],
+            "smaller_cards": [{"gpu": other.machine.gpu, "verdict": other.verdict} for other in self.smaller_cards],
+            "considered": self.considered,
+            "seconds": round(seconds, 3),
+        }

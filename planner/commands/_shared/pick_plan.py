@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,20 +11,30 @@ from planner.catalog import lookup
 from planner.catalog.diffusers_folder import DENOISERS
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
+from planner.commands._shared.render import print_suggestion
 from planner.commands._shared.request import TypedQuestion
+from planner.commands._shared.verb import verdict_exit_code
 from planner.errors import VplanError
 from planner.hardware import doctor
+from planner.search.suggester import Suggester
 from planner.spec.plan import Plan, read_plan, write_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PLAN = "plan.toml"
 
 
-def choose(asked: TypedQuestion, output: Path, first: bool) -> Plan:
-    """The plan that was named, or the one a former call chose here, or the best one there is."""
+def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) -> Plan:
+    """The plan that was named, or the one a former call chose here, or the best one there is.
+
+    The last is printed on ``console``.
+    """
     kept = output / PLAN
     if asked.plan is not None:
-        request = asked.settle()
-        plan = Plan(job=request.job, strategy=request.strategy, machine=request.machine, trainer=asked.trainer)
+        question = asked.settle()
+        strategy = question.resolved_strategy()
+        plan = Plan(job=question.job, strategy=strategy, machine=question.machine, trainer=asked.trainer)
         if not asked.typed:
             plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
         if first:
@@ -38,7 +49,7 @@ def choose(asked: TypedQuestion, output: Path, first: bool) -> Plan:
         _check_same(asked, plan, kept)
         click.echo(f"going on with {kept}", err=True)
         return plan
-    _suggest(asked, kept)
+    _suggest(asked, kept, console)
     click.echo(f"the plan is in {kept}", err=True)
     return read_plan(kept)
 
@@ -54,17 +65,13 @@ def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
                 raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
 
 
-def _suggest(asked: TypedQuestion, path: Path) -> None:
-    """Runs `vplan suggest` with what was typed, on the card that is here where none was named."""
-    from planner.commands import suggest
-
-    context = click.get_current_context()
-    known = {parameter.name for parameter in suggest.command.params}
-    said = {name: value for name, value in context.params.items() if name in known}
-    if asked.gpu is None:
-        said["gpu"] = _card_here()
-    code = context.invoke(suggest.command, **{**said, "output": str(path), "as_json": False})
-    if code:
+def _suggest(asked: TypedQuestion, path: Path, console: Console) -> None:
+    """Writes and prints the plan that `vplan suggest` gives, on the card that is here where none was named."""
+    question = asked.settle(gpu=None if asked.gpu else _card_here())
+    suggestion = Suggester(asked.trainer).suggest(question)
+    write_plan(suggestion.to_plan(asked.trainer), path)
+    print_suggestion(console, question, suggestion)
+    if code := verdict_exit_code(suggestion.plan.verdict):
         path.unlink(missing_ok=True)
         raise VplanError(f"no way to train {asked.model} fits", "see above for the nearest, and what to relax", code)
 

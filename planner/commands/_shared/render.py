@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from planner.commands._shared.request import Request
-    from planner.search.objectives import Relaxed
-    from planner.search.question import Suggestion, Switch
+    from planner.search.question import Question, Relaxed, Suggestion, Switch
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 BAR_WIDTH = 48
@@ -38,27 +36,26 @@ def counted(machine: Machine) -> str:
     return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
 
 
-def headline(console: Console, request: Request, found: Estimate | None = None) -> None:
+def headline(console: Console, question: Question, found: Estimate | None = None) -> None:
     """The first line: card, budget and the defaults taken (those of `found`, where a search chose some of them)."""
-    gpu = request.gpu
-    title = f"{request.model.title}, {request.job.method}"
-    text = f"{title}, on {counted(request.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB to use"
-    if request.machine.reserve:
-        text += f", {format_gib(request.machine.reserve)} of it kept free"
+    gpu = question.gpu
+    title = f"{question.model.title}, {question.job.method}"
+    text = f"{title}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB to use"
+    if question.machine.reserve:
+        text += f", {format_gib(question.machine.reserve)} of it kept free"
     console.print(text)
-    assumptions = found.assumptions if found else request.assumptions
+    assumptions = found.assumptions if found else question.assumptions
     if assumptions:
         console.print(f"assumed: {'; '.join(assumptions)}", style="dim")
-    if found and found.job != request.job:
-        console.print(f"chosen: {in_words(request.model, found.job)}", style="bold")
+    if found and found.job != question.job:
+        console.print(f"chosen: {in_words(question.model, found.job)}", style="bold")
 
 
 def print_next(console: Console, found: Estimate, output: str | None) -> None:
     """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
-    is piped is the answer alone; and a command that asks on behalf of another, as `train` does, goes on by itself."""
+    is piped is the answer alone."""
     context = click.get_current_context(silent=True)
-    inside = context is not None and context.parent is not None and context.parent.parent is not None
-    if inside or not console.is_terminal:
+    if not console.is_terminal:
         return
     if found.verdict == "no":
         if context is None or context.info_name != "estimate":  # others say themselves what would fit
@@ -151,16 +148,10 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
 # ---- suggest
 
 
-def print_suggestion(
-    console: Console,
-    request: Request,
-    found: Suggestion,
-    relax: Sequence[Relaxed] = (),
-    smaller: Sequence[Estimate] = (),
-) -> None:
+def print_suggestion(console: Console, question: Question, found: Suggestion) -> None:
     """The chosen plan, why, what else there is, and what to do when nothing fits."""
     plan = found.plan
-    headline(console, request, plan)
+    headline(console, question, plan)
     console.print(verdict_line(plan))
     console.print(bar(console, plan))
     console.print(f"plan: {ways(plan)}", style="bold", soft_wrap=False)
@@ -172,12 +163,12 @@ def print_suggestion(
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
     console.print(f"{_step(plan)}, host RAM {format_gib(plan.host_ram_bytes)}")
-    for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in smaller):
-        alike = [other for other in smaller if VERDICTS[other.verdict][0] == word]
+    for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in found.smaller_cards):
+        alike = [other for other in found.smaller_cards if VERDICTS[other.verdict][0] == word]
         cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
         console.print(f"{word} on cards of this class that give less: {cards}", style="yellow")
     if plan.verdict == "no":
-        _print_relaxed(console, plan, relax)
+        _print_relaxed(console, plan, found.relaxed)
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()

@@ -1,7 +1,7 @@
 """From typed flags to the records of one estimate: names looked up, defaults filled in, and every default said.
 
-A command takes `@request_options(...)` and gets one `TypedQuestion`; `asked.settle()` is the `Request` to estimate, or
-a VplanError. A command that answers for many models or cards settles the same `TypedQuestion` for each:
+A command takes `@request_options(...)` and gets one `TypedQuestion`; `asked.settle()` is the `Question` to answer, or a
+VplanError. A command that answers for many models or cards settles the same `TypedQuestion` for each:
 `asked.settle(gpu=...)`.
 """
 
@@ -25,9 +25,9 @@ from planner.errors import VplanError
 from planner.layout import trainer_terms
 from planner.layout.experts import expert_assumption
 from planner.schema import Record
+from planner.search.question import Question
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan
-from planner.spec.rules import check, resolve
 from planner.units import format_gib
 
 if TYPE_CHECKING:
@@ -35,22 +35,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """The card that is here: `--gpu auto`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One question, complete. `assumptions` are the defaults taken, in words, for the first line of the answer."""
-
-    job: Job
-    strategy: Strategy
-    machine: Machine
-    model: ModelProfile
-    gpu: GpuProfile
-    assumptions: tuple[str, ...]
-    fixed: frozenset[str]
-    """fields of any record that were typed: a search never trades them"""
-    frames_max: bool
-    """`--frames max`: the job's frames are only where to start"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +65,10 @@ class TypedQuestion:
         """The card as typed, `2x4090` included."""
         return self.machine.get("gpu")
 
-    def settle(self, *, model: str | None = None, gpu: str | None = None, searched: bool = False) -> Request:
+    def settle(self, *, model: str | None = None, gpu: str | None = None) -> Question:
         """The complete question, for this model and card where several are asked for.
 
-        `searched` leaves the strategy as typed, open fields open and unchecked: a search fills them in.
+        Its strategy is as typed, open fields open and unchecked: a search fills them in, or `resolved_strategy`.
         """
         profile = lookup.model(_needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models"))
         count, card = lookup.parse_gpus(_needed(gpu or self.gpu, "gpu", "24GB", "gpus"))
@@ -102,10 +86,7 @@ class TypedQuestion:
         if machine.reserve >= card.allocatable_bytes:
             fault = f"--reserve {format_gib(machine.reserve)} leaves nothing of {card.title}"
             raise VplanError(fault, f"it gives {format_gib(card.allocatable_bytes)} in all: reserve less")
-        if not searched:
-            strategy = resolve(job, strategy, machine)
-            check(job, strategy, machine)
-        return Request(
+        return Question(
             job=job,
             strategy=strategy,
             machine=machine,
@@ -161,7 +142,7 @@ class TypedQuestion:
 def request_options(*, searched: bool = False) -> Callable[[Function], Function]:
     """Adds everything one question can say: a model or a plan, and the flags of Job, Machine and Strategy.
 
-    The command gets `asked: Asked` in their place. `searched`: it chooses what of the strategy was not typed.
+    The command gets `asked: TypedQuestion` in their place. `searched`: it chooses what of the strategy was not typed.
     """
 
     def decorate(function: Function) -> Function:

@@ -117,10 +117,10 @@ def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None
         # NaN and Infinity are not JSON; a command that has no number says null.
         click.echo(json.dumps(answer, indent=2, allow_nan=False))
     else:
-        render(_console())
+        render(answer_console())
 
 
-def _console() -> Console:
+def answer_console() -> Console:
     """Where answers for people go: as wide as the terminal, or as COLUMNS says; without either nothing is wrapped."""
     # Imported here: a program that asks for JSON should not wait for colours.
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from planner.commands import cli
-from planner.commands._shared.request import Request, TypedQuestion, request_options
+from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb
 from planner.errors import VplanError
+from planner.search.question import Question
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
 from planner.units import GIB
@@ -38,8 +40,9 @@ def ask(*words: str) -> TypedQuestion:
     return caught[0]
 
 
-def settle(*words: str) -> Request:
-    return ask(*words).settle()
+def settle(*words: str) -> Question:
+    question = ask(*words).settle()
+    return replace(question, strategy=question.resolved_strategy())
 
 
 def test_defaults_are_taken_and_said() -> None:
@@ -118,12 +121,12 @@ def test_two_cards_are_two_gpus() -> None:
 
 def test_frames_max_and_open_strategies_are_for_a_search() -> None:
     asked = ask(WAN, "--gpu", "24GB", "--frames", "max", "--swap-blocks", "20")
-    request = asked.settle(searched=True)
+    request = asked.settle()
     assert request.frames_max
     assert request.strategy == Strategy(swap_blocks=20)
     # On its own, swap without checkpointing is a contradiction; a search may add the checkpointing.
     with pytest.raises(VplanError, match="swap_blocks"):
-        asked.settle()
+        request.resolved_strategy()
 
 
 def test_one_question_for_many_models_and_cards() -> None:

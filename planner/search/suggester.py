@@ -1,0 +1,110 @@
+"""From a question to the plan for it: what `vplan suggest` prints and `vplan train` trains.
+
+One `Suggester` answers questions about several models and cards, and reads each tape and each measurement once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile
+from planner.errors import VplanError
+from planner.estimate.estimate import assess
+from planner.evidence.from_ledger import learned
+from planner.layout.correction import ModelMeasurements
+from planner.layout.inputs import load_facts
+from planner.layout.run import Facts
+from planner.search.objectives import chosen_objective, largest, relaxed
+from planner.search.question import Question, Suggestion
+from planner.search.screening import Screen
+from planner.search.search import Search
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Estimate
+
+OTHER_CARD = 0.02
+"""Share of a peak by which another card of the same class may differ (its CUDA context, its kernels)."""
+
+
+class Suggester:
+    """Suggests plans for questions of one trainer. ``prefer``: "speed", or a name in `objectives.PREFERRED`."""
+
+    def __init__(self, trainer: str = "vplan", prefer: str = "speed") -> None:
+        self.trainer = trainer
+        self.prefer = prefer
+        self.screen = Screen(self._facts, trainer)
+        self._cards: dict[str, GpuProfile] = {}
+        self._measurements: dict[tuple[str, str], ModelMeasurements] = {}
+
+    def suggest(self, question: Question) -> Suggestion:
+        """The plan for a question, explained: the best that fits; else the tightest, and what to relax.
+
+        Raises a VplanError where there is nothing to search, or the question contradicts itself.
+        """
+        search = self.search(question)
+        suggestion = self.best(search, explain=True)
+        if suggestion is None:
+            plan = _tightest(search)
+            suggestion = Suggestion(plan, (), (), search.considered, relaxed=relaxed(search, question.job))
+        else:
+            suggestion = replace(suggestion, smaller_cards=self._on_smaller_cards(search, suggestion.plan))
+        plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))
+        return replace(suggestion, plan=plan, considered=search.considered)
+
+    def search(self, question: Question) -> Search:
+        """A search for a question, with what measurements of its model on its card say."""
+        self._cards[question.machine.gpu] = question.gpu
+        measurements = self._measurements_of(question.model.name, question.gpu)
+        return Search(replace(question, learned=measurements), self.screen)
+
+    def best(self, search: Search, explain: bool) -> Suggestion | None:
+        """What is preferred most, of all that fits; None where nothing fits."""
+        objective = chosen_objective(search.question, self.prefer)
+        if objective is None:
+            return search.best(search.question.job, explain)
+        return largest(search, objective, explain)
+
+    def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+        known = load_facts(job, strategy, machine, None, self._cards[machine.gpu])
+        return replace(known, measurements=self._measurements_of(known.model.name, known.gpu))
+
+    def _measurements_of(self, model: str, gpu: GpuProfile) -> ModelMeasurements:
+        key = model, gpu.name
+        if key not in self._measurements:
+            self._measurements[key] = learned(model, gpu, self.trainer)
+        return self._measurements[key]
+
+    def _on_smaller_cards(self, search: Search, plan: Estimate) -> tuple[Estimate, ...]:
+        """The plan on the cards sold under the same label that give less, where the verdict changes."""
+        question, assessment = search.question, search.chosen
+        others = []
+        for card in lookup.smaller_cards(question.gpu):
+            if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - question.machine.reserve:
+                continue
+            there = question.machine.replace(gpu=card.name)
+            known = load_facts(plan.job, plan.strategy, there, question.model, card)
+            # Most cards of a class allocate the very same: the replay of the one before is used again.
+            assessment = assess(
+                plan.job, plan.strategy, there, known, self.trainer, self.screen.lay_out, like=assessment
+            )
+            if assessment.estimate.verdict != plan.verdict:
+                others.append(assessment.estimate)
+        return tuple(others)
+
+
+def assumptions(question: Question, plan: Estimate) -> tuple[str, ...]:
+    """The question's and the plan's, corrected where the search chose another shape."""
+    if plan.job == question.job:
+        return (*question.assumptions, *plan.assumptions)
+    kept = [note for note in question.assumptions if " frames" not in note and " pixels" not in note]
+    longest = question.model.shape.max_frames
+    if plan.job.frames > longest:
+        kept.append(f"{plan.job.frames} frames is longer than the model was trained on ({longest})")
+    return (*kept, *plan.assumptions)
+
+
+def _tightest(search: Search) -> Estimate:
+    plan = search.tightest(search.question.job)
+    if plan is None:
+        raise search.missing or VplanError("no strategy to look at", "type fewer switches")
+    return plan
