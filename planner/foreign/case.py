@@ -15,7 +15,7 @@ from planner.dialects.base.bindings import Dialect, Fields, Given, NotSaidError,
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
-from planner.spec.rules import check, resolve
+from planner.spec.rules import ResolvedStrategy, check, resolve
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _with_mixed_precision(
     return NotRecordedError(fault, "add --mixed_precision bf16, if accelerate's own config does not say it already")
 
 
-def _recorded(job: Job, strategy: Strategy, machine: Machine, notes: list[str]) -> Strategy:
+def _recorded(job: Job, strategy: ResolvedStrategy, machine: Machine, notes: list[str]) -> ResolvedStrategy:
     """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
     in bf16."""
     wider = {"adapter_dtype": "fp32", "autocast": "bf16"}

@@ -137,9 +137,10 @@ class Pricing:
         """Whether a replay could say that it fits, or is tight, by a quick estimate; False where there is none."""
         screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
         try:
-            check(case.job, case.strategy, case.machine)
+            strategy = resolve(case.job, case.strategy, case.machine)
+            check(case.job, strategy, case.machine)
             check_blocks(case.model, case.strategy)
-            quick = screen.quick_estimate(case.job, resolve(case.job, case.strategy, case.machine), case.machine)
+            quick = screen.quick_estimate(case.job, strategy, case.machine)
         except VplanError:  # a combination that contradicts itself, or that nothing was recorded of
             return False
         budget = self.gpu.allocatable_bytes - case.machine.reserve

@@ -14,12 +14,13 @@ from planner.layout import margin
 from planner.search.question import Question
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
+from planner.spec.rules import ResolvedStrategy
 
 
 class Policy(Protocol):
     """Decisions that a search asks for. A verdict is "fits" or "tight"; all sizes are in bytes."""
 
-    def candidates(self, job: Job, recorded: Sequence[Strategy]) -> Sequence[Strategy]:
+    def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """What to search, given the strategies that have recordings, in their order."""
         ...
 
@@ -50,7 +51,7 @@ class EstimatePolicy:
     def __init__(self, question: Question) -> None:
         self.question = question
 
-    def candidates(self, job: Job, recorded: Sequence[Strategy]) -> Sequence[Strategy]:
+    def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """All of them."""
         return recorded
 

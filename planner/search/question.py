@@ -10,7 +10,7 @@ from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.margin import Sides
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
-from planner.spec.rules import check, resolve
+from planner.spec.rules import ResolvedStrategy, check, resolve
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Question:
         """How far below and above an estimate the truth may lie, as shares."""
         return self.learned.correction.sides
 
-    def resolved_strategy(self) -> Strategy:
+    def resolved_strategy(self) -> ResolvedStrategy:
         """The strategy with its defaults, where nothing is searched. Raises a ContradictionError."""
         strategy = resolve(self.job, self.strategy, self.machine)
         check(self.job, strategy, self.machine)

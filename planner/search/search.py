@@ -29,6 +29,7 @@ from planner.search.space import baseline, effort, strategies, switched
 from planner.search.swap_count import SwapCount
 from planner.spec.job import SPLIT, Job, Strategy
 from planner.spec.plan import Estimate
+from planner.spec.rules import ResolvedStrategy
 
 RUNNERS_UP = 3
 
@@ -51,7 +52,8 @@ class Search:
         self.chosen: Assessment | None = None
         """The plan of the last `best`, with its replay."""
         self._latest: Assessment | None = None
-        self._strategies: dict[tuple[Job, bool], dict[Strategy, bool]] = {}
+        self._strategies: dict[tuple[Job, bool], dict[ResolvedStrategy, bool]] = {}
+        self._baselines: dict[Job, ResolvedStrategy] = {}
         self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
         self._tiled: dict[Job, bool] = {}
 
@@ -78,7 +80,7 @@ class Search:
 
     # ---- one shape
 
-    def candidates(self, job: Job, lossy: bool | None = None) -> list[Strategy]:
+    def candidates(self, job: Job, lossy: bool | None = None) -> list[ResolvedStrategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
         recorded = []
         for strategy, is_lossy in self._allowed(job, self.needs_tiles(job)).items():
@@ -98,7 +100,7 @@ class Search:
         where = grid(self.question.model, job)
         return bool(tapes) and all(where[name] == fixed for name, fixed in tapes[0].regime.items())
 
-    def _allowed(self, job: Job, tiled: bool) -> dict[Strategy, bool]:
+    def _allowed(self, job: Job, tiled: bool) -> dict[ResolvedStrategy, bool]:
         """Strategy -> whether it is lossy, of all that nothing forbids."""
         if (job, tiled) not in self._strategies:
             question = self.question
@@ -146,8 +148,8 @@ class Search:
         machine = self.question.machine
         floors = [(one, self.screen.floor_seconds(job, one, machine)) for one in self.candidates(job, lossy)]
         fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
-        for strategy, seconds in floors:
-            push(strategy, seconds, None)
+        for candidate, seconds in floors:
+            push(candidate, seconds, None)
         # A strategy comes first by its bound, then by its quick estimate; and again, with more swapped blocks, where a
         # replay taught that the quick estimate promised too much.
         while queue:
@@ -177,10 +179,12 @@ class Search:
             elif quick.strategy not in failed:
                 push(quick.strategy, quick.step_seconds, quick)
 
-    def baseline(self, job: Job) -> Strategy:
+    def baseline(self, job: Job) -> ResolvedStrategy:
         """The strategy with nothing switched on but what the user typed."""
-        question = self.question
-        return baseline(job, question.strategy, question.machine, question.fixed)
+        if job not in self._baselines:
+            question = self.question
+            self._baselines[job] = baseline(job, question.strategy, question.machine, question.fixed)
+        return self._baselines[job]
 
     def quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate:
         """Memory and seconds of a strategy without a replay."""
@@ -239,7 +243,7 @@ class Search:
         places: dict[QuickEstimate, int] = {}
         in_optimizer: dict[Strategy, bool] = {}
         least: list[int] = []
-        short: list[Strategy] = []
+        short: list[ResolvedStrategy] = []
         # By rising lower bound, so that it can end early; `short` grows meanwhile and comes last.
         for strategy in itertools.chain(sorted(floors, key=floors.__getitem__), short):
             if len(least) >= count and (strategy in short or floors[strategy] > WORTH_LOSS * least[count - 1]):

@@ -14,7 +14,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import ContradictionError
 from planner.spec.combinations.search_exclusions import SearchCandidate, exclusions
 from planner.spec.job import NOTES, Job, Machine, Method, Strategy
-from planner.spec.rules import contradictions, resolve
+from planner.spec.rules import ResolvedStrategy, contradictions, resolve
 
 
 def _in_turn(*methods: Method) -> tuple[str, ...]:
@@ -46,14 +46,14 @@ def typed_only(method: Method, strategy: Strategy, fixed: Collection[str]) -> St
     return Strategy.read({name: getattr(strategy, name) for name in strategy.model_fields_set - left_out})
 
 
-def baseline(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> Strategy:
+def baseline(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str]) -> ResolvedStrategy:
     """The strategy with nothing switched on but what the user typed."""
     return resolve(job, typed_only(job.method, strategy, fixed), machine)
 
 
 def strategies(
     job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str], tiled: bool = False
-) -> tuple[Strategy, ...]:
+) -> tuple[ResolvedStrategy, ...]:
     """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
 
     ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a ContradictionError where what the user
@@ -61,8 +61,8 @@ def strategies(
     """
     base = typed_only(job.method, strategy, fixed)
     choices = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
-    found: dict[Strategy, None] = {}
-    refused: list[Strategy] = []
+    found: dict[ResolvedStrategy, None] = {}
+    refused: list[ResolvedStrategy] = []
     for candidate in choices:
         if next(contradictions(job, candidate, machine), None):
             refused.append(candidate)

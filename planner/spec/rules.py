@@ -4,6 +4,7 @@ other."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NewType
 
 from planner.errors import ContradictionError
 from planner.spec.combinations.combination import Proposal, Refusal, refusals
@@ -16,7 +17,12 @@ parallelism trains the same, as its attention's backward does not run under auto
 `planner.layout.context_parallel`)."""
 
 
-def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Strategy:
+ResolvedStrategy = NewType("ResolvedStrategy", Strategy)
+"""A strategy as `resolve` gives it: nothing is left open. What needs that says so in its type; a plain `Strategy` may
+be as somebody typed it. Whoever replaces a field that `resolve` reads (sharding, a dtype) has to resolve again."""
+
+
+def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> ResolvedStrategy:
     """The strategy with everything that was left open filled in: storage by method, ddp for several GPUs.
 
     `expandable_segments` is switched off where torch cannot do it. What the user said stays as it is.
@@ -42,15 +48,15 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Str
             changes["sharding"] = "ddp"
         if machine.os == "windows" and "expandable_segments" not in said:
             changes["expandable_segments"] = False
-    return strategy.replace(**changes) if changes else strategy
+    return ResolvedStrategy(strategy.replace(**changes) if changes else strategy)
 
 
-def check(job: Job, strategy: Strategy, machine: Machine) -> None:
+def check(job: Job, strategy: ResolvedStrategy, machine: Machine) -> None:
     """Raises a ContradictionError for the first contradiction between the records: the fault and the fix."""
     for reason, fix in contradictions(job, strategy, machine):
         raise ContradictionError(reason, fix)
 
 
-def contradictions(job: Job, strategy: Strategy, machine: Machine) -> Iterator[Refusal]:
+def contradictions(job: Job, strategy: ResolvedStrategy, machine: Machine) -> Iterator[Refusal]:
     """Every contradiction between the three records, in the order of the table."""
-    return refusals(CONTRADICTIONS, Proposal(job, resolve(job, strategy, machine), machine))
+    return refusals(CONTRADICTIONS, Proposal(job, strategy, machine))

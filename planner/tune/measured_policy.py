@@ -10,7 +10,7 @@ from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import check
+from planner.spec.rules import ResolvedStrategy, check
 from planner.tune.error_model import ErrorModel
 
 CHANCES = (0.75, 0.5, 0.25, 0.1)
@@ -45,23 +45,23 @@ class MeasuredPolicy:
         self._applicable = applicable
         self._applied: dict[Key, bool] = {}
         self._estimate_policy = EstimatePolicy(question)
-        self._parts: dict[Key, list[Strategy]] = {}
+        self._parts: dict[Key, list[ResolvedStrategy]] = {}
 
-    def candidates(self, job: Job, recorded: Sequence[Strategy]) -> Sequence[Strategy]:
+    def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """Those that the runner can apply, and once there are measurements the same checkpointed in part."""
         whole = [strategy for strategy in recorded if self._is_applied(job, strategy)]
         if self.error_model is None:
             return whole
         return whole + [part for strategy in whole for part in self._partly_checkpointed(job, strategy)]
 
-    def _partly_checkpointed(self, job: Job, strategy: Strategy) -> Sequence[Strategy]:
+    def _partly_checkpointed(self, job: Job, strategy: ResolvedStrategy) -> Sequence[ResolvedStrategy]:
         """The same with only some of the blocks checkpointed, as far as that can be estimated and applied."""
         if (job, strategy) not in self._parts:
             parts = (part for part in self._parts_of(strategy) if self._is_estimated(job, part))
             self._parts[job, strategy] = [part for part in parts if self._is_applied(job, part)]
         return self._parts[job, strategy]
 
-    def _parts_of(self, strategy: Strategy) -> Iterator[Strategy]:
+    def _parts_of(self, strategy: ResolvedStrategy) -> Iterator[ResolvedStrategy]:
         blocks = self.question.model.blocks
         typed = "gradient_checkpointing" in self.question.fixed
         if strategy.gradient_checkpointing != "full" or strategy.swap_blocks or typed:
@@ -69,7 +69,7 @@ class MeasuredPolicy:
         for count in sorted({blocks * part // PARTS for part in range(1, PARTS)} - {0, blocks}):
             yield strategy.replace(gradient_checkpointing="partial", checkpointed_blocks=count)
 
-    def _is_estimated(self, job: Job, strategy: Strategy) -> bool:
+    def _is_estimated(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether nothing forbids a strategy, and its two recordings can be put together."""
         try:
             check(job, strategy, self.question.machine)

@@ -40,7 +40,7 @@ from planner.search.search import Search
 from planner.search.space import baseline, most_swapped
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import Measured, Plan
-from planner.spec.rules import check
+from planner.spec.rules import check, resolve
 from planner.tune.error_model import HEADROOM
 from planner.tune.measured_policy import MeasuredPolicy
 from planner.tune.tuner import Goal, Tuner
@@ -223,7 +223,7 @@ def tpe(case: Case) -> dict[str, Any]:
         swap = trial.suggest_int("swap_blocks", 0, case.question.model.blocks - 1)
         way = start.replace(**chosen, swap_blocks=swap)
         try:
-            check(job, way, case.question.machine)
+            check(job, resolve(job, way, case.question.machine), case.question.machine)
             case.screen.facts(job, way, case.question.machine)
         except VplanError:  # costs no probe
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)

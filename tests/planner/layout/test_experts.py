@@ -14,7 +14,7 @@ from planner.layout.experts import expert_assumption, high_share
 from planner.layout.inputs import load_facts
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import check
+from planner.spec.rules import check, resolve
 from planner.units import GIB, MIB
 
 MODEL = lookup.model("wan2.2-t2v-a14b")
@@ -116,7 +116,7 @@ def test_an_expert_that_comes_back_takes_its_time_on_the_link() -> None:
 def sampled(**fields: Any) -> Estimate:
     asked = job(method="sample", **{key: fields.pop(key) for key in ("experts",) if key in fields})
     known, where = Strategy.read(fields), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
-    check(asked, known, where)
+    check(asked, resolve(asked, known, where), where)
     return estimate(asked, known, where, load_facts(asked, known, where))
 
 
@@ -152,6 +152,7 @@ def test_an_expert_that_a_sample_needs_is_somewhere() -> None:
 def test_what_both_experts_cannot_do(fields: dict[str, Any], fault: str) -> None:
     asked = job(experts="both")
     with pytest.raises(VplanError) as caught:
-        check(asked, Strategy.read({**fields}), Machine.read({"gpu": "h200-141gb"}))
+        machine = Machine.read({"gpu": "h200-141gb"})
+        check(asked, resolve(asked, Strategy.read({**fields}), machine), machine)
         priced(asked, **fields)
     assert fault in caught.value.message and caught.value.fix

@@ -156,8 +156,10 @@ def test_what_is_not_recorded_is_refused_by_name(
 def test_a_step_inside_backward_excludes_what_needs_the_gradients_later(
     fields: dict[str, Any], machine: dict[str, Any]
 ) -> None:
+    where = ONE.replace(**machine)
+    strategy = resolve(FULL, Strategy.read({"optimizer_step": "backward", **fields}), where)
     with pytest.raises(VplanError):
-        check(FULL, Strategy.read({"optimizer_step": "backward", **fields}), ONE.replace(**machine))
+        check(FULL, strategy, where)
 
 
 # ---- optimizers

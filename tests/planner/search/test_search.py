@@ -342,7 +342,8 @@ def test_what_a_search_skips_would_not_have_fitted() -> None:
     search = ask("8GB", frames=49, height=480, width=720, batch_size=8)
     job = search.question.job
     assert next(search.by_speed(job, None), None) is None
-    looked = {(strategy.replace(swap_blocks=0)) for _, strategy in search._considered if strategy.swap_blocks}
+    considered = (strategy for _, strategy in search.feasibility.considered if strategy.swap_blocks)
+    looked = {strategy.replace(swap_blocks=0) for strategy in considered}
     skipped = [strategy for strategy in search.candidates(job) if strategy not in looked]
     assert any(strategy.optimizer == "adamw-8bit" for strategy in skipped)
     assert all(search.swap_count.fewest(job, strategy) is None for strategy in skipped)

@@ -94,7 +94,7 @@ def test_contradictions_say_what_to_type(
     fields: dict[str, Any], strategy: dict[str, Any], machine: Machine, fault: str, fix: str
 ) -> None:
     with pytest.raises(VplanError) as caught:
-        check(job(**fields), Strategy.read(strategy), machine)
+        check(job(**fields), resolve(job(**fields), Strategy.read(strategy), machine), machine)
     assert fault in caught.value.message
     assert fix in caught.value.fix
 
@@ -121,10 +121,10 @@ def test_contradictions_say_what_to_type(
     ],
 )
 def test_what_goes_together_passes(fields: dict[str, Any], strategy: dict[str, Any], machine: Machine) -> None:
-    check(job(**fields), Strategy.read(strategy), machine)
+    check(job(**fields), resolve(job(**fields), Strategy.read(strategy), machine), machine)
 
 
 def test_the_sharding_of_a_resolved_plan_survives_the_file() -> None:
     settled = resolve(job(), Strategy(), FOUR)
     plan = Plan(job=job(), strategy=settled, machine=FOUR)
-    check(job(), plan_from_toml(plan_to_toml(plan)).strategy, FOUR)
+    check(job(), resolve(job(), plan_from_toml(plan_to_toml(plan)).strategy, FOUR), FOUR)
