@@ -31,12 +31,12 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Verdict
 
-UNKNOWN_LOSS = (1.0, 1.20)
-"""Reserved over allocated before a replay told: what is allocated is a lower bound, and a fifth above it is more than
+UNKNOWN_OVERHEAD = (1.0, 1.20)
+"""Reserved over allocated before a replay: what is allocated is a lower bound, and a fifth above it is more than
 fragmentation was seen to take (19 %: checkpoints offloaded, most blocks swapped, 117 frames on 8 GB)."""
-KNOWN_LOSS = 0.01
+OVERHEAD_SPREAD = 0.01
 """The same to either side of the last replay of the strategy."""
-OTHERS_LOSS = 0.03
+OTHERS_SPREAD = 0.03
 """The same to either side of what other strategies were seen to lose."""
 ONE = 2**40
 """A round number of bytes, to read the margin's share off."""
@@ -80,28 +80,28 @@ KNOTS = (1, 3, 5, 7, 9, 30, 150)
 OFF_THE_LINE = 0.05
 """By how much a peak may be beside the line: a choice that held for the four plans it was tried on."""
 
-VAE_LOSS = 1.25
+VAE_OVERHEAD = 1.25
 """So much is taken to be reserved over what is allocated where a VAE shares the step's allocator (CogVideoX's: 1.2);
 so near to the budget it is replayed."""
 
-Known = dict[tuple[int, int], int]
+BytesByExtent = dict[tuple[int, int], int]
 """(length, pixels) -> bytes, for what a longer or larger clip never needs less of."""
 
 
 class Forms:
     """Allocated bytes of strategies at many shapes; what cards have in common is worked out once."""
 
-    def __init__(self, screen: Screen, job: Job, wish: Objective) -> None:
+    def __init__(self, screen: Screen, job: Job, objective: Objective) -> None:
         self.screen = screen
         self.job = job.replace(buckets=())
-        self.wish = wish
+        self.objective = objective
         self.straight: set[Strategy] = set()
         """Strategies whose peaks are on straight lines between a few lengths"""
         self.outside: dict[Strategy, int] = {}
         """Strategy -> device bytes that are neither torch's nor CUDA's context"""
-        self.encoded: dict[bool, Known] = {}
+        self.encoded: dict[bool, BytesByExtent] = {}
         """In tiles or not -> allocated bytes of what is cached before training, less cuBLAS's workspace"""
-        self.host: dict[Strategy, Known] = {}
+        self.host: dict[Strategy, BytesByExtent] = {}
         """Strategy -> host RAM"""
         self._forms: dict[tuple[object, ...], tuple[PeakForms | None, int]] = {}
         """What is alike -> its forms, and what of them is cuBLAS's workspace"""
@@ -112,7 +112,7 @@ class Forms:
     def at(self, shape: Shape) -> Job:
         """The job at another shape."""
         if shape not in self._jobs:
-            self._jobs[shape] = self.wish.put(self.job.replace(height=shape[1], width=shape[2]), shape[0])
+            self._jobs[shape] = self.objective.put(self.job.replace(height=shape[1], width=shape[2]), shape[0])
         return self._jobs[shape]
 
     def grid(self, search: Search, shape: Shape) -> dict[str, int]:
@@ -129,22 +129,23 @@ class Forms:
             strategy,
             workspace_kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine)),
         )
-        known = self._allocated.setdefault(alike, {})
+        by_shape = self._allocated.setdefault(alike, {})
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
         by_recording: dict[int, list[Shape]] = {}
         for shape in shapes:
             by_recording.setdefault(self._recording(search, shape), []).append(shape)
         for recording, there in by_recording.items():
-            new = [shape for shape in there if shape not in known]
+            new = [shape for shape in there if shape not in by_shape]
             if new:
                 forms, laid_out = self._of(search, strategy, self.at(new[0]), (*alike, recording))
                 if forms is None:
                     self.straight.add(strategy)
-                    known |= {shape: peak - workspace for shape, peak in self._between(search, strategy, new).items()}
+                    between = self._between(search, strategy, new)
+                    by_shape |= {shape: peak - workspace for shape, peak in between.items()}
                 else:
                     peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
-                    known.update(zip(new, map(int, peaks), strict=True))
-        return [known[shape] + workspace for shape in shapes]
+                    by_shape.update(zip(new, map(int, peaks), strict=True))
+        return [by_shape[shape] + workspace for shape in shapes]
 
     def _recording(self, search: Search, shape: Shape) -> int:
         """What tells which recording holds for a shape: its batch, or only whether it is more than one sample."""
@@ -154,15 +155,15 @@ class Forms:
     def _between(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> dict[Shape, int]:
         """Laid out at a few lengths of each size, and on straight lines between them: a peak is the largest of what
         rises evenly with the length, which such lines do not cut short."""
-        found: dict[Shape, int] = {}
+        peaks: dict[Shape, int] = {}
         for size in dict.fromkeys(shape[1:] for shape in shapes):
             lengths = sorted(shape[0] for shape in shapes if shape[1:] == size)
             knots = sorted({lengths[0], lengths[-1], *(lengths[at] for at in KNOTS if at < len(lengths))})
             jobs = [self.at((length, *size)) for length in knots]
             exact = [self.screen.allocated_bytes(job, strategy, search.question.machine) for job in jobs]
-            peaks = np.interp(lengths, knots, exact)
-            found |= {(length, *size): int(peak) for length, peak in zip(lengths, peaks, strict=True)}
-        return found
+            between = np.interp(lengths, knots, exact)
+            peaks |= {(length, *size): int(peak) for length, peak in zip(lengths, between, strict=True)}
+        return peaks
 
     def _of(
         self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]
@@ -180,15 +181,15 @@ class Forms:
         return self._forms[key]
 
 
-class _Found(NamedTuple):
+class _CellEstimate(NamedTuple):
     verdict: Verdict
     device_bytes: int
     replayed: bool = False
     tiled: bool = False
 
 
-def _cell_of(shape: Shape, rung: int | None, found: _Found) -> Cell:
-    return Cell(shape, found.verdict, rung, found.device_bytes, found.replayed, found.tiled)
+def _cell_of(shape: Shape, rung: int | None, cell: _CellEstimate) -> Cell:
+    return Cell(shape, cell.verdict, rung, cell.device_bytes, cell.replayed, cell.tiled)
 
 
 class Room:
@@ -203,11 +204,11 @@ class Room:
         machine = self.search.question.machine
         if machine.host_ram is None:
             return True
-        known = self.forms.host.setdefault(strategy, {})
+        priced = self.forms.host.setdefault(strategy, {})
         return _at_most(
             machine.host_ram,
             shape,
-            known,
+            priced,
             lambda: self.search.screen.host_ram_bytes(self.forms.at(shape), strategy, machine),
         )
 
@@ -218,8 +219,8 @@ class Room:
         room -= card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
         for tiled in (strategy.vae_tiling, True):
             way = strategy.replace(vae_tiling=tiled) if tiled != strategy.vae_tiling else strategy
-            known = self.forms.encoded.setdefault(tiled, {})
-            if _at_most(room, shape, known, partial(self._encode_bytes, shape, way)):
+            priced = self.forms.encoded.setdefault(tiled, {})
+            if _at_most(room, shape, priced, partial(self._encode_bytes, shape, way)):
                 return way
         return None
 
@@ -236,9 +237,9 @@ class Mapper(Room):
 
     def __init__(self, search: Search, forms: Forms) -> None:
         super().__init__(search, forms)
-        self._lost: dict[Strategy, tuple[float, float]] = {}
+        self._overheads: dict[Strategy, tuple[float, float]] = {}
         """Strategy -> reserved over allocated, from and to, by its last replay"""
-        self._most_lost: dict[Strategy, float] = {}
+        self._most_overhead: dict[Strategy, float] = {}
         """The same, the most that any replay of it told"""
         self._encoding: dict[Strategy, int] = {}
         """Strategy -> on the device, to encode the smallest shape before training: text encoders do the same for all"""
@@ -260,65 +261,63 @@ class Mapper(Room):
         # The largest first: who has the RAM there has it everywhere.
         cells: dict[Shape, Cell] = {}
         for index in reversed(range(len(shapes))):
-            cells[shapes[index]] = self._cell(shapes[index], rungs, [each[index] for each in allocated])
+            cells[shapes[index]] = self._cell(shapes[index], rungs, [of_rung[index] for of_rung in allocated])
         table = tuple(tuple(cells[(length, *size)] for length in columns) for size in rows)
-        return Capacity(self.forms.wish.fields[0].removesuffix("_size"), columns, rows, tuple(rungs), table)
+        return Capacity(self.forms.objective.fields[0].removesuffix("_size"), columns, rows, tuple(rungs), table)
 
     def _cell(self, shape: Shape, rungs: Sequence[QuickEstimate], allocated: Sequence[int]) -> Cell:
         """As a search answers: what fits without loss, what fits, what is tight without loss, what is tight."""
-        found: dict[int, _Found] = {}
+        by_rung: dict[int, _CellEstimate] = {}
         for wanted in ("fits", "tight"):
             for index, (rung, nbytes) in enumerate(zip(rungs, allocated, strict=True)):
-                if index not in found:
-                    found[index] = self._priced(shape, rung, nbytes)
-                if found[index].verdict == wanted:
-                    return _cell_of(shape, index, found[index])
-        return _cell_of(shape, None, min(found.values(), key=lambda each: each.device_bytes))
+                if index not in by_rung:
+                    by_rung[index] = self._estimate_cell(shape, rung, nbytes)
+                if by_rung[index].verdict == wanted:
+                    return _cell_of(shape, index, by_rung[index])
+        return _cell_of(shape, None, min(by_rung.values(), key=lambda cell: cell.device_bytes))
 
-    def _priced(self, shape: Shape, rung: QuickEstimate, allocated: int) -> _Found:
+    def _estimate_cell(self, shape: Shape, rung: QuickEstimate, allocated: int) -> _CellEstimate:
         question, strategy = self.search.question, rung.strategy
         outside, compiled = rung.device_bytes - rung.allocated_bytes, strategy.compile != "none"
-        lost = self._lost.get(strategy) or self._usual()
-        ends = lost
+        overhead = self._overheads.get(strategy) or self._usual()
+        ends = overhead
         if strategy in self.forms.straight:
-            ends = 1 - OFF_THE_LINE, max(lost[1] * (1 + OFF_THE_LINE), VAE_LOSS)
-        best, worst = (
-            margin.verdict(int(allocated * each) + outside, question.budget_bytes, compiled) for each in ends
-        )
-        guess = max(int(allocated * (sum(lost) / 2)) + outside, self._encoding[strategy])
+            ends = 1 - OFF_THE_LINE, max(overhead[1] * (1 + OFF_THE_LINE), VAE_OVERHEAD)
+        best, worst = (margin.verdict(int(allocated * end) + outside, question.budget_bytes, compiled) for end in ends)
+        guess = max(int(allocated * (sum(overhead) / 2)) + outside, self._encoding[strategy])
         if best == worst == "no" or not self.has_ram(shape, strategy):
-            return _Found("no", guess)
+            return _CellEstimate("no", guess)
         way = self.encoding(shape, strategy)
         if way is None:
-            return _Found("no", guess)
+            return _CellEstimate("no", guess)
         tiled = way != strategy
         if best == worst:
-            return _Found(best, guess, tiled=tiled)
+            return _CellEstimate(best, guess, tiled=tiled)
         try:
-            found = self.search.fresh_estimate(self.forms.at(shape), way)
+            estimate = self.search.fresh_estimate(self.forms.at(shape), way)
         except NotEstimatedError:
-            return _Found("no", guess)
-        seen = reserved_bytes(found) / allocated
-        self._lost[strategy] = max(1.0, seen - KNOWN_LOSS), seen + KNOWN_LOSS
-        self._most_lost[strategy] = max(seen, self._most_lost.get(strategy, 1.0))
-        return _Found(found.verdict, found.peak.device_bytes, True, tiled)
+            return _CellEstimate("no", guess)
+        seen = reserved_bytes(estimate) / allocated
+        self._overheads[strategy] = max(1.0, seen - OVERHEAD_SPREAD), seen + OVERHEAD_SPREAD
+        self._most_overhead[strategy] = max(seen, self._most_overhead.get(strategy, 1.0))
+        return _CellEstimate(estimate.verdict, estimate.peak.device_bytes, True, tiled)
 
     def _usual(self) -> tuple[float, float]:
-        seen = self._most_lost.values()
-        return (max(1.0, min(seen) - OTHERS_LOSS), max(seen) + OTHERS_LOSS) if seen else UNKNOWN_LOSS
+        seen = self._most_overhead.values()
+        return (max(1.0, min(seen) - OTHERS_SPREAD), max(seen) + OTHERS_SPREAD) if seen else UNKNOWN_OVERHEAD
 
 
-def reserved_bytes(found: Estimate) -> int:
+def reserved_bytes(estimate: Estimate) -> int:
     """The most that is reserved once training has begun."""
-    return max(found.phases[phase].reserved_bytes for phase in found.phases if phase != "encode")
+    return max(estimate.phases[phase].reserved_bytes for phase in estimate.phases if phase != "encode")
 
 
-def _at_most(limit: int, shape: Shape, known: Known, price: Callable[[], int]) -> bool:
-    """Whether a shape needs at most that much: told by what larger or smaller ones need, or priced."""
+def _at_most(limit: int, shape: Shape, priced: BytesByExtent, price: Callable[[], int]) -> bool:
+    """Whether a shape needs at most that much, by what larger or smaller ones need, or else priced itself."""
     length, area = shape[0], shape[1] * shape[2]
-    if any(nbytes <= limit for at, nbytes in known.items() if at[0] >= length and at[1] >= area):
+    if any(nbytes <= limit for at, nbytes in priced.items() if at[0] >= length and at[1] >= area):
         return True
-    if any(nbytes > limit for at, nbytes in known.items() if at[0] <= length and at[1] <= area):
+    if any(nbytes > limit for at, nbytes in priced.items() if at[0] <= length and at[1] <= area):
         return False
-    known[length, area] = price()
-    return known[length, area] <= limit
+    priced[length, area] = price()
+    return priced[length, area] <= limit

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from planner.catalog.profiles import GpuProfile
 from planner.layout import margin
 from planner.search.capacity_axes import usable
-from planner.search.capacity_map import KNOWN_LOSS, Forms, Room, Shape, reserved_bytes
+from planner.search.capacity_map import OVERHEAD_SPREAD, Forms, Room, Shape, reserved_bytes
 from planner.search.ladder import ladder, quick_estimates
 from planner.search.screening import QuickEstimate
 from planner.search.search import Search
 from planner.spec.job import Job, Machine, Strategy
 
-USUAL_LOSS = 1.06
+USUAL_OVERHEAD = 1.06
 """Reserved over allocated where it is guessed: by a way that was not replayed yet."""
 LONGEST = 400
 """Values that are tried for the longest clip: 1,597 frames at four frames a step."""
@@ -42,10 +42,10 @@ class Longest:
 class Finder(Room):
     """Finds the longest clip of one job on one machine."""
 
-    def __init__(self, search: Search, forms: Forms, lost: dict[tuple[Strategy, bool], float]) -> None:
-        """``lost``: what ways lose to fragmentation, reserved over allocated, which cards tell each other."""
+    def __init__(self, search: Search, forms: Forms, overheads: dict[tuple[Strategy, bool], float]) -> None:
+        """``overheads``: what ways lose to fragmentation, reserved over allocated, which cards tell each other."""
         super().__init__(search, forms)
-        self.lost = lost
+        self.overheads = overheads
         self._reaches: dict[Strategy, int] = {}
 
     def longest(self, strategies: Sequence[Strategy], lossless: bool) -> tuple[int, Strategy | None]:
@@ -55,16 +55,16 @@ class Finder(Room):
         """
         while True:
             length, by = self._longest(strategies, lossless)
-            if by is None or _alike(by) in self.lost:
+            if by is None or _alike(by) in self.overheads:
                 return length, by
             shape = length, self.forms.job.height, self.forms.job.width
-            self.lost[_alike(by)] = self._seen_loss(shape, by) + KNOWN_LOSS
+            self.overheads[_alike(by)] = self._replayed_overhead(shape, by) + OVERHEAD_SPREAD
             self._reaches.clear()
 
-    def _seen_loss(self, shape: Shape, way: Strategy) -> float:
+    def _replayed_overhead(self, shape: Shape, way: Strategy) -> float:
         """Reserved over allocated in a replay of training alone."""
-        found = self.search.fresh_estimate(self.forms.at(shape), way, cached=False)
-        return reserved_bytes(found) / self.forms.allocated(self.search, way, [shape])[0]
+        estimate = self.search.fresh_estimate(self.forms.at(shape), way, cached=False)
+        return reserved_bytes(estimate) / self.forms.allocated(self.search, way, [shape])[0]
 
     def _longest(self, strategies: Sequence[Strategy], lossless: bool) -> tuple[int, Strategy | None]:
         job, question = self.forms.job, self.search.question
@@ -108,8 +108,8 @@ class Finder(Room):
     def _fits(self, way: Strategy, allocated: int, beside: int) -> bool:
         question = self.search.question
         outside = question.gpu.context_bytes + self.forms.outside[way] + beside
-        lost = self.lost.get(_alike(way), USUAL_LOSS)
-        return margin.verdict(int(allocated * lost) + outside, question.budget_bytes) == "fits"
+        overhead = self.overheads.get(_alike(way), USUAL_OVERHEAD)
+        return margin.verdict(int(allocated * overhead) + outside, question.budget_bytes) == "fits"
 
     def _host_fits(self, shape: Shape, way: Strategy) -> bool:
         """Whether the host has the RAM; where GPU and CPU share one memory, beside what the GPU takes."""
@@ -150,12 +150,12 @@ def longest(
     job, own = forms.job, search.question.machine
     ways = {own.host_ram: _ways(search, job, rungs)}
     found = []
-    lost: dict[tuple[Strategy, bool], float] = {}
+    overheads: dict[tuple[Strategy, bool], float] = {}
     for card, machine in sorted(cards, key=lambda pair: -pair[0].allocatable_bytes):  # what it knows of, others share
         there = Search(replace(search.question, machine=machine, gpu=card), search.screen)
         if machine.host_ram not in ways:
             ways[machine.host_ram] = _ways(there, job, ladder(there, job, quick_estimates(there, job)))
-        finder = Finder(there, forms, lost)
+        finder = Finder(there, forms, overheads)
         lossless, lossless_by = finder.longest(ways[machine.host_ram], True)
         lossy, lossy_by = finder.longest(ways[machine.host_ram], False)
         last = usable(search.question.model)[:LONGEST][-1]

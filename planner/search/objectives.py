@@ -103,42 +103,43 @@ def chosen_objective(question: Question, prefer: str) -> Objective | None:
     return objective
 
 
-def largest(search: Search, wish: Objective, explain: bool = True) -> Suggestion | None:
-    """The largest value of a wish for which a plan fits, and the fastest plan there; None when none does."""
+def largest(search: Search, objective: Objective, explain: bool = True) -> Suggestion | None:
+    """The largest value of an objective for which a plan fits, and the fastest plan there; None when none does."""
     job, question = search.question.job, search.question
     if job.buckets:
         raise VplanError(
-            f"with buckets the shapes are given, so there is no largest {wish.name}", "leave out --buckets"
+            f"with buckets the shapes are given, so there is no largest {objective.name}", "leave out --buckets"
         )
     for lossy in (None,) if question.allow_lossy else (False, True):
-        found = largest_by(search, job, wish, lossy)
-        if found is not None:
-            return search.suggestion(found, explain)
+        plan = largest_by(search, job, objective, lossy)
+        if plan is not None:
+            return search.suggestion(plan, explain)
     return None
 
 
-def largest_by(search: Search, job: Job, wish: Objective, lossy: bool | None) -> Estimate | None:
-    """The fastest plan at the largest value of a wish, of lossless plans (False), lossy ones (True) or all (None)."""
-    return _largest(search, job, wish, _takeable(search, job, wish, wish.values), lossy)
+def largest_by(search: Search, job: Job, objective: Objective, lossy: bool | None) -> Estimate | None:
+    """The fastest plan at an objective's largest value, of lossless plans (False), lossy ones (True) or all (None)."""
+    return _largest(search, job, objective, _takeable(search, job, objective, objective.values), lossy)
 
 
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it."""
-    model, found = search.question.model, []
-    wishes = [frames(model), smaller_sizes(model, job), batch(model)]
-    wishes += [rank(model)] if job.method == "lora" else []
-    for wish in wishes if not job.buckets else ():
-        values = _takeable(search, job, wish, wish.below(job))
-        plans = (_roomiest(search, job, wish, values, lossy) for lossy in (False, True))
+    model, answers = search.question.model, []
+    objectives = [frames(model), smaller_sizes(model, job), batch(model)]
+    objectives += [rank(model)] if job.method == "lora" else []
+    for objective in objectives if not job.buckets else ():
+        values = _takeable(search, job, objective, objective.below(job))
+        plans = (_largest_by_any_plan(search, job, objective, values, lossy) for lossy in (False, True))
         if plan := next((plan for plan in plans if plan), None):
-            found.append(Relaxed(wish.name, _said(wish.read(job)), _said(wish.read(plan.job)), plan))
+            before, after = objective.read(job), objective.read(plan.job)
+            answers.append(Relaxed(objective.name, _as_text(before), _as_text(after), plan))
     if job.method == "full" and not job.trainable:
         adapters, plan = job.replace(method="lora"), None
         with contextlib.suppress(ContradictionError):  # what was typed is for full training
             plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
-            found.append(Relaxed("method", "full", "lora", plan))
-    return (*found, *_more_ram(search, job), *_untyped(search, job))
+            answers.append(Relaxed("method", "full", "lora", plan))
+    return (*answers, *_more_ram(search, job), *_untyped(search, job))
 
 
 def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
@@ -151,7 +152,7 @@ def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
     richer = Search(replace(question, machine=machine), search.screen)
     plans = richer.by_speed(job, _kind(richer, job))
     few = job.method == "sample"
-    plan = min(plans, key=lambda found: found.host_ram_bytes, default=None) if few else next(plans, None)
+    plan = min(plans, key=lambda plan: plan.host_ram_bytes, default=None) if few else next(plans, None)
     if plan is not None:
         need = -(-plan.host_ram_bytes // GIB)
         plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
@@ -177,68 +178,70 @@ def _kind(search: Search, job: Job) -> bool | None:
     return None if search.needs_tiles(job) else False
 
 
-def _takeable(search: Search, job: Job, wish: Objective, values: Sequence[Value]) -> Sequence[Value]:
+def _takeable(search: Search, job: Job, objective: Objective, values: Sequence[Value]) -> Sequence[Value]:
     """Those that are recorded, and at which the GPUs that share a clip can divide it."""
     model, parts = search.question.model, search.question.strategy.context_parallel
     if parts > 1:
         values = [
-            value for value in values if context_parallel.divides(model, grid(model, wish.put(job, value)), parts)
+            value for value in values if context_parallel.divides(model, grid(model, objective.put(job, value)), parts)
         ]
-    if wish.name == "batch" and model.shape.batches:
-        values = [value for value in values if search.is_recorded(wish.put(job, value))]
+    if objective.name == "batch" and model.shape.batches:
+        values = [value for value in values if search.is_recorded(objective.put(job, value))]
     return values
 
 
-def _largest(search: Search, job: Job, wish: Objective, values: Sequence[Value], lossy: bool | None) -> Estimate | None:
+def _largest(
+    search: Search, job: Job, objective: Objective, values: Sequence[Value], lossy: bool | None
+) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
-    anchors = _anchors(search, [wish.put(job, value) for value in values[:1]] + [job], lossy)
-    for there in _roomy(search, job, wish, values, anchors):
-        if found := next(search.by_speed(there, lossy), None):
-            return found
+    anchors = _anchors(search, [objective.put(job, value) for value in values[:1]] + [job], lossy)
+    for there in _jobs_that_may_fit(search, job, objective, values, anchors):
+        if plan := next(search.by_speed(there, lossy), None):
+            return plan
     return None
 
 
-def _roomiest(
-    search: Search, job: Job, wish: Objective, values: Sequence[Value], lossy: bool | None
+def _largest_by_any_plan(
+    search: Search, job: Job, objective: Objective, values: Sequence[Value], lossy: bool | None
 ) -> Estimate | None:
     """As `_largest`, but any plan there will do: the tightest, which is the first that is asked."""
     anchors = _anchors(search, [job], lossy)
-    for there in _roomy(search, job, wish, values, anchors):
+    for there in _jobs_that_may_fit(search, job, objective, values, anchors):
         for strategy in anchors:
-            found = search.try_estimate(there, search.most_in_ram(there, strategy))
-            if found is not None and found.verdict == "fits":
-                return found
+            plan = search.try_estimate(there, search.most_in_ram(there, strategy))
+            if plan is not None and plan.verdict == "fits":
+                return plan
     return None
 
 
-def _roomy(
-    search: Search, job: Job, wish: Objective, values: Sequence[Value], anchors: Sequence[Strategy]
+def _jobs_that_may_fit(
+    search: Search, job: Job, objective: Objective, values: Sequence[Value], anchors: Sequence[Strategy]
 ) -> Iterator[Job]:
-    """The job at the largest value at which one of the strategies seems to fit; then, with what was learned there, at
+    """The job at the largest value at which one of the strategies may fit; then, with what was learned there, at
     the largest below it, and so on."""
 
-    def seems(index: int) -> bool:
-        at, may_reach = wish.put(job, values[index]), search.feasibility.may_reach
+    def may_fit(index: int) -> bool:
+        at, may_reach = objective.put(job, values[index]), search.feasibility.may_reach
         return any(may_reach(search.quick_estimate(at, search.most_in_ram(at, strategy))) for strategy in anchors)
 
     low, high, step = -1, len(values), 1
     while low + step < high:  # gallop: the answer is nearer the small end
-        if not seems(low + step):
+        if not may_fit(low + step):
             high = low + step
             break
         low, step = low + step, step * 2
-    while (last := _last(seems, low, high)) >= 0:
-        yield wish.put(job, values[last])
+    while (last := _last(may_fit, low, high)) >= 0:
+        yield objective.put(job, values[last])
         low, high, step = last - 1, last, 1
-        while low >= 0 and not seems(low):  # what is learned is some percent: the next is near
+        while low >= 0 and not may_fit(low):  # what is learned is some percent: the next is near
             low, high, step = max(-1, low - step), low, step * 2
 
 
-def _last(seems: Callable[[int], bool], low: int, high: int) -> int:
-    """The last index that seems to fit, where ``low`` does, or is -1, and ``high`` does not."""
+def _last(may_fit: Callable[[int], bool], low: int, high: int) -> int:
+    """The last index at which a plan may fit, where one does at ``low`` (or that is -1), and none at ``high``."""
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if seems(middle) else (low, middle)
+        low, high = (middle, high) if may_fit(middle) else (low, middle)
     return low
 
 
@@ -261,5 +264,5 @@ def _put(field: str) -> Callable[[Job, Value], Job]:
     return lambda job, value: job.replace(**{field: value})
 
 
-def _said(value: Value) -> str | int:
+def _as_text(value: Value) -> str | int:
     return value if isinstance(value, int) else f"{value[0]}x{value[1]}"

@@ -71,7 +71,7 @@ class StudyTrial:
     number: int
     plan: Plan
     row: ProbeRow | None
-    known: bool
+    from_ledger: bool
     """whether the row was in a ledger before the study began"""
 
 
@@ -103,17 +103,18 @@ class Study:
 
     # ---- what is known
 
-    def told(self) -> list[StudyTrial]:
+    def trials(self) -> list[StudyTrial]:
         """All plans that were measured or are being measured, each once, in the order they were taken."""
-        found: dict[str, StudyTrial] = {}
+        by_digest: dict[str, StudyTrial] = {}
         for trial in self._trials("COMPLETE", "RUNNING"):
             digest = trial.user_attrs[DIGEST]
             row = trial.user_attrs.get(ROW)
-            known = bool(trial.user_attrs.get(KNOWN))
-            told = StudyTrial(trial.number, _plan(trial), ProbeRow.read(json.loads(row)) if row else None, known)
-            if digest not in found or (told.row and not found[digest].row):
-                found[digest] = told
-        return sorted(found.values(), key=lambda entry: entry.number)
+            from_ledger = bool(trial.user_attrs.get(KNOWN))
+            probe_row = ProbeRow.read(json.loads(row)) if row else None
+            one = StudyTrial(trial.number, _plan(trial), probe_row, from_ledger)
+            if digest not in by_digest or (one.row and not by_digest[digest].row):
+                by_digest[digest] = one
+        return sorted(by_digest.values(), key=lambda entry: entry.number)
 
     @property
     def waiting(self) -> bool:

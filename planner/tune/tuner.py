@@ -27,13 +27,13 @@ WORTH_A_PROBE = 1.05
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted most: a wish (clips, batches, sizes) or, without one, speed alone."""
+    """What is wanted most: an objective (clips, batches, sizes) or, without one, speed alone."""
 
-    wish: Objective | None = None
+    objective: Objective | None = None
 
     def size(self, job: Job) -> int:
-        """How much of the wish a job has."""
-        return Objective.size(self.wish.read(job)) if self.wish else 0
+        """How much of the objective a job has."""
+        return Objective.size(self.objective.read(job)) if self.objective else 0
 
 
 class Tuner:
@@ -46,36 +46,36 @@ class Tuner:
         self.goal = goal
         self.policy = MeasuredPolicy(question, screen, applicable)
         self.search = Search(question, screen, self.policy)
-        self.seen: dict[Key, FinishedProbe] = {}
+        self.finished: dict[Key, FinishedProbe] = {}
 
     def tell(self, job: Job, strategy: Strategy, measured: Measured) -> FinishedProbe | None:
         """A probe has finished, here or elsewhere. None where nothing is recorded of such a plan."""
         found = self.search.try_estimate(job, strategy)
         if found is None:
             return None
-        self.seen[job, strategy] = FinishedProbe(found, measured)
-        self.policy.error_model = ErrorModel(list(self.seen.values()))
-        return self.seen[job, strategy]
+        self.finished[job, strategy] = FinishedProbe(found, measured)
+        self.policy.error_model = ErrorModel(list(self.finished.values()))
+        return self.finished[job, strategy]
 
     @property
     def best(self) -> FinishedProbe | None:
         """The best plan that was proved."""
-        return min((each for each in self.seen.values() if each.proved), key=self._rank, default=None)
+        return min((probe for probe in self.finished.values() if probe.proved), key=self._rank, default=None)
 
-    def value(self, each: FinishedProbe) -> float:
-        """What orders plans, less is better: what is lost, then the wish, then seconds (those estimated, if it did not
-        run)."""
-        lost, size, seconds = self._rank(each)
-        return lost * 1e9 + size + (seconds / (1 + seconds) if self.goal.wish else seconds)
+    def value(self, probe: FinishedProbe) -> float:
+        """What orders plans, less is better: what is lost, then the objective, then seconds (estimated ones, if it did
+        not run)."""
+        lost, size, seconds = self._rank(probe)
+        return lost * 1e9 + size + (seconds / (1 + seconds) if self.goal.objective else seconds)
 
-    def _rank(self, each: FinishedProbe) -> tuple[float, float, float]:
-        lost = 0.0 if self.question.allow_lossy else float(loss(each.estimate.job, each.strategy))
-        return lost, -self.goal.size(each.estimate.job), each.measured.step_seconds or each.estimate.step_seconds
+    def _rank(self, probe: FinishedProbe) -> tuple[float, float, float]:
+        lost = 0.0 if self.question.allow_lossy else float(loss(probe.estimate.job, probe.strategy))
+        return lost, -self.goal.size(probe.estimate.job), probe.measured.step_seconds or probe.estimate.step_seconds
 
     def next(self, running: Collection[Key] = ()) -> Estimate | None:
         """The plan to measure next, while others measure `running`; None when none is worth a probe."""
-        self.policy.taken = {*self.seen, *running}
-        if not self.seen:
+        self.policy.taken = {*self.finished, *running}
+        if not self.finished:
             first = self._suggested()
             if first is None or (first.job, first.strategy) not in self.policy.taken:
                 return first
@@ -92,24 +92,26 @@ class Tuner:
     def _suggested(self) -> Estimate | None:
         """What `suggest` says."""
         job = self.question.job
-        found = largest(self.search, self.goal.wish, False) if self.goal.wish else self.search.best(job, False)
-        return found.plan if found else None
+        objective = self.goal.objective
+        suggestion = largest(self.search, objective, False) if objective else self.search.best(job, False)
+        return suggestion.plan if suggestion else None
 
     def _first(self, lossy: bool | None) -> Estimate | None:
         """The best plan to expect where none has run yet."""
-        job, wish = self.question.job, self.goal.wish
+        job, objective = self.question.job, self.goal.objective
         for chance in CHANCES:
             self.policy.chance = chance
-            found = largest_by(self.search, job, wish, lossy) if wish else next(self.search.by_speed(job, lossy), None)
-            if found is not None:
-                return found
+            by_speed = self.search.by_speed(job, lossy)
+            plan = largest_by(self.search, job, objective, lossy) if objective else next(by_speed, None)
+            if plan is not None:
+                return plan
         return None
 
     def _better(self, best: FinishedProbe, lossy: bool | None) -> Estimate | None:
         """The best plan that is likely to fit and to beat the best one by enough."""
         self.policy.chance = CHANCES[0]
-        if self.goal.wish:
-            found = largest_by(self.search, self.question.job, self.goal.wish, lossy)
+        if self.goal.objective:
+            found = largest_by(self.search, self.question.job, self.goal.objective, lossy)
             if found and self.goal.size(found.job) >= WORTH_A_PROBE * self.goal.size(best.estimate.job):
                 return found
         error_model = self.policy.error_model
@@ -142,8 +144,9 @@ class Tuner:
 
     def runners_up(self, best: FinishedProbe, most: int = 3) -> tuple[Estimate, ...]:
         """Other plans that were proved, the best first, then what is next by estimate with less memory."""
-        proved = sorted((each for each in self.seen.values() if each.proved and each is not best), key=self._rank)
-        self.policy.taken, self.policy.chance = set(self.seen), CHANCES[0]
+        others_proved = (probe for probe in self.finished.values() if probe.proved and probe is not best)
+        proved = sorted(others_proved, key=self._rank)
+        self.policy.taken, self.policy.chance = set(self.finished), CHANCES[0]
         others = map(self._nearby, self.search.runners_up(best.estimate))
         return (*map(self.answer, proved), *others)[:most]
 

@@ -40,7 +40,7 @@ SLOWER = 3.0
 NOTHING = "nothing fits by estimate, so nothing was measured"
 
 Watch = Callable[["Tuning", str], None]
-"""Is told of every change, with what happens next in words."""
+"""Called at every change, with what happens next in words."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Tuning:
     ledger: Ledger
     limits: Limits
     setup: Setup | None = None
-    """on what this worker measures; rows of the ledger taken on the same count as told"""
+    """on what this worker measures; rows of the ledger taken on the same count as measured"""
     trainer: str = "vplan"
-    told: list[StudyTrial] = field(default_factory=list)
+    trials: list[StudyTrial] = field(default_factory=list)
     rows: dict[str, ProbeRow] = field(default_factory=dict)
     """what was measured of this question, by plan"""
     probes: list[ProbeRow] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Tuning:
             if self.study.being_taken:  # what is chosen meanwhile would be another plan than its own result asks for
                 time.sleep(POLL_SECONDS)
                 continue
-            running = [told.plan for told in self.told if told.row is None]
+            running = [trial.plan for trial in self.trials if trial.row is None]
             found = self.tuner.next([(plan.job, plan.strategy) for plan in running])
             if found is not None and len(self.probes) + len(running) < self.limits.probes:
                 self.study.propose(self._plan(found))
@@ -104,7 +104,7 @@ class Tuning:
                 time.sleep(POLL_SECONDS)
             else:
                 better = "no other plan is expected to be 5 % better"
-                return better if self.tuner.best else "no plan that could fit is left" if self.told else NOTHING
+                return better if self.tuner.best else "no plan that could fit is left" if self.trials else NOTHING
 
     def _plan(self, found: Estimate) -> Plan:
         """The records of a plan, without what is expected of it."""
@@ -122,7 +122,8 @@ class Tuning:
         taken = self.study.take(self._time_limit)
         if taken is None:
             return
-        if sum(told.number < taken.number and not told.known for told in self.study.told()) >= self.limits.probes:
+        earlier = (trial for trial in self.study.trials() if trial.number < taken.number)
+        if sum(not trial.from_ledger for trial in earlier) >= self.limits.probes:
             self.study.give_up(taken)  # more workers than probes are left
             return
         watch(self, "measuring")
@@ -156,21 +157,21 @@ class Tuning:
         return Result(self.tuner.value(seen), {MEMORY: missing(seen), FAILED: float(failed(row))})
 
     def _learn(self) -> None:
-        """Hears what others, and earlier days, have told the study."""
-        self.told = self.study.told()
-        for told in self.told:
-            name = row_id(told.plan)
-            if told.row is not None and name not in self.rows:
-                self.rows[name] = told.row
-                self.tuner.tell(told.plan.job, told.plan.strategy, told.row.measured)
-        self.probes = [self.rows[row_id(told.plan)] for told in self.told if told.row and not told.known]
+        """Takes in what others, and earlier days, have put into the study."""
+        self.trials = self.study.trials()
+        for trial in self.trials:
+            name = row_id(trial.plan)
+            if trial.row is not None and name not in self.rows:
+                self.rows[name] = trial.row
+                self.tuner.tell(trial.plan.job, trial.plan.strategy, trial.row.measured)
+        self.probes = [self.rows[row_id(trial.plan)] for trial in self.trials if trial.row and not trial.from_ledger]
 
     def _seed(self) -> None:
         """Adds what the ledger knows of this question, measured where we measure, to the study."""
         question, fixed = self.tuner.question, self.tuner.question.fixed
-        wish = self.tuner.goal.wish
-        free = wish.fields if wish else ()
-        known = {row_id(told.plan) for told in self.told}
+        objective = self.tuner.goal.objective
+        free = objective.fields if objective else ()
+        in_study = {row_id(trial.plan) for trial in self.trials}
         for row in self.ledger.rows() if self.setup else ():
             plan = Plan(job=row.job, strategy=row.strategy, machine=question.machine, trainer=self.trainer)
             same = {name: getattr(question.job, name) for name in free}
@@ -181,10 +182,10 @@ class Tuning:
                 and all(getattr(row.strategy, name) == getattr(question.strategy, name) for name in typed)
                 and Setup.of(row.env) == self.setup
                 and row.id == row_id(plan)
-                and row.id not in known
+                and row.id not in in_study
                 and not failed(row)  # its cause may be mended
             ):
-                known.add(row.id)
+                in_study.add(row.id)
                 self.study.add(plan, row, self._result(plan, row))
 
     def _tidy(self) -> None:

@@ -61,7 +61,7 @@ def main(kills: int) -> None:
             searched(last)
             ids = [row.id for row in last.ledger.rows()]
             twice += len(ids) - len(set(ids))
-            unknown += len(set(ids) - {told.row.id for told in last.study.told() if told.row})
+            unknown += len(set(ids) - {told.row.id for told in last.study.trials() if told.row})
             ends, undisturbed = last.tuner.best, alone.tuner.best
             assert ends is not None and undisturbed is not None
             slower += ends.measured.step_seconds > 1.05 * undisturbed.measured.step_seconds

@@ -43,7 +43,7 @@ class Progress:
 
     def show(self, tuning: Tuning, now: str) -> None:
         """The probes so far, and what happens now."""
-        rows = [_cells(tuning, number, told) for number, told in enumerate(tuning.study.told(), start=1)]
+        rows = [_cells(tuning, number, trial) for number, trial in enumerate(tuning.study.trials(), start=1)]
         if self._live:
             self._live.update(_page(rows, tuning, now), refresh=True)
             return
@@ -66,17 +66,24 @@ def _page(rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableTy
     return Group(table(COLUMNS, rows), Text(f"{so_far}{speed}; next: {now}", style="dim"))
 
 
-def _cells(tuning: Tuning, number: int, told: StudyTrial) -> tuple[str, ...]:
-    found = tuning.tuner.search.try_estimate(told.plan.job, told.plan.strategy)
-    shape = told.plan.job
+def _cells(tuning: Tuning, number: int, trial: StudyTrial) -> tuple[str, ...]:
+    found = tuning.tuner.search.try_estimate(trial.plan.job, trial.plan.strategy)
+    shape = trial.plan.job
     what = ways(found) if found else "not recorded"
-    if tuning.tuner.goal.wish:
+    if tuning.tuner.goal.objective:
         what = f"{shape.frames}x{shape.height}x{shape.width} x {shape.batch_size}: {what}"
     estimated = f"{gib(found.peak.device_bytes):.2f}" if found else "-"
-    if told.row is None:
+    if trial.row is None:
         return str(number), what, estimated, "-", "-", "measuring"
-    seen = told.row.measured
+    seen = trial.row.measured
     device = "-" if seen.device_bytes is None else f"{gib(seen.device_bytes):.2f}"
     seconds = "-" if seen.step_seconds is None else f"{seen.step_seconds:.2f}"
     outcome = f"{seen.outcome} in {seen.phase}" if seen.outcome != "ok" and seen.phase else seen.outcome
-    return str(number), what, estimated, device, seconds, f"{outcome} (from the ledger)" if told.known else outcome
+    return (
+        str(number),
+        what,
+        estimated,
+        device,
+        seconds,
+        f"{outcome} (from the ledger)" if trial.from_ledger else outcome,
+    )

@@ -72,7 +72,7 @@ def test_what_is_told_is_there_for_the_next_who_opens_it(study: Study) -> None:
         study.tell(mine, row(mine.plan, outcome), result)
         study.tell(mine, row(mine.plan, outcome), result)  # again: by a worker that found it told
     again = Study(study.storage, "one", QUESTION)
-    told = again.told()
+    told = again.trials()
     assert [entry.plan for entry in told] == [plan(1), plan(2), plan(3)]
     assert [entry.row.measured.outcome for entry in told if entry.row] == ["oom", "ok", "crash"]
     # Out of memory is a completed trial that does not count as the best, whatever its value.
@@ -88,23 +88,23 @@ def test_a_plan_that_two_proposed_is_measured_by_one(study: Study) -> None:
     study.propose(plan())
     other.propose(plan())
     assert [entry is not None for entry in (study.take(limit), other.take(limit))] == [True, False]
-    assert [entry.row for entry in other.told()] == [None]
-    mine = study.told()
+    assert [entry.row for entry in other.trials()] == [None]
+    mine = study.trials()
     assert len(mine) == 1
 
 
 def test_what_is_given_up_is_free_again(study: Study) -> None:
     study.propose(plan())
     study.give_up(taken(study))
-    assert study.told() == []
+    assert study.trials() == []
     study.propose(plan())
     assert taken(study).plan == plan()
 
 
 def test_a_plan_of_a_ledger_counts_as_told(study: Study) -> None:
     study.add(plan(), row(plan()), Result(1.5, {"missing GiB": -1.0}))
-    told = study.told()[0]
-    assert told.known and told.row is not None and told.row.measured == row(plan()).measured
+    told = study.trials()[0]
+    assert told.from_ledger and told.row is not None and told.row.measured == row(plan()).measured
     study.propose(plan())
     assert study.take(limit) is None
 
@@ -121,7 +121,7 @@ def test_a_dead_workers_plan_is_found(study: Study) -> None:
     mine.trial.set_user_attr(WORKER, {**alive, "host": "elsewhere", "limit": -2 * GRACE_SECONDS})
     (found,) = study.abandoned()
     study.tell(found, row(found.plan), Result(1.0, {}))
-    assert [entry.row is not None for entry in study.told()] == [True]
+    assert [entry.row is not None for entry in study.trials()] == [True]
 
 
 def test_another_question_is_refused_by_name(study: Study) -> None:
@@ -195,7 +195,7 @@ def race(storage: str, barrier: Any, out: Path) -> None:
     barrier.wait()
     study = Study(storage, "one", QUESTION)
     for rank in range(1, PLANS + 1):
-        if plan(rank) not in [entry.plan for entry in study.told()]:
+        if plan(rank) not in [entry.plan for entry in study.trials()]:
             study.propose(plan(rank))
         while study.waiting:
             if mine := study.take(limit):
@@ -221,7 +221,7 @@ def raced(storage: str, out: Path) -> list[int]:
 def test_two_workers_on_one_journal_never_measure_a_plan_twice(tmp_path: Path) -> None:
     storage = str(tmp_path / "study.journal")
     assert sorted(raced(storage, tmp_path / "out")) == list(range(1, PLANS + 1))
-    assert sorted(entry.plan.job.lora_rank for entry in Study(storage, "one", QUESTION).told()) == list(
+    assert sorted(entry.plan.job.lora_rank for entry in Study(storage, "one", QUESTION).trials()) == list(
         range(1, PLANS + 1)
     )
 
@@ -274,4 +274,4 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
 def test_two_workers_on_one_postgresql_never_measure_a_plan_twice(postgresql: str, tmp_path: Path) -> None:
     assert sorted(raced(postgresql, tmp_path / "out")) == list(range(1, PLANS + 1))
     study = Study(postgresql, "one", QUESTION)
-    assert len(study.told()) == PLANS and study._study.best_trial.value == 1.0
+    assert len(study.trials()) == PLANS and study._study.best_trial.value == 1.0

@@ -122,7 +122,7 @@ def test_nothing_is_measured_that_is_measured_or_running_and_all_that_is_could_b
         assert len(keys) < 12
     assert "oom" in outcomes and search.best is not None and not search.best.estimate.lossy
     assert search.best.measured.step_seconds == min(
-        each.measured.step_seconds for each in search.seen.values() if each.proved and each.measured.step_seconds
+        each.measured.step_seconds for each in search.finished.values() if each.proved and each.measured.step_seconds
     )
 
 
@@ -147,7 +147,7 @@ def test_at_the_edge_is_not_proved() -> None:
     edge = Measured(outcome="ok", phase="train", device_bytes=int(budget * (1 - HEADROOM / 2)), step_seconds=1.0)
     assert not told(search, found, edge).proved
     assert search.best is None
-    assert 0 < search.seen[found.job, found.strategy].excess_bytes <= HEADROOM * budget
+    assert 0 < search.finished[found.job, found.strategy].excess_bytes <= HEADROOM * budget
 
 
 def test_a_batch_is_as_large_as_what_was_measured_lets_it_be() -> None:

@@ -46,7 +46,7 @@ def test_from_the_suggested_plan_to_a_proof(whole: tuple[Path, Tuning]) -> None:
     assert suggested is not None and tuning.probes[0].strategy == suggested.plan.strategy
     assert [row.measured.outcome for row in tuning.probes] == ["ok", "oom", "ok"]
     best = tuning.tuner.best
-    assert best is not None and best.measured == tuning.study.told()[-1].row.measured  # type: ignore[union-attr]
+    assert best is not None and best.measured == tuning.study.trials()[-1].row.measured  # type: ignore[union-attr]
     assert plans(Ledger(folder / "ledger.jsonl").rows()) == plans(tuning.probes)
     optunas = tuning.study._study.best_trial
     assert optunas.value == best.measured.step_seconds
@@ -117,7 +117,7 @@ def test_what_was_interrupted_is_free_for_the_next(
     tuning.runner = Stopped(error)
     with pytest.raises(type(error)):
         searched(tuning)
-    assert tuning.study.told() == [] and tuning.ledger.rows() == []
+    assert tuning.study.trials() == [] and tuning.ledger.rows() == []
     again = worker(tmp_path)
     again.limits = replace(again.limits, probes=1)
     searched(again)
@@ -147,7 +147,7 @@ def test_kills_at_random_moments_lose_nothing(whole: tuple[Path, Tuning], tmp_pa
     last = worker(tmp_path)
     searched(last)
     assert plans(last.ledger.rows())[: len(rows)] == rows
-    assert {told.row.id for told in last.study.told() if told.row} >= set(rows)
+    assert {told.row.id for told in last.study.trials() if told.row} >= set(rows)
     assert Counter(plans(last.ledger.rows())).most_common(1)[0][1] == 1  # none that finished was measured again
     # What was priced on the way is not remembered, so a search gone on with may end at a plan that is about as good.
     best, alone = last.tuner.best, whole[1].tuner.best
