@@ -11,8 +11,8 @@ from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
 from planner.estimate.traffic import step_work
-from planner.layout.experts import assumption
-from planner.layout.inputs import facts
+from planner.layout.experts import expert_assumption
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy
@@ -29,14 +29,14 @@ def laid_out(name: str, job: dict[str, Any], trainer: str = "vplan", **fields: A
     model = lookup.model(name)
     whole = job_for(model, {"model": name, **job})
     strategy = resolve(whole, Strategy.read(fields), MACHINE)
-    known = facts(whole, strategy, MACHINE)
+    known = load_facts(whole, strategy, MACHINE)
     return lay_out(whole, strategy, MACHINE, known, grid(model, whole), trainer)
 
 
 def priced(name: str, job: dict[str, Any], trainer: str = "vplan", **fields: Any) -> Estimate:
     whole = job_for(lookup.model(name), {"model": name, **job})
     strategy = resolve(whole, Strategy.read({"gradient_checkpointing": "full", **fields}), MACHINE)
-    return estimate(whole, strategy, MACHINE, facts(whole, strategy, MACHINE), trainer)
+    return estimate(whole, strategy, MACHINE, load_facts(whole, strategy, MACHINE), trainer)
 
 
 def denoise_bytes(name: str, guided: bool) -> int:
@@ -128,5 +128,5 @@ def test_what_a_script_encodes_for_validation_is_gone_once_it_is_over(mode: str)
 def test_the_other_expert_is_another_run_in_training_and_loaded_in_turn_in_a_sample() -> None:
     model = lookup.model("wan2.2-t2v-a14b")
     for method, word in (("lora", "a run each"), ("full", "a run each"), ("sample", "at a time")):
-        said = assumption(model, job_for(model, {"model": model.name, "method": method, "frames": 17}))
+        said = expert_assumption(model, job_for(model, {"model": model.name, "method": method, "frames": 17}))
         assert said and word in said

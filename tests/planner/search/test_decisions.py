@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from planner.catalog import lookup
-from planner.layout.inputs import facts
+from planner.layout.inputs import load_facts
 from planner.search.batched_peaks import peak_forms
 from planner.search.ladder import ladder, quick_estimates
 from planner.search.question import Question
-from planner.search.screening import Screen
+from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.spec.job import Job, Machine, Strategy
 from tests.planner.hand_made import EIGHT, GRID, ONE, laid_out, peaks
@@ -28,7 +28,7 @@ class Weighed(Screen):
     """A screen that says of host RAM and of encoding what a test tells it to, and counts how often it is asked."""
 
     def __init__(self, ram: Callable[[int], int] = lambda blocks: 0, encoding: int = 0) -> None:
-        super().__init__(facts)
+        super().__init__(load_facts)
         self.ram, self.encoding = ram, encoding
         self.swapped: list[int] = []
 
@@ -71,6 +71,34 @@ def test_what_a_run_needs_without_swap_it_may_need_with_it() -> None:
     assert most == 4
 
 
+class Linear(Screen):
+    """A screen on which every swapped block takes a GiB off the device, and which counts how often it is asked."""
+
+    def __init__(self, unswapped_bytes: int) -> None:
+        super().__init__(load_facts)
+        self.unswapped_bytes = unswapped_bytes
+        self.swapped: list[int] = []
+
+    def quick_estimate(self, job: Job, strategy: Strategy, machine: Machine) -> QuickEstimate:
+        self.swapped.append(strategy.swap_blocks)
+        device_bytes = self.unswapped_bytes - strategy.swap_blocks * 2**30
+        return QuickEstimate(strategy, device_bytes, device_bytes, 0, 1.0, in_optimizer=False, states_bytes=0)
+
+    def swapped_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+        return (strategy.swap_blocks - 2) * 2**30
+
+
+@pytest.mark.parametrize("count", range(3, 28))
+def test_as_few_blocks_as_do_are_guessed_at_once_where_they_are_alike(count: int) -> None:
+    """24 GB that with the 4 % of an estimate's margin hold all but half of the last block."""
+    card = lookup.gpu("24GB")
+    asked = Question(lookup.job_for(WAN, {"frames": 17}), Strategy(), Machine(gpu=card.name, host_ram=2**40), WAN, card)
+    screen = Linear(int(asked.budget_bytes / 1.04) + count * 2**30 - 2**29)
+    quick = Search(asked, screen).swap_count.fewest(asked.job, Strategy(gradient_checkpointing="full"))
+    assert quick is not None and quick.strategy.swap_blocks == count
+    assert len(screen.swapped) <= 4  # none, all that may be, the guess and the one below it
+
+
 @pytest.mark.parametrize(("more", "tiled"), [(0, False), (1, True)])
 def test_a_clip_that_just_fits_is_encoded_whole(more: int, tiled: bool) -> None:
     """An estimate of recordings alone may be 4 % short."""
@@ -86,7 +114,7 @@ def test_a_clip_that_just_fits_is_encoded_whole(more: int, tiled: bool) -> None:
 def test_the_tightest_is_the_tightest_of_all_candidates() -> None:
     """The strategy with the least weights and states is not the one with the lowest peak."""
     asked = question("8GB", method="full")
-    search = Search(asked, Screen(facts))
+    search = Search(asked, Screen(load_facts))
     tightest = search.tightest(asked.job, lossy=False)
     assert tightest is not None
     estimates = [
@@ -99,7 +127,7 @@ def test_the_tightest_is_the_tightest_of_all_candidates() -> None:
 
 def test_the_ladder_has_every_candidate_to_choose_from_and_each_rung_needs_less() -> None:
     asked = question("24GB", frames=49, height=480, width=720)
-    search = Search(asked, Screen(facts))
+    search = Search(asked, Screen(load_facts))
     estimates = quick_estimates(search, asked.job)
     seen = {quick.strategy.replace(swap_blocks=0, optimizer_step="foreach") for quick in estimates}
     assert seen == {strategy.replace(optimizer_step="foreach") for strategy in search.candidates(asked.job)}
