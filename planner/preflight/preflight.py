@@ -69,7 +69,7 @@ class PreflightReport:
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """What to hold a plan against."""
+    """What of this machine a plan is checked against, and how."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     data: Path | None = None
@@ -81,35 +81,40 @@ class PreflightOptions:
     probe: bool = False
 
 
-def preflight(plan: Plan, asked: PreflightOptions, say: Callable[[str], None] = lambda text: None) -> PreflightReport:
-    """Looks at everything. A VplanError only where there is nothing to look at: no GPU, or nothing known of the plan.
+def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] = lambda text: None) -> PreflightReport:
+    """All checks of a plan on this machine. A VplanError only where there is nothing to check: no GPU, or no estimate.
 
     `say` gets a line when something is waited for or takes long.
     """
     cards: list[Facts] = []
-    if asked.device == "cuda":
+    if options.device == "cuda":
         cards = cards_of(plan)
-    found, checks = estimated(plan, must=asked.device == "cuda" and not asked.probe)
-    need = needed(plan, found, cards)
-    if need and need.basis == "measured" and not (found and (found.basis == "measured" or found.limit == "host")):
+    estimate, checks = estimated(plan, must=options.device == "cuda" and not options.probe)
+    # What this very plan took when it was measured on such a card beats what an estimate of it says, but for host RAM.
+    need = needed(plan, estimate, cards)
+    if (
+        need
+        and need.basis == "measured"
+        and not (estimate and (estimate.basis == "measured" or estimate.limit == "host"))
+    ):
         checks = [Check("plan", "ok", f"fits: {format_gib(need.high_bytes)} when it was measured on such a card")]
-    waited = 0.0
-    if need and cards and asked.wait_seconds:
-        cards, waited = wait(plan, need, cards, asked.wait_seconds, say)
+    waited_seconds = 0.0
+    if need and cards and options.wait_seconds:
+        cards, waited_seconds = wait(plan, need, cards, options.wait_seconds, say)
     if need and cards:
-        checks += [one for card in cards for one in on_card(card, need)]
-    checks += list(on_host(plan, found))
-    output = asked.output or Path.cwd()
-    seen, more = on_data(plan, asked.data, asked.skip_bad) if asked.data else ({}, [])
+        checks += [entry for card in cards for entry in on_card(card, need)]
+    checks += list(on_host(plan, estimate))
+    output = options.output or Path.cwd()
+    data, more = on_data(plan, options.data, options.skip_bad) if options.data else ({}, [])
     checks += more
-    checks += list(on_disk(output, found, asked.keep, seen.get("cache_bytes", 0)))
-    if plan.evidence or not asked.probe:
+    checks += list(on_disk(output, estimate, options.keep, data.get("cache_bytes", 0)))
+    if plan.evidence or not options.probe:
         checks += list(versions(plan, cards))
     row = None
-    if asked.probe and not any(one.level == "error" for one in checks):
-        row, more = _probed(plan, asked.device, cards, say)
+    if options.probe and not any(entry.level == "error" for entry in checks):  # it would fail for a known reason
+        row, more = _probed(plan, options.device, cards, say)
         checks += more
-    return PreflightReport(tuple(checks), found, need, tuple(cards), row, waited, seen)
+    return PreflightReport(tuple(checks), estimate, need, tuple(cards), row, waited_seconds, data)
 
 
 def ready(plan: Plan) -> Plan:
@@ -130,73 +135,75 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
-        known = with_learned(load_facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
-        found = assess(plan.job, plan.strategy, machine, known, plan.trainer).estimate
+        run = with_learned(load_facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
+        estimate = assess(plan.job, plan.strategy, machine, run, plan.trainer).estimate
     except NotRecordedError as error:
         if must:
             raise
         return None, [Check("plan", "warning", f"not estimated: {error.message}", error.fix)]
     fix = f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan that does"
-    if found.verdict == "no" and found.limit == "host":
-        fault = f"the plan needs {format_gib(found.host_ram_bytes)} of host RAM, and it has"
-        return found, [Check("plan", "error", f"{fault} {format_gib(plan.machine.host_ram or 0)}", fix, SHORT)]
-    if found.verdict == "no":
-        fault = f"the plan does not fit: {format_gib(found.low_bytes)} at least, and {card.title} gives"
-        return found, [Check("plan", "error", f"{fault} {format_gib(found.budget_bytes)}", fix, SHORT)]
-    budget = f"{format_gib(found.high_bytes)} at most of {format_gib(found.budget_bytes)} ({card.title})"
-    if found.verdict == "tight":
-        return found, [Check("plan", "warning", f"it is tight: up to {budget}", "plan for less, or prove it: --probe")]
-    return found, [Check("plan", "ok", f"fits: {budget}")]
+    if estimate.verdict == "no" and estimate.limit == "host":
+        fault = f"the plan needs {format_gib(estimate.host_ram_bytes)} of host RAM, and it has"
+        return estimate, [Check("plan", "error", f"{fault} {format_gib(plan.machine.host_ram or 0)}", fix, SHORT)]
+    if estimate.verdict == "no":
+        fault = f"the plan does not fit: {format_gib(estimate.low_bytes)} at least, and {card.title} gives"
+        return estimate, [Check("plan", "error", f"{fault} {format_gib(estimate.budget_bytes)}", fix, SHORT)]
+    budget = f"{format_gib(estimate.high_bytes)} at most of {format_gib(estimate.budget_bytes)} ({card.title})"
+    if estimate.verdict == "tight":
+        return estimate, [
+            Check("plan", "warning", f"it is tight: up to {budget}", "plan for less, or prove it: --probe")
+        ]
+    return estimate, [Check("plan", "ok", f"fits: {budget}")]
 
 
-def needed(plan: Plan, found: Estimate | None, cards: list[Facts]) -> Need | None:
+def needed(plan: Plan, estimate: Estimate | None, cards: list[Facts]) -> Need | None:
     """What each GPU must have free. A probe of this very plan, on such a card with this torch, says more than we do."""
     phases: dict[str, int] = {}
-    if found:
-        phases |= {phase: peak.device_bytes for phase, peak in found.phases.items()}
+    if estimate:
+        phases |= {phase: peak.device_bytes for phase, peak in estimate.phases.items()}
     names = {card["name"] for card in cards}
     for proof in reversed(plan.evidence):
-        seen, env = proof.measured, proof.env
+        measured, env = proof.measured, proof.env
         if (
-            seen.outcome == "ok"
-            and seen.device_bytes
+            measured.outcome == "ok"
+            and measured.device_bytes
             and names == {env.gpu}
             and env.torch == doctor.package_version("torch")
         ):
-            return Need(seen.device_bytes, seen.device_bytes, phases, "measured")
-    return Need(found.low_bytes, found.high_bytes, phases, found.basis) if found else None
+            return Need(measured.device_bytes, measured.device_bytes, phases, "measured")
+    return Need(estimate.low_bytes, estimate.high_bytes, phases, estimate.basis) if estimate else None
 
 
 def _probed(
     plan: Plan, device: Literal["cuda", "cpu"], cards: list[Facts], say: Callable[[str], None]
 ) -> tuple[Facts, list[Check]]:
-    """A probe of the plan, here and now, as a check."""
+    """Probes the plan now; returns the row of the ledger as JSON, and the check that it amounts to."""
     from planner.probe.probe import RealRunner, probe
 
     say("probing: a few real steps ...")
     encodes = plan.estimate is not None and plan.estimate.peak.phase == "encode"  # what is cached before decides
-    found = probe(plan, RealRunner(device=device, encode=encodes, command="vplan preflight --probe"))
+    probe_row = probe(plan, RealRunner(device=device, encode=encodes, command="vplan preflight --probe"))
     try:
-        Ledger(default_path()).append(found)
+        Ledger(default_path()).append(probe_row)
     except VplanError as error:  # one that cannot be kept is still an answer
         say(f"warning: {error}")
-    row = found.to_json()
-    seen, said = row["measured"], row["details"].get("message", "")
-    outcome, where = seen["outcome"], f" in {seen['phase']}" if seen["phase"] else ""
+    row = probe_row.to_json()
+    measured, message = row["measured"], row["details"].get("message", "")
+    outcome, where = measured["outcome"], f" in {measured['phase']}" if measured["phase"] else ""
     if outcome in ("oom", "host-oom"):
         fault = f"the plan ran out of {'GPU' if outcome == 'oom' else 'host'} memory{where}"
         return row, [Check("probe", "error", fault, "plan for less", SHORT)]
     if outcome != "ok":
-        fault = f"the probe ended with {outcome}{where}: {said}".rstrip(": ")
+        fault = f"the probe ended with {outcome}{where}: {message}".rstrip(": ")
         return row, [Check("probe", "error", fault, f"read {row['details'].get('log', 'the row (--json)')}", FAILED)]
-    if seen["retries"]:
-        fault = f"the allocator had to empty its cache {seen['retries']} times: at the edge, and slower for it"
+    if measured["retries"]:
+        fault = f"the allocator had to empty its cache {measured['retries']} times: at the edge, and slower for it"
         return row, [Check("probe", "error", fault, "plan for less", SHORT)]
-    peak = seen["device_bytes"]
+    peak = measured["device_bytes"]
     if peak is None:
-        return row, [Check("probe", "ok", f"ran, {seen['step_seconds']:.2f} s a step; no GPU was measured")]
+        return row, [Check("probe", "ok", f"ran, {measured['step_seconds']:.2f} s a step; no GPU was measured")]
     free = min((card["free_bytes"] for card in cards if card["free_bytes"] is not None), default=None)
     if free is not None and peak > free:
         fault = f"it took {format_gib(peak)} of a GPU, and {format_gib(free)} are free"
         return row, [Check("probe", "error", fault, "end what else runs there, or plan for less", SHORT)]
-    return row, [Check("probe", "ok", f"ran: {format_gib(peak)} of a GPU, {seen['step_seconds']:.2f} s a step")]
+    return row, [Check("probe", "ok", f"ran: {format_gib(peak)} of a GPU, {measured['step_seconds']:.2f} s a step")]

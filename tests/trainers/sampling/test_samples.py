@@ -243,7 +243,7 @@ def test_a_sample_that_a_video_steers_is_given_one_of_the_data(place: runs.Place
         assert image.size == (64, 9 * 48)
     asked = Validation(prompts=at)
     request = place.request(tmp_path / "out", plan.replace(job=one.job), validation=asked)
-    given = samples.Samples(request, profile, torch.device("cpu"), 0)._given(wish["image"])
+    given = samples.Samples(request, profile, torch.device("cpu"), 0)._frames_of(wish["image"])
     expected = scan.clips.frames(clips / "steers-0.mp4", range(9), 48, 64)
     numpy.testing.assert_array_equal(numpy.stack([numpy.asarray(frame) for frame in given]), expected)
     longer = one.job.replace(validation=ValidationShape(frames=13, height=48, width=64))
