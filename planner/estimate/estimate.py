@@ -99,21 +99,21 @@ def assess(
     ``like``: the same plan on another card, whose replay holds where the very same is allocated here.
     """
     run, played = replay(job, strategy, machine, facts, trainer, layout, cached, like.played if like else ())
-    found = estimate_run(run, played, trainer)
-    expected = found.verdict == "tight" and found.limit is None and found.peak.device_bytes <= found.budget_bytes
-    if not expected or found.strategy.expandable_segments or found.basis == "measured":
-        return Assessment(run, played, found)
+    whole = estimate_run(run, played, trainer)
+    expected = whole.verdict == "tight" and whole.limit is None and whole.peak.device_bytes <= whole.budget_bytes
+    if not expected or whole.strategy.expandable_segments or whole.basis == "measured":
+        return Assessment(run, played, whole)
     expandable = strategy.replace(expandable_segments=True)
     lean = estimate_run(*replay(job, expandable, machine, facts, trainer, layout, cached), trainer)
     if lean.verdict != "fits":
-        return Assessment(run, played, found)
-    kept = found.peak.device_bytes
+        return Assessment(run, played, whole)
+    kept = whole.peak.device_bytes
     pieces = (
         f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
         "gives unused memory back where it runs short (expandable_segments:True keeps less)"
     )
-    told = lean.replace(strategy=found.strategy, assumptions=(pieces, *lean.assumptions))
-    return Assessment(run, played, told, kept)
+    relabelled = lean.replace(strategy=whole.strategy, assumptions=(pieces, *lean.assumptions))
+    return Assessment(run, played, relabelled, kept)
 
 
 def replay(
@@ -124,16 +124,16 @@ def replay(
     trainer: str = "vplan",
     layout: Layout = lay_out,
     cached: bool = True,
-    known: Sequence[ReplayedStage] = (),
+    earlier: Sequence[ReplayedStage] = (),
 ) -> tuple[Run, list[ReplayedStage]]:
     """The run at the worst of the job's buckets, and its stages replayed in the order they run.
 
-    ``known``: of a run that may be the same to the byte.
+    ``earlier``: of a run that may be the same to the byte.
     """
     strategy = resolve(job, strategy, machine)
     runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
-        return runs[0], reused_replay(runs[0], known, cached=cached) or replay_stages(runs[0], cached=cached)
+        return runs[0], reused_replay(runs[0], earlier, cached=cached) or replay_stages(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
     runs.sort(key=lambda run: _reserved(replay_stages(run, cached=cached)))
     return runs[-1], max(
@@ -172,7 +172,7 @@ def estimate_run(run: Run, played: list[ReplayedStage], trainer: str = "vplan") 
     usual, longest = correction.step_seconds(seconds.total, seconds.high)
     ram = host_ram.host_ram(run, machine)
     verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget, sides)
-    found = Estimate(
+    unproved = Estimate(
         job=job,
         strategy=strategy,
         machine=machine,
@@ -195,7 +195,7 @@ def estimate_run(run: Run, played: list[ReplayedStage], trainer: str = "vplan") 
         attention_kernel=attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops),
         assumptions=(*correction.words, *_splitting(at_most, most - peak.device_bytes), *_assumptions(run, played)),
     )
-    return facts.measurements.with_proofs(found, trainer)
+    return facts.measurements.with_proofs(unproved, trainer)
 
 
 def _sides(
@@ -204,9 +204,9 @@ def _sides(
     """How sure the device peak is: what measurements or recordings say, around what holes may make of it, and the most
     that may be there."""
     lowest, highest = fragmentation.reserved_range(played)
-    found, share = _reserved(played), correction.share(where)
-    more = max(round(share * (highest - found)), most_bytes - device_bytes)
-    return fragmentation.widen(correction.sides_of(where), device_bytes, round(share * (found - lowest)), more)
+    reserved, share = _reserved(played), correction.share(where)
+    more = max(round(share * (highest - reserved)), most_bytes - device_bytes)
+    return fragmentation.widen(correction.sides_of(where), device_bytes, round(share * (reserved - lowest)), more)
 
 
 def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> tuple[ReplayedStage, int]:
@@ -239,8 +239,8 @@ def outside_bytes(run: Run) -> int:
 
 def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
     """The highest of each counter."""
-    known = list(peaks)
-    return PhasePeak(**{name: max(getattr(peak, name) for peak in known) for name in PhasePeak.model_fields})
+    entries = list(peaks)
+    return PhasePeak(**{name: max(getattr(peak, name) for peak in entries) for name in PhasePeak.model_fields})
 
 
 def _assumptions(run: Run, played: list[ReplayedStage]) -> tuple[str, ...]:

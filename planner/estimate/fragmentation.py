@@ -26,16 +26,16 @@ SEGMENT_BYTES = 2 * MIB
 
 def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
     """The least and the most that the run's peak reserves, in bytes, over replays with other holes."""
-    found = _reserved(played)
+    reserved = _reserved(played)
     strategy = played[-1].run.strategy
     if strategy.expandable_segments:  # few holes: 70 of 76 published runs would not move by half a per cent
-        return found, found
+        return reserved, reserved
     # What is encoded before has an allocator of its own.
     runs = list({id(entry.run): entry.run for entry in played if entry.phase != "encode"}.values())
-    known = {id(run) for run in runs}
-    apart = max((entry.replayed.reserved_peak_bytes for entry in played if id(entry.run) not in known), default=0)
-    others = [_reserved(replay_stages(*runs, cached=False, spare=spare)) for spare in _spare(found)]
-    return max(apart, min(found, *others)), max(found, *others)
+    own = {id(run) for run in runs}
+    apart = max((entry.replayed.reserved_peak_bytes for entry in played if id(entry.run) not in own), default=0)
+    others = [_reserved(replay_stages(*runs, cached=False, spare=spare)) for spare in _spare(reserved)]
+    return max(apart, min(reserved, *others)), max(reserved, *others)
 
 
 def widen(sides: Sides, device_bytes: int, less_bytes: int, more_bytes: int) -> Sides:
@@ -53,4 +53,6 @@ def _spare(reserved_bytes: int) -> list[list[int]]:
     """Sizes of the segments that lie free in each replay, by a lot that is always the same."""
     lot = random.Random(0)
     shares = [[lot.uniform(*SHARES) for _ in range(lot.randint(1, MOST_SEGMENTS))] for _ in range(REPLAYS)]
-    return [[round(reserved_bytes * share / SEGMENT_BYTES + 0.5) * SEGMENT_BYTES for share in each] for each in shares]
+    return [
+        [round(reserved_bytes * share / SEGMENT_BYTES + 0.5) * SEGMENT_BYTES for share in replay] for replay in shares
+    ]

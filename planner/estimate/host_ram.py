@@ -68,11 +68,11 @@ class HostRam(NamedTuple):
 
 def host_ram(run: Run, machine: Machine) -> HostRam:
     """Every phase's need. What each process holds counts for every GPU of the node, what rank 0 alone does once."""
-    each, once = (_sampling(run), {}) if run.samples_only else (_training(run, machine), _rank_0(run))
+    per_process, on_rank_0 = (_sampling(run), {}) if run.samples_only else (_training(run, machine), _rank_0(run))
     by_phase: dict[PhaseName, Parts] = {}
-    for phase, parts in each.items():
+    for phase, parts in per_process.items():
         total = {name: nbytes * machine.gpus for name, nbytes in {"process": PROCESS_BYTES, **parts}.items()}
-        for name, nbytes in once.get(phase, {}).items():
+        for name, nbytes in on_rank_0.get(phase, {}).items():
             total[name] = total.get(name, 0) + nbytes
         by_phase[phase] = {name: nbytes for name, nbytes in total.items() if nbytes}
     phases = {phase: sum(parts.values()) for phase, parts in by_phase.items()}

@@ -172,12 +172,12 @@ def symbolic_work(
 
 def evaluate_work(terms: Mapping[SizeTerm, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
     """Symbolic work at the given values of the tape's atoms."""
-    found: dict[Kind, Work] = {}
+    total: dict[Kind, Work] = {}
     for (kind, half, exponents), (flops, nbytes) in terms.items():
         factor = math.prod(atom**power for atom, power in zip(atoms, exponents, strict=True) if power)
-        before = found.get((kind, half), Work(0, 0))
-        found[kind, half] = Work(before.flops + flops * factor, before.nbytes + nbytes * factor)
-    return found
+        before = total.get((kind, half), Work(0, 0))
+        total[kind, half] = Work(before.flops + flops * factor, before.nbytes + nbytes * factor)
+    return total
 
 
 def work_of(
@@ -194,11 +194,11 @@ def work_of(
 
 def add_work(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
     """The work of both."""
-    found = dict(one)
+    total = dict(one)
     for kind, amount in other.items():
-        before = found.get(kind, Work(0, 0))
-        found[kind] = Work(before.flops + amount.flops, before.nbytes + amount.nbytes)
-    return found
+        before = total.get(kind, Work(0, 0))
+        total[kind] = Work(before.flops + amount.flops, before.nbytes + amount.nbytes)
+    return total
 
 
 def optimizer_work_of(
@@ -238,10 +238,10 @@ def step_seconds(
     The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
     """
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
-    each, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
+    launch_seconds, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
     turns = [
         KernelBatch.of(
-            part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, each
+            part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, launch_seconds
         )
         for part in (work.forward, backward)
     ] * strategy.gradient_accumulation
@@ -267,13 +267,13 @@ class KernelBatch(NamedTuple):
     launches: float
 
     @classmethod
-    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, each: float) -> KernelBatch:
-        """The turn of some work whose kernels take so long together, and whose launches ``each``."""
+    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, launch_seconds: float) -> KernelBatch:
+        """The turn of some work whose kernels take so long together, and a launch ``launch_seconds``."""
         recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
         launches = recorded * _left_by_fusion(work, strategy)
         if strategy.compile == "cudagraphs":  # one launch replays the whole graph
             return cls(kernels, GRAPH_GAP_SECONDS * launches, 0.0)
-        return cls(kernels, GAP_SECONDS * launches, each * launches)
+        return cls(kernels, GAP_SECONDS * launches, launch_seconds * launches)
 
 
 def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -> float:

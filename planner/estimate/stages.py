@@ -73,18 +73,21 @@ def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) ->
     return played
 
 
-def reused_replay(run: Run, known: Sequence[ReplayedStage], cached: bool = True) -> list[ReplayedStage]:
-    """The replay of a run in which stage by stage the same happens as in one that is known; empty where it does not."""
+def reused_replay(run: Run, earlier: Sequence[ReplayedStage], cached: bool = True) -> list[ReplayedStage]:
+    """A replay of a run in which stage by stage the same happens as in an ``earlier`` one; else empty."""
     here: list[tuple[Run, PhaseName, Stage]] = []
     for encoding in encoding_runs(run) if cached else ():
         assert encoding.phases.encode is not None
         here.append((encoding, "encode", encoding.phases.encode))
     here += [(run, phase, stage) for phase, stage in run.stages]
-    if [(phase, stage) for _, phase, stage in here] != [(entry.phase, entry.stage) for entry in known]:
+    if [(phase, stage) for _, phase, stage in here] != [(entry.phase, entry.stage) for entry in earlier]:
         return []
-    if any(each.sizes != entry.run.sizes for (each, _, _), entry in zip(here, known, strict=True)):
+    if any(replayed_run.sizes != entry.run.sizes for (replayed_run, _, _), entry in zip(here, earlier, strict=True)):
         return []
-    return [entry._replace(run=each, stage=stage) for (each, _, stage), entry in zip(here, known, strict=True)]
+    return [
+        entry._replace(run=replayed_run, stage=stage)
+        for (replayed_run, _, stage), entry in zip(here, earlier, strict=True)
+    ]
 
 
 def replay_encoding(encoding: Run) -> Replayed:

@@ -88,15 +88,15 @@ def phases(run: Run) -> tuple[PhaseParts, ...]:
     """Every phase at its highest, in the order they run."""
     strategy, correction = run.strategy, run.facts.measurements.correction
     played, outside = replay_stages(run), outside_bytes(run)
-    found = []
+    parts_of_phases = []
     for phase in dict.fromkeys(entry.phase for entry in played):
         own = [entry for entry in played if entry.phase == phase]
         top = max(reversed(own), key=lambda entry: entry.replayed.allocated_peak_bytes)
         peak = counter_maxima(phase_peak(entry, outside, correction) for entry in own)
         parts = breakdown_at(top, peak, correction)
         moment = describe_moment(top, strategy) if top.stage.ops else PHASE_MOMENTS.get(phase, phase)
-        found.append(PhaseParts(phase, moment, parts))
-    return tuple(found)
+        parts_of_phases.append(PhaseParts(phase, moment, parts))
+    return tuple(parts_of_phases)
 
 
 def timeline(run: Run, points: int = POINTS) -> Timeline:
@@ -107,7 +107,7 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
     # Of sampling, the second of two calls: it finds what the first left.
     wanted = wanted[-1:] if run.samples_only else wanted
     live: dict[int, None] = {}
-    found: list[Point] = []
+    all_points: list[Point] = []
     marks: list[Mark] = []
     names = tuple(dict.fromkeys(BREAKDOWN.values()))
     events = 0
@@ -116,7 +116,7 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
         if index in wanted:
             share = points * len(stage.ops) // total
             history = thin(allocator.timeline(stage.ops, run.sizes), max(share, MIN_POINTS))
-            found += _points_of(run, stage, history, live, names, events)
+            all_points += _points_of(run, stage, history, live, names, events)
             marks += _marks(stage, events)
             events += len(stage.ops)
         else:
@@ -124,10 +124,11 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
         _track_live(stage.ops, live)
         if any(stage is entry for entry in run.empty_cache.after) or (stage is run.load and run.empty_cache.after_load):
             allocator.empty_cache()
-    peak = max(found, key=lambda point: sum(point.parts))
-    used = [place for place in range(len(names)) if any(point.parts[place] for point in found)]
+    peak = max(all_points, key=lambda point: sum(point.parts))
+    used = [place for place in range(len(names)) if any(point.parts[place] for point in all_points)]
     shown = tuple(
-        Point(point.at, tuple(point.parts[place] for place in used), point.reserved_bytes) for point in (*found, peak)
+        Point(point.at, tuple(point.parts[place] for place in used), point.reserved_bytes)
+        for point in (*all_points, peak)
     )
     moment = next(mark.name for mark in reversed(marks) if mark.at <= peak.at)
     return Timeline(
@@ -173,23 +174,23 @@ def _points_of(
     held = [0] * len(names)
     for buffer in before:
         held[part[buffer]] += rounded[buffer]
-    found, ops, at = [], stage.ops, 0
+    points, ops, at = [], stage.ops, 0
     for index, _, reserved in history:
         for event in ops[at : index + 1]:
             buffer = event if event >= 0 else ~event
             held[part[buffer]] += rounded[buffer] if event >= 0 else -rounded[buffer]
         at = index + 1
-        found.append(Point(first + index, tuple(held), reserved))
-    return found
+        points.append(Point(first + index, tuple(held), reserved))
+    return points
 
 
 def _marks(stage: Stage, first: int) -> list[Mark]:
     """Where forward, backward and the optimizer's step begin; blocks that recompute belong to backward."""
-    found: list[Mark] = []
+    marks: list[Mark] = []
     at = first
     for moment, events in stage.stretches:
         name = "optimizer" if stage.name.startswith("optimizer") else moment.passes
-        if name in ("forward", "backward", "optimizer") and events and (not found or found[-1].name != name):
-            found.append(Mark(at, name))
+        if name in ("forward", "backward", "optimizer") and events and (not marks or marks[-1].name != name):
+            marks.append(Mark(at, name))
         at += len(events)
-    return found or [Mark(first, "step")]
+    return marks or [Mark(first, "step")]

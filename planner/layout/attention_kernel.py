@@ -96,13 +96,13 @@ def _attention_passes(gpu: GpuProfile, strategy: Strategy, half: int, head_size:
     major, _ = gpu.capability
     size = int(head_size <= SMALL_HEAD)
     flash = FLASH_2.get(major, FLASH_2_MMA)[size]
-    asked = strategy.attention
-    if asked == "math":
+    requested = strategy.attention
+    if requested == "math":
         return MATH
-    if major < 8 or not half or asked in ("efficient", "xformers"):
+    if major < 8 or not half or requested in ("efficient", "xformers"):
         return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
-    if asked == "flash-3" and major == 9:
+    if requested == "flash-3" and major == 9:
         return FLASH_3[size]
-    if asked in ("sdpa", "cudnn") and major in CUDNN:
+    if requested in ("sdpa", "cudnn") and major in CUDNN:
         return CUDNN[major][size]
     return flash

@@ -43,7 +43,7 @@ def shared_inputs(run: Run) -> list[int]:
 def _made_outside(run: Run) -> list[int]:
     """What forward makes outside the blocks and a block's backward frees."""
     outside: set[int] = set()
-    found = []
+    freed_inside = []
     for moment, events in run.step.stretches:
         inside = moment.block >= 0
         for event in events:
@@ -52,5 +52,5 @@ def _made_outside(run: Run) -> list[int]:
             elif event < 0 and ~event in outside:
                 outside.remove(~event)
                 if inside and moment.passes == "backward":
-                    found.append(~event)
-    return found
+                    freed_inside.append(~event)
+    return freed_inside

@@ -45,8 +45,8 @@ def split_plan(model: ModelProfile, grid: Mapping[str, int], parts: int) -> Spli
         if count % parts:
             fix = "another size" if model.kind == "image" else "another --frames, --height or --width"
             fix = fix if "clip" in what else "--text-tokens in its multiples"
-            known = [fewer for fewer in range(1, parts) if not count % fewer and not parts % fewer]
-            fix = f"use --context-parallel {known[-1]}" + (f", or {fix}" if what != "attention heads" else "")
+            divisors = [fewer for fewer in range(1, parts) if not count % fewer and not parts % fewer]
+            fix = f"use --context-parallel {divisors[-1]}" + (f", or {fix}" if what != "attention heads" else "")
             fault = f"context_parallel {parts} does not divide the {count} {what} of {model.title}"
             raise NotEstimatedError(fault, fix)
     return plan
@@ -118,10 +118,10 @@ def _tokens(run: Run, index: int, plan: SplitPlan) -> int:
 
 def _atoms(tape: Tape, size: Monomial | Growing) -> set[str]:
     assert isinstance(size, Monomial), "only VAEs have sizes that grow from block to block"
-    found = {name for name, power in zip(tape.atoms, size.exponents, strict=True) if power}
+    names = {name for name, power in zip(tape.atoms, size.exponents, strict=True) if power}
     if size.multiple:
-        found |= {name for name, power in zip(tape.atoms, size.inner_exponents, strict=True) if power}
-    return found
+        names |= {name for name, power in zip(tape.atoms, size.inner_exponents, strict=True) if power}
+    return names
 
 
 # ---- the exchange
@@ -165,15 +165,15 @@ def _exchange(run: Run, stage: Stage, plan: SplitPlan) -> int:
 
 def _calls(op: Sequence[str], events: list[int], names: tuple[str, ...]) -> list[tuple[int, int]]:
     """(first, last) position of the events that make what one call of an operator gives back, and its workspaces."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for index, event in enumerate(events):
         if event < 0 or op[event] not in names:
             continue
-        if found and index == found[-1][1] + 1:
-            found[-1] = (found[-1][0], index)
+        if spans and index == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], index)
         else:
-            found.append((index, index))
-    return found
+            spans.append((index, index))
+    return spans
 
 
 def _buffer(run: Run, nbytes: int) -> int:

@@ -1,6 +1,9 @@
 """What measurements do to an estimate: rows of the same model on the same class of card correct it (`nearby`), and a
 row of this very plan takes its place (`measured`). Pure: records in, records out.
 
+It is a part of layout because `planner.layout.run.Facts` carries it: `planner.evidence` reads the ledger and fits it,
+`planner.estimate` applies it, and both are above this package.
+
 A correction has two causes, told apart because they carry over differently to another plan: what torch's allocator
 reserves is off by a share, and what is on the device beside it (CUDA context, kernels) by a number of bytes. Each is
 the median of what was seen; of the share, what recordings alone expect (the middle of their margin) counts as one run
@@ -83,7 +86,7 @@ class Correction:
     """of what only recordings know, see the top of this file"""
     runs: int = 0
     """that finished"""
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """the correction in words"""
     encoding: Correction | None = None
     """of the phases in `SEPARATE_PHASES`; None where nobody measured them: only what is beside torch's is corrected"""
@@ -91,12 +94,12 @@ class Correction:
     @property
     def words(self) -> tuple[str, ...]:
         """All that was corrected, in words."""
-        return (*self.said, *(self.encoding.said if self.encoding else ()))
+        return (*self.notes, *(self.encoding.notes if self.encoding else ()))
 
     def basis(self, phase: str = "train") -> Literal["recorded", "nearby"]:
         """What an estimate rests on whose peak is in this phase."""
         of = self.encoding if phase in SEPARATE_PHASES else self
-        return "nearby" if of and of.said else "recorded"
+        return "nearby" if of and of.notes else "recorded"
 
     def sides_of(self, phase: str) -> tuple[float, float]:
         """How sure the peak is, where it is in this phase."""
@@ -157,56 +160,56 @@ def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Cor
     """The correction that some runs of one model on one class of card, called `where`, ask for; `what` was run."""
     import statistics  # slow to import, and without measurements nobody asks
 
-    ran = [each for each in seen if each.ran]
-    out = [each for each in seen if each.measured.outcome == "oom"]
-    kept = len(ran) ** -0.5 if ran else 1.0
-    reserved = statistics.median([PRIOR_RATIO, *(each.share for each in ran)]) if ran else 1.0
-    own = [each.beside_bytes for each in ran if each.own_card]
+    finished = [run for run in seen if run.ran]
+    ran_out = [run for run in seen if run.measured.outcome == "oom"]
+    kept = len(finished) ** -0.5 if finished else 1.0
+    reserved = statistics.median([PRIOR_RATIO, *(run.share for run in finished)]) if finished else 1.0
+    own = [run.beside_bytes for run in finished if run.own_card]
     outside = round(statistics.median(own)) if own else 0
     correction = Correction(reserved=reserved, outside_bytes=outside)
-    errors = [_residual(each, correction) for each in ran]
+    errors = [_residual(run, correction) for run in finished]
     lowest, highest = min([0.0, *errors]), max([0.0, *errors])
     below, above = margin.RECORDED
-    if ran:  # what was seen is within, and no more than the recordings' own margin is added to it
+    if finished:  # what was seen is within, and no more than the recordings' own margin is added to it
         below, above = (max(seen, min(error_bound(errors), seen + HALF_WIDTH)) for seen in (-lowest, highest))
     # One that ran out needed more than it could have: that is all it says.
-    needed = ((each.budget_bytes + SEGMENT_BYTES) / _expected(each, correction).device_bytes for each in out)
+    needed = ((run.budget_bytes + SEGMENT_BYTES) / _expected(run, correction).device_bytes for run in ran_out)
     short = max(needed, default=0.0) - 1
-    if not ran and short <= above:
+    if not finished and short <= above:
         return Correction()
-    timed = ((each.measured.step_seconds or 0, each.predicted_seconds) for each in ran if _is_timed(each))
+    timed = ((run.measured.step_seconds or 0, run.predicted_seconds) for run in finished if _is_timed(run))
     paces = [seconds / predicted for seconds, predicted in timed]
     spread = f"they spread from {100 * lowest:+.1f} to {100 * highest:+.1f} %"
-    words = f"{NOTE_PREFIXES[0]}{len(ran)} measurements of {what} on {where}: allocator {100 * (reserved - 1):+.1f} %, "
-    words += f"beside it {gib(outside):+.2f} GiB; {spread}"
-    ooms = f"{len(out)} of {what} that ran out of memory on {where} widened the upper end" if short > above else ""
+    words = f"{NOTE_PREFIXES[0]}{len(finished)} measurements of {what} on {where}: "
+    words += f"allocator {100 * (reserved - 1):+.1f} %, beside it {gib(outside):+.2f} GiB; {spread}"
+    ooms = f"{len(ran_out)} of {what} that ran out of memory on {where} widened the upper end" if short > above else ""
     return Correction(
         reserved=reserved,
         outside_bytes=outside,
         sides=(min(below, 1.0), max(above, short)),
         seconds=(statistics.median(paces), max(paces)) if paces else None,
         share_kept=kept,
-        runs=len(ran),
-        said=tuple(filter(None, (words if ran else "", ooms))),
+        runs=len(finished),
+        notes=tuple(filter(None, (words if finished else "", ooms))),
     )
 
 
-def _is_timed(each: MeasuredRun) -> bool:
-    return each.own_card and bool(each.measured.step_seconds) and each.predicted_seconds > 0
+def _is_timed(run: MeasuredRun) -> bool:
+    return run.own_card and bool(run.measured.step_seconds) and run.predicted_seconds > 0
 
 
-def _expected(each: MeasuredRun, correction: Correction) -> PhasePeak:
+def _expected(run: MeasuredRun, correction: Correction) -> PhasePeak:
     """What the corrected estimate says of a run that was measured."""
-    predicted = each.predicted
+    predicted = run.predicted
     outside = predicted.device_bytes - predicted.reserved_bytes
     return correction.peak(predicted.allocated_bytes, predicted.reserved_bytes, outside)
 
 
-def _residual(each: MeasuredRun, correction: Correction) -> float:
+def _residual(run: MeasuredRun, correction: Correction) -> float:
     """By which share a run is still off when it is corrected."""
-    if not each.own_card:
-        return each.share / correction.reserved - 1
-    return (each.measured.device_bytes or 0) / _expected(each, correction).device_bytes - 1
+    if not run.own_card:
+        return run.share / correction.reserved - 1
+    return (run.measured.device_bytes or 0) / _expected(run, correction).device_bytes - 1
 
 
 class Proof(NamedTuple):
@@ -227,34 +230,38 @@ class ModelMeasurements:
     proofs: Mapping[str, tuple[Proof, ...]] = field(default_factory=dict)
     """by `row_id`"""
 
-    def with_proofs(self, found: Estimate, trainer: str = "vplan") -> Estimate:
+    def with_proofs(self, estimate: Estimate, trainer: str = "vplan") -> Estimate:
         """The estimate as runs of this very plan leave it; itself when there are none."""
-        ran, out = self._split(found.job, found.strategy, found.machine, trainer)
-        if ran:
-            found = _as_measured(found, ran)
-            if out and found.basis == "measured":
+        finished, ran_out = self._split(estimate.job, estimate.strategy, estimate.machine, trainer)
+        if finished:
+            estimate = _as_measured(estimate, finished)
+            if ran_out and estimate.basis == "measured":
                 words = "it ran, and it ran out of memory: both are told of this very plan"
-                found = found.replace(verdict="tight", limit=None, assumptions=(*found.assumptions, words))
-        elif out:
-            found = _ran_out(found, out)
-        return found
+                estimate = estimate.replace(verdict="tight", limit=None, assumptions=(*estimate.assumptions, words))
+        elif ran_out:
+            estimate = _ran_out(estimate, ran_out)
+        return estimate
 
     def past_outcome(
         self, job: Job, strategy: Strategy, machine: Machine, trainer: str = "vplan"
     ) -> Literal["ran", "ran out"] | None:
         """What became of runs of this very plan; None when there are none, or some of each kind."""
-        ran, out = self._split(job, strategy, machine, trainer)
-        if bool(ran) == bool(out):
+        finished, ran_out = self._split(job, strategy, machine, trainer)
+        if bool(finished) == bool(ran_out):
             return None
-        return "ran" if ran else "ran out"
+        return "ran" if finished else "ran out"
 
     def _split(self, job: Job, strategy: Strategy, machine: Machine, trainer: str) -> tuple[list[Proof], list[Proof]]:
         """The runs that had memory enough, on such a card, and those that ran out."""
         if not self.proofs or trainer != "vplan":
             return [], []
         proofs = self.proofs.get(row_id(Plan(job=job, strategy=strategy, machine=machine)), ())
-        ran = [each for each in proofs if each.own_card and each.measured.outcome in RAN and each.measured.device_bytes]
-        return ran, [each for each in proofs if each.measured.outcome in RAN_OUT]
+        ran = [
+            proof
+            for proof in proofs
+            if proof.own_card and proof.measured.outcome in RAN and proof.measured.device_bytes
+        ]
+        return ran, [proof for proof in proofs if proof.measured.outcome in RAN_OUT]
 
 
 NO_MEASUREMENTS = ModelMeasurements()
@@ -263,20 +270,20 @@ NOTE_PREFIXES = ("corrected by ", "measured: ")
 """How the assumptions begin that say what measurements did to an estimate."""
 
 
-def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
+def _as_measured(estimate: Estimate, ran: Sequence[Proof]) -> Estimate:
     """An estimate whose numbers are those of runs. Where a phase that none of them went through needs more, the peak is
     that phase's, which nobody measured."""
     import statistics
 
-    through = ran[0].phases.intersection(*(each.phases for each in ran)) & found.phases.keys()
+    through = ran[0].phases.intersection(*(each.phases for each in ran)) & estimate.phases.keys()
     if not through:
-        return found
+        return estimate
     seen = [each.measured for each in ran]
     device = [each.device_bytes or 0 for each in seen]
-    expected = max(peak.device_bytes for phase, peak in found.phases.items() if phase in through)
-    untold = max((peak.device_bytes for phase, peak in found.phases.items() if phase not in through), default=0)
-    if untold > max(expected, *device):
-        return found
+    expected = max(peak.device_bytes for phase, peak in estimate.phases.items() if phase in through)
+    unmeasured = max((peak.device_bytes for phase, peak in estimate.phases.items() if phase not in through), default=0)
+    if unmeasured > max(expected, *device):
+        return estimate
     top = PhasePeak(
         allocated_bytes=max(each.allocated_bytes or 0 for each in seen),
         reserved_bytes=max(each.reserved_bytes or 0 for each in seen),
@@ -284,52 +291,52 @@ def _as_measured(found: Estimate, ran: Sequence[Proof]) -> Estimate:
     )
     seconds = [each.step_seconds for each in seen if each.step_seconds]
     ram = [each.host_bytes for each in seen if each.host_bytes]
-    short = found.limit == "host" and not (ram and max(ram) <= (found.machine.host_ram or max(ram)))
+    short = estimate.limit == "host" and not (ram and max(ram) <= (estimate.machine.host_ram or max(ram)))
     words = f"{NOTE_PREFIXES[1]}{len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
     changes = {"step_seconds": statistics.median(seconds), "step_seconds_high": max(seconds)} if seconds else {}
-    return with_peak(found, top).replace(
+    return with_peak(estimate, top).replace(
         low_bytes=min(device),
         high_bytes=max(device),
         basis="measured",
         verdict="no" if short else "fits",
         limit="host" if short else None,
-        assumptions=(words, *(each for each in found.assumptions if not each.startswith(NOTE_PREFIXES))),
+        assumptions=(words, *(each for each in estimate.assumptions if not each.startswith(NOTE_PREFIXES))),
         **changes,
     )
 
 
-def _ran_out(found: Estimate, out: Sequence[Proof]) -> Estimate:
+def _ran_out(estimate: Estimate, out: Sequence[Proof]) -> Estimate:
     """An estimate that says no, because the plan ran out of memory when it was tried."""
-    basis = "measured" if any(each.own_card for each in out) else "nearby"
-    said = (f"{NOTE_PREFIXES[1]}this very plan ran out of memory", *found.assumptions)
-    if all(each.measured.outcome == "host-oom" for each in out):
-        return found.replace(basis=basis, verdict="no", limit="host", assumptions=said)
-    needed = found.budget_bytes + 1
-    if found.peak.device_bytes < needed:
-        more = needed - found.peak.device_bytes
-        peak = found.peak
+    basis = "measured" if any(proof.own_card for proof in out) else "nearby"
+    notes = (f"{NOTE_PREFIXES[1]}this very plan ran out of memory", *estimate.assumptions)
+    if all(proof.measured.outcome == "host-oom" for proof in out):
+        return estimate.replace(basis=basis, verdict="no", limit="host", assumptions=notes)
+    needed = estimate.budget_bytes + 1
+    if estimate.peak.device_bytes < needed:
+        more = needed - estimate.peak.device_bytes
+        peak = estimate.peak
         top = PhasePeak(
             allocated_bytes=peak.allocated_bytes, reserved_bytes=peak.reserved_bytes + more, device_bytes=needed
         )
-        found = with_peak(found, top)
-    low = max(found.low_bytes, needed)
-    high = max(found.high_bytes, low)
-    return found.replace(basis=basis, verdict="no", limit="gpu", low_bytes=low, high_bytes=high, assumptions=said)
+        estimate = with_peak(estimate, top)
+    low = max(estimate.low_bytes, needed)
+    high = max(estimate.high_bytes, low)
+    return estimate.replace(basis=basis, verdict="no", limit="gpu", low_bytes=low, high_bytes=high, assumptions=notes)
 
 
-def with_peak(found: Estimate, top: PhasePeak) -> Estimate:
+def with_peak(estimate: Estimate, top: PhasePeak) -> Estimate:
     """An estimate with another peak: its phases and its breakdown in proportion."""
     outside = ("fragmentation", "context")
-    parts = {name: value for name, value in found.breakdown.__dict__.items() if name not in outside}
+    parts = {name: value for name, value in estimate.breakdown.__dict__.items() if name not in outside}
     share = min(1.0, top.reserved_bytes / max(1, sum(parts.values())))
     parts = {name: int(value * share) for name, value in parts.items()}
     rest = {"fragmentation": top.reserved_bytes - sum(parts.values()), "context": top.device_bytes - top.reserved_bytes}
-    factors = {name: getattr(top, name) / max(1, getattr(found.peak, name)) for name in PhasePeak.model_fields}
-    phases = {phase: _scaled(peak, factors, top) for phase, peak in found.phases.items()}
-    phases[found.peak.phase] = top
-    peak = Peak(**top.__dict__, phase=found.peak.phase, moment=found.peak.moment)
+    factors = {name: getattr(top, name) / max(1, getattr(estimate.peak, name)) for name in PhasePeak.model_fields}
+    phases = {phase: _scaled(peak, factors, top) for phase, peak in estimate.phases.items()}
+    phases[estimate.peak.phase] = top
+    peak = Peak(**top.__dict__, phase=estimate.peak.phase, moment=estimate.peak.moment)
     # Together, because each alone would contradict the other.
-    return Estimate.read({**found.__dict__, "peak": peak, "phases": phases, "breakdown": Breakdown(**parts, **rest)})
+    return Estimate.read({**estimate.__dict__, "peak": peak, "phases": phases, "breakdown": Breakdown(**parts, **rest)})
 
 
 def _scaled(peak: PhasePeak, factors: Mapping[str, float], top: PhasePeak) -> PhasePeak:

@@ -83,16 +83,16 @@ def load_facts(
         wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side, machine.torch).name
     if partial:
         wanted["checkpointed"] = variant._replace(checkpointing="full").name
-    found = dict(zip(wanted, tapes(job.model, *wanted.values()), strict=True))
+    recordings = dict(zip(wanted, tapes(job.model, *wanted.values()), strict=True))
     return Facts(
         model,
         card,
-        found["step"],
-        found["optimizer"],
+        recordings["step"],
+        recordings["optimizer"],
         parameters(job.model) if counts_elements(strategy) else Parameters(),
         around(model, job, strategy),
-        found.get("sample"),
-        found.get("checkpointed"),
+        recordings.get("sample"),
+        recordings.get("checkpointed"),
     )
 
 
@@ -118,7 +118,9 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     for piece, suffix in itertools.product(pieces, suffixes):
         dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"
         wanted[f"{name}/{piece}{suffix}"] = name, f"{piece}-{dtype}{suffix}"
-    return {key: found for key, (folder, variant) in wanted.items() if (found := component_tape(folder, variant))}
+    return {
+        key: recording for key, (folder, variant) in wanted.items() if (recording := component_tape(folder, variant))
+    }
 
 
 def component_tape(name: str, variant: str) -> Tape | None:

@@ -47,7 +47,7 @@ def _foreach_copies(run: Run, stage: Stage, frozen: dict[str, int]) -> set[int]:
         block = run.facts.optimizer.block_of(name) or ("", -1)
         wide = masters and run.sizes[buffer] == 2 * run.elements[name]
         expected.setdefault(block, []).append(run.sizes[buffer] * (2 if wide else 1))
-    found: set[int] = set()
+    copies: set[int] = set()
     for moment, events in stage.stretches:
         made: dict[tuple[str, int], list[int]] = {}
         for event in events:
@@ -56,5 +56,5 @@ def _foreach_copies(run: Run, stage: Stage, frozen: dict[str, int]) -> set[int]:
         for nbytes in expected.get((moment.module_list, moment.block), ()):
             for (_, size), buffers in made.items():
                 if size == nbytes and buffers:
-                    found.add(buffers.pop())
-    return found
+                    copies.add(buffers.pop())
+    return copies

@@ -39,17 +39,17 @@ from planner.units import GIB
 def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
     """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
     strategy, model = run.strategy, run.facts.model
-    found = []
+    components = []
     if strategy.text_encoder == residence:
         in_turn = strategy.group_offload if run.samples_only else "none"
         for encoder in model.text_encoders:
             tape = run.facts.around.get(f"{encoder.folder}/encode")
             component = text_component(encoder, tape, strategy, batch)
-            found.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
+            components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
     if strategy.vae == residence and not run.samples_only:
         clip = _clip(model, run.grid, batch)
-        found.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
-    return found
+        components.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
+    return components
 
 
 def component_bytes(run: Run, residence: str) -> int:
@@ -87,7 +87,7 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     groups = [tuple(components)] if run.device.encoders_together else [(component,) for component in components]
-    found = []
+    runs = []
     if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     for group in filter(None, groups):
@@ -102,8 +102,8 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
         encoding.phases.encode = stage
         encoding.encoding_only = EncodingOnly(peak, waiting, by_layer)
         encoding.device.split_bytes = {"encode": max(component.split_bytes for component in group)}
-        found.append(encoding)
-    return found
+        runs.append(encoding)
+    return runs
 
 
 @functools.lru_cache(maxsize=32)
@@ -232,8 +232,10 @@ def decode_with(run: Run, component: ComponentPass) -> Stage:
 
 def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:
     """The shape of the validation sample: what the job says, else its own shape."""
-    asked = job.validation
-    shape = Bucket(frames=asked.frames, height=asked.height, width=asked.width) if asked else job.shapes[0]
+    requested = job.validation
+    shape = (
+        Bucket(frames=requested.frames, height=requested.height, width=requested.width) if requested else job.shapes[0]
+    )
     return {**grid(model, job, shape), "B": 1}
 
 

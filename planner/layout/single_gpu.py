@@ -170,19 +170,19 @@ def _updates_by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
     Neighbouring frees are on a tape in the order of allocation, so those behind the gradient's belong to it too.
     """
     gradients = set(run.named("gradient").values())
-    found: dict[int, list[int]] = {}
+    updates: dict[int, list[int]] = {}
     events: list[int] = []
     freed: int | None = None
     for event in itertools.chain.from_iterable(events for _, events in stage.stretches[:-1]):
         ends = event < 0 and ~event in gradients
         if freed is not None and (event >= 0 or ends):
-            found[freed], events, freed = events, [], None
+            updates[freed], events, freed = events, [], None
         events.append(event)
         freed = ~event if ends else freed
     if freed is not None:
-        found[freed] = events
+        updates[freed] = events
     stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.pipeline.free_leftovers`
-    return found
+    return updates
 
 
 def _with_updates(step: Stage, steps: dict[int, list[int]]) -> Stage:

@@ -14,19 +14,19 @@ Span = tuple[int, int]
 def spans(stage: Stage, passes: str) -> dict[Block, Span]:
     """The blocks of a pass in the order they run, until the next block runs: what of a block is only freed later, with
     that of all blocks, is left out. Recomputation in backward belongs to backward."""
-    found: dict[Block, Span] = {}
+    by_block: dict[Block, Span] = {}
     running: Block | None = None
     for index, (moment, _) in enumerate(stage.stretches):
         if moment.passes != passes or moment.block < 0:
             continue
         block = (moment.module_list, moment.block)
-        if block not in found:
-            found[block], running = (index, index), block
+        if block not in by_block:
+            by_block[block], running = (index, index), block
         elif block == running:
-            found[block] = (found[block][0], index)
+            by_block[block] = (by_block[block][0], index)
         else:
             running = None
-    return found
+    return by_block
 
 
 def first_backward(stage: Stage) -> int:

@@ -28,12 +28,12 @@ def rope_in_fp64(run: Run) -> None:
         kernels = [(at, run.program.op[event]) for at, event in enumerate(events) if event >= 0 and moment.block >= 0]
         forward = [at for at, op in kernels if op.endswith("_attention")]
         backward = [at for at, op in kernels if op.endswith("_attention_backward")]
-        found = list(events)
+        inserted = list(events)
         if backward:  # self-attention comes first in a block, so its backward comes last
-            found[backward[-1] + 1 : backward[-1] + 1] = turned
+            inserted[backward[-1] + 1 : backward[-1] + 1] = turned
         if forward:
-            found[forward[0] : forward[0]] = turned
-        run.step.stretches[position] = (moment, found)
+            inserted[forward[0] : forward[0]] = turned
+        run.step.stretches[position] = (moment, inserted)
 
 
 def table_with_each_checkpoint(run: Run) -> None:

@@ -47,8 +47,8 @@ def wider_adapters(run: Run) -> None:
     beside is the difference of two recordings over a base in 16 bits, which is frozen like the quantised one: their
     weights, gradients and states, and what the step keeps for them."""
     wide = run.facts.model.lora.wide
-    asked = run.job.method == "lora" and run.job.lora_targets is None and run.strategy.weights_dtype in QUANTISED
-    if not asked or not wide or not run.facts.model.traits.wide_is_all_linear:
+    usual_layers = run.job.method == "lora" and run.job.lora_targets is None and run.strategy.weights_dtype in QUANTISED
+    if not usual_layers or not wide or not run.facts.model.traits.wide_is_all_linear:
         return
     strategy = Strategy.read(
         {
@@ -89,9 +89,9 @@ def _keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _step(job: Job, strategy: Strategy, machine: Machine, shape: tuple[tuple[str, int], ...]) -> _Step:
-    known = load_facts(job, strategy, machine)
-    run = Run(Configuration(job, strategy, machine), known, dict(shape))
-    _, step, _ = unfold_recording(run.program, known, strategy)
+    recordings = load_facts(job, strategy, machine)
+    run = Run(Configuration(job, strategy, machine), recordings, dict(shape))
+    _, step, _ = unfold_recording(run.program, recordings, strategy)
     sizes = run.program.bytes_of(dict(shape))
     held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in step.ops)
     return _Step(max(held), sum(sizes[buffer] for buffer in run.named("gradient").values()))
