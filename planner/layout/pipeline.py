@@ -1,4 +1,7 @@
-"""Lays a run out: unfolds the recordings and applies the strategy's transformations, in a fixed order."""
+"""Lays a run out: unfolds the recordings and applies the strategy's transformations, in a fixed order.
+
+To add a strategy field, write a function on a Run that changes its stages in place, and put it where `TRANSFORMS` says.
+"""
 
 from __future__ import annotations
 
@@ -31,34 +34,43 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
 TRANSFORMS: tuple[Transform, ...] = (
+    # First what the recorded step itself is: what comes later copies it, or weaves into it, as it stands by then.
     stored_positions,
     context_parallel,
-    freeze_unmatched,
+    freeze_unmatched,  # from here on `run.named("gradient")` is what trains
+    # What is loaded beside the weights. The order is that of loading: some add before what is there, some behind it.
     cublas_workspace,
     residents,
-    experts,
+    experts,  # weighs the weights as they were recorded; zero and fsdp give them other sizes
+    # What leaves the step for host RAM, before further forms of the step are made of it.
     checkpoint_offload,
     block_swap,
-    step_in_backward,
+    # Further forms of the step, and what becomes of the optimizer's stages.
+    step_in_backward,  # takes the optimizer's stages apart as they were recorded
     accumulation,
-    masters,
+    masters,  # its casts are a part of the step that the next one takes off the GPU
     offloaded_optimizer,
     paged_states,
-    ddp,
-    waiting_gradients,
+    ddp,  # like offloaded gradients, gradients in buckets make every micro-batch alike: they undo `accumulation`
+    waiting_gradients,  # so this comes behind both
+    # Engines that split replace gradients and step. zero-1 keeps what `accumulation` made, the others make their own.
     check_buffers,
     zero,
     fsdp,
-    ema,
-    validation,
+    ema,  # adds to the optimizer's stages, which offload and engines have emptied
+    # The phases behind training, which find the weights where the above left them.
+    validation,  # gathers what zero-3 and fsdp hand over
     stored_positions_in_validation,
     sampling,
     saving,
 )
+"""Our own transformations. Each does nothing where the strategy does not ask for it."""
 
 
 def transforms(trainer: str) -> tuple[Transform, ...]:
     """All that is applied to a recorded run, in order, as ``trainer`` would run it."""
+    # A trainer's terms correct ours (no ring, no fetching ahead), so they find them done. The workspaces come last:
+    # they make the first step one of its own, and what changed the step behind them would miss it.
     return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_first_use)
 
 

@@ -1,5 +1,10 @@
 """A run laid out for the replay: load, a first step, a later step, with the strategy's buffers put in.
 
+A *Program* (`planner.tape.program`) numbers every buffer of the run and knows its category, operator and size. A
+*Stage* is one piece of it in order, such as load, step or optimizer: a list of stretches, each a moment (which pass of
+which block) with its events. Event ``n >= 0`` allocates buffer ``n``, event ``~n`` frees it. A *Run* is the stages of a
+whole training run over one Program; the replay (`planner.estimate.stages`) plays them on one allocator.
+
 Every strategy that changes what is where is one function on the Run, one named buffer or lifetime, one source. What
 changes the stream of operators itself (checkpointing, method, precision, optimizer) is recorded, not transformed.
 """
