@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from planner.catalog.plan_id import row_id
 from planner.layout import margin
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import RAN, RAN_OUT, Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
 from planner.units import MIB, gib
@@ -232,7 +233,7 @@ class ModelMeasurements:
 
     def with_proofs(self, estimate: Estimate, trainer: str = "vplan") -> Estimate:
         """The estimate as runs of this very plan leave it; itself when there are none."""
-        finished, ran_out = self._split(estimate.job, estimate.strategy, estimate.machine, trainer)
+        finished, ran_out = self._split(Configuration(estimate.job, estimate.strategy, estimate.machine), trainer)
         if finished:
             estimate = _as_measured(estimate, finished)
             if ran_out and estimate.basis == "measured":
@@ -246,16 +247,16 @@ class ModelMeasurements:
         self, job: Job, strategy: Strategy, machine: Machine, trainer: str = "vplan"
     ) -> Literal["ran", "ran out"] | None:
         """What became of runs of this very plan; None when there are none, or some of each kind."""
-        finished, ran_out = self._split(job, strategy, machine, trainer)
+        finished, ran_out = self._split(Configuration(job, strategy, machine), trainer)
         if bool(finished) == bool(ran_out):
             return None
         return "ran" if finished else "ran out"
 
-    def _split(self, job: Job, strategy: Strategy, machine: Machine, trainer: str) -> tuple[list[Proof], list[Proof]]:
+    def _split(self, configuration: Configuration, trainer: str) -> tuple[list[Proof], list[Proof]]:
         """The runs that had memory enough, on such a card, and those that ran out."""
         if not self.proofs or trainer != "vplan":
             return [], []
-        proofs = self.proofs.get(row_id(Plan(job=job, strategy=strategy, machine=machine)), ())
+        proofs = self.proofs.get(row_id(Plan(**configuration._asdict())), ())
         ran = [
             proof
             for proof in proofs

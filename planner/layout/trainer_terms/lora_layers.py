@@ -11,7 +11,7 @@ from planner.errors import NotRecordedError
 from planner.layout.inputs import load_facts
 from planner.layout.run import Run, unfold_recording
 from planner.spec.configuration import Configuration
-from planner.spec.job import QUANTISED, Job, Machine, Strategy
+from planner.spec.job import QUANTISED, Strategy
 from planner.tape.program import Stage
 
 
@@ -61,7 +61,8 @@ def wider_adapters(run: Run) -> None:
     shape = tuple(run.grid.items())
     try:
         usual, more = (
-            _step(run.job.replace(lora_targets=targets), strategy, run.machine, shape) for targets in (None, wide)
+            _step(Configuration(run.job.replace(lora_targets=targets), strategy, run.machine), shape)
+            for targets in (None, wide)
         )
     except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
         return
@@ -88,10 +89,10 @@ def _keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _step(job: Job, strategy: Strategy, machine: Machine, shape: tuple[tuple[str, int], ...]) -> _Step:
-    recordings = load_facts(job, strategy, machine)
-    run = Run(Configuration(job, strategy, machine), recordings, dict(shape))
-    _, step, _ = unfold_recording(run.program, recordings, strategy)
+def _step(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> _Step:
+    recordings = load_facts(*configuration)
+    run = Run(configuration, recordings, dict(shape))
+    _, step, _ = unfold_recording(run.program, recordings, configuration.strategy)
     sizes = run.program.bytes_of(dict(shape))
     held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in step.ops)
     return _Step(max(held), sum(sizes[buffer] for buffer in run.named("gradient").values()))
