@@ -261,6 +261,7 @@ DIALECT = Dialect(
     title="accelerate",
     source="https://github.com/huggingface/accelerate at 16cb6eb",
     scripts=(),
+    user_loop=True,
     table=(
         Several(ENGINE, SETTINGS, _of, _say, _WORDS),
         Several(

@@ -303,6 +303,8 @@ class Dialect:
     """what saves memory, the cheapest first"""
     version: Callable[[Settings, Fields], str] = field(default=lambda given, fields: "")
     """which of the trainer's `OLDER` terms these settings mean; empty: those of what is written"""
+    user_loop: bool = False
+    """whether the training loop is the user's: fields without a binding are then his to set, and not at our defaults"""
     assigns: str = " = "
     """between a key and its value in the trainer's files: TOML's, or YAML's `: `"""
     successor: str = ""
@@ -318,6 +320,8 @@ class Dialect:
     def entries(self) -> tuple[Binding | When, ...]:
         """The table, and behind it every field of a strategy that it does not bind: such a field has no word in this
         trainer, which leaves it at our default."""
+        if self.user_loop:
+            return self.table
         bound = {field for entry in self.table for field in _binding(entry).fields}
         unbound = (field for field in Strategy.model_fields if field not in bound)
         return (*self.table, *(Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound))

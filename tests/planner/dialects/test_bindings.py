@@ -84,6 +84,10 @@ def test_a_field_of_a_strategy_without_a_binding_stays_at_our_default() -> None:
     assert bindings.expressed(without)["ema"] == "always none"
 
 
+def test_of_a_training_loop_of_the_users_own_other_fields_are_left_alone() -> None:
+    assert not {"ema", "gradient_checkpointing"} & bindings.expressed(dialects.dialect("accelerate")).keys()
+
+
 MUSUBI = """accelerate launch --num_cpu_threads_per_process 1 wan_train_network.py --task t2v-14B --sdpa --fp8_base \\
   --dit models/wan_bf16.safetensors --dataset_config data.toml --mixed_precision bf16 --optimizer_type adamw8bit \\
   --gradient_checkpointing --network_module networks.lora_wan --network_dim 32 --blocks_to_swap 20 --no_such 1
