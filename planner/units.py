@@ -32,6 +32,11 @@ def power_of_two(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
+def plural(count: int, noun: str) -> str:
+    """A count and its noun: ``1 block``, ``2 blocks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 UNITS = {unit.lower(): unit for unit in _FACTORS}
 """Units of size as people type them (in any case) -> as they are written."""
 

@@ -33,7 +33,7 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
     except UnicodeDecodeError as error:
         raise VplanError(f"{name} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     except OSError as error:
-        raise VplanError(f"cannot read {name}: {error.strerror}", "name another file") from None
+        raise VplanError(f"cannot read {name}: {error.strerror}", "choose another file") from None
 
 
 def read_document(path: Path) -> dict[str, Any]:

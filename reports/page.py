@@ -75,7 +75,7 @@ def write(html: str, path: str | Path) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise VplanError(f"cannot write report {quoted(str(path))}: {error.strerror}", "name another file") from None
+        raise VplanError(f"cannot write report {quoted(str(path))}: {error.strerror}", "choose another file") from None
 
 
 def check_name(path: str | Path) -> None:

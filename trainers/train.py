@@ -63,7 +63,7 @@ def run(request: RunRequest, report: ResultFile) -> int:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        fix = "free some space there and run the same command again: it resumes from the last checkpoint"
         report.tell(outcome="refused", message=f"the disk of {request.output} is full", fix=fix, exit_code=4)
         return 4
     except (RuntimeError, MemoryError) as error:
@@ -217,8 +217,8 @@ class TrainingRun:
         for name, now in self._layout().items():
             then = manifest["layout"].get(name, now)  # older checkpoints do not say which experts
             if then != now:
-                fault = f"the checkpoint was written with {name} {then}, and the plan has {now}"
-                raise VplanError(fault, f"give {name} {then} again, or begin anew with --resume no")
+                fault = f"the checkpoint was written with {name} {then}, but the plan has {now}"
+                raise VplanError(fault, f"set {name} back to {then}, or start over with --resume no")
         return int(self.loader.sampler.resume(manifest["position"]))
 
     def _layout(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class TrainingRun:
         # The mean is the same number on every rank, so all of them stop at the same step.
         mean = float(parallel.mean_over_ranks(loss))
         if not math.isfinite(mean):
-            raise NotFiniteError(f"the loss of step {number + 1} is no number")
+            raise NotFiniteError(f"the loss of step {number + 1} is not a number")
         self.done = number + 1
         line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
         line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}

@@ -75,7 +75,7 @@ def locate(text: str) -> tuple[Path, Path] | None:
             places = (*(root / part / CONFIG for part in DENOISERS), root / CONFIG)
             return next(((root, place) for place in places if os.path.lexists(place)), None)
     except OSError as error:
-        raise VplanError(f"cannot read {quoted(text)}: {error.strerror}", "name a folder you may read") from None
+        raise VplanError(f"cannot read {quoted(text)}: {error.strerror}", "choose a readable folder") from None
     return None
 
 
@@ -91,8 +91,8 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
     """
     location = locate(text)
     if location is None:
-        fix = "name a diffusers folder (with transformer/ or unet/, or a config.json), or the config.json itself"
-        raise VplanError(f"there is no config.json of a model at {quoted(text)}", fix)
+        fix = "pass a diffusers folder (with transformer/ or unet/, or a config.json), or the config.json itself"
+        raise VplanError(f"no model config.json at {quoted(text)}", fix)
     root, place = location
     config = read_config(place, root)
     class_name = _class_of(config, place, sorted(classes))
@@ -126,27 +126,27 @@ def read_config(place: Path, root: Path) -> Config:
     try:
         real = Path(os.path.realpath(place, strict=True))  # `resolve` ends a loop with an error of its own
         if not any(real.is_relative_to(allowed) for allowed in allowed_roots(root)):
-            raise VplanError(f"{name} leads out of its folder", "copy the file it leads to in its place")
+            raise VplanError(f"{name} points outside its folder", "replace it with a copy of the file it points to")
         if not real.is_file():
-            raise VplanError(f"{name} is not a file", "name the config.json of a diffusers model")
+            raise VplanError(f"{name} is not a file", "pass the config.json of a diffusers model")
         with real.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise VplanError(f"cannot read {name}: {error.strerror}", "see that the file is there and readable") from None
+        raise VplanError(f"cannot read {name}: {error.strerror}", "check that it exists and is readable") from None
     if len(raw) > MAX_FILE_BYTES:
-        raise VplanError(f"{name} is larger than any config (over 1 MiB)", "name the config.json, not the weights")
+        raise VplanError(f"{name} is larger than any config (over 1 MiB)", "pass the config.json, not the weights")
     try:
         config = json.loads(raw.decode("utf-8-sig"), parse_constant=_not_finite)
     except VplanError as error:
         raise VplanError(f"{name}: {error.message}", error.fix) from None
     except UnicodeDecodeError:
-        raise VplanError(f"{name} is not text", "name the config.json of a diffusers model") from None
+        raise VplanError(f"{name} is not text", "pass the config.json of a diffusers model") from None
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         where = f" (line {line})" if line else ""
-        raise VplanError(f"{name} is not JSON, or not all of it is there{where}", "fetch the file again") from None
+        raise VplanError(f"{name} is not JSON, or is incomplete{where}", "download the file again") from None
     if not isinstance(config, dict):
-        raise VplanError(f"{name} holds no JSON object", "name the config.json of a diffusers model")
+        raise VplanError(f"{name} does not hold a JSON object", "name the config.json of a diffusers model")
     return config
 
 
@@ -166,11 +166,11 @@ def _class_of(config: Config, place: Path, classes: list[str]) -> str:
     """The config's class, which must be one of our own table: a name from a file is never looked up anywhere else."""
     name = config.get("_class_name")
     if "auto_map" in config:
-        fix = "if the model is diffusers' own class, take auto_map out of a copy of the file"
-        raise VplanError(f"{place.name} names code of its own (auto_map), which is never run", fix)
+        fix = "if the model is one of diffusers' own classes, remove auto_map from a copy of the file"
+        raise VplanError(f"{place.name} refers to custom code (auto_map), which is never run", fix)
     if not isinstance(name, str):
-        fix = f"it must name one of {', '.join(classes)}"
-        raise VplanError(f"{place.name} does not say its _class_name: not a diffusers model's config", fix)
+        fix = f"it must be one of {', '.join(classes)}"
+        raise VplanError(f"{place.name} has no _class_name: not the config of a diffusers model", fix)
     if name not in classes:
         fix = f'supported are {", ".join(classes)}; README, "Adding a model family", says how to add one'
         raise VplanError(f"class {quoted(name)} cannot be recorded", fix)
@@ -192,13 +192,13 @@ def check_values(config: Config, where: str, *, may_be_negative: bool = False) -
     for key, value, depth in _leaves(architecture(config)):
         counts[key] += 1
         if counts.total() > MAX_VALUES or depth > MAX_DEPTH:
-            raise VplanError(f"{where} holds more than any config", "name the config.json of a diffusers model")
+            raise VplanError(f"{where} holds more than any config", "pass the config.json of a diffusers model")
         if counts[key] > MAX_PER_LEVEL and key.endswith(LEVELS):
             raise VplanError(f"{where}: {key} has more levels than any model", "correct the file")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= MAX_FLOAT):
-            raise VplanError(f"{where}: {key} {quoted(value)} is not a number any model has", "correct the file")
+            raise VplanError(f"{where}: {key} {quoted(value)} is out of range", "correct the file")
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             fault = f"{where}: {key} {quoted(value)} is larger than any model's"
             raise VplanError(fault, f"correct the file: {MAX_INTEGER} at most")

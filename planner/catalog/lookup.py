@@ -101,7 +101,7 @@ def model(name: str) -> ModelProfile:
     if len(variants) == 1:
         return model(variants[0])
     if variants:
-        raise VplanError(f"model {quoted(name)} can mean several", "write one of " + ", ".join(variants))
+        raise VplanError(f"model {quoted(name)} is ambiguous", "write one of " + ", ".join(variants))
     if profile := _recorded_from(name):  # a folder here, named without a path
         return profile
     raise VplanError(f"model {quoted(name)} is not known", _near_models(text))
@@ -129,7 +129,7 @@ def _own(name: str) -> ModelProfile | None:
     data = user_data.read_profile(name)
     if data is None:
         return None
-    opening, fix = f"profile {name}.json of your own is damaged", f"record the model again (in {user_data.folder()})"
+    opening, fix = f"your own profile {name}.json is damaged", f"record the model again (in {user_data.folder()})"
     return _checked(_with_traits(ModelProfile.read(data, where=opening)), name, opening, fix)
 
 
@@ -184,7 +184,7 @@ def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelP
         raise VplanError(f"{opening}: it says name = {profile.name!r}", fix)
     rules = profile.shape
     if any(side % rules.size_multiple for size in rules.resolutions for side in size):
-        raise VplanError(f"{opening}: a resolution is no multiple of {rules.size_multiple}", fix)
+        raise VplanError(f"{opening}: a resolution is not a multiple of {rules.size_multiple}", fix)
     cell = [profile.vae.spatial * patch for patch in rules.patch[1:]]
     if any(rules.size_multiple % side for side in cell):
         raise VplanError(f"{opening}: size_multiple {rules.size_multiple} leaves parts of a cell", fix)
@@ -326,11 +326,11 @@ def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
     budget = parse_bytes(text, "--gpu")
     if not GIB <= budget <= 1024 * GIB:
         side = "smaller" if budget < GIB else "larger"
-        raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "write a class (24GB) or a budget (23.5GiB)")
+        raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "use a class (24GB) or a budget (23.5GiB)")
     if unit == "gb":
         near = min(gpu_classes(), key=lambda group: abs(group.gb * GB - budget))
-        fix = f"write {near.name}, or {budget / GIB:.5g}GiB for exactly that many bytes"
-        raise VplanError(f"--gpu {quoted(text)} is no class of card", fix)
+        fix = f"use {near.name}, or {budget / GIB:.5g}GiB for exactly that much"
+        raise VplanError(f"--gpu {quoted(text)} is not a card class", fix)
     like = min(
         (card for card in _gpu_file().gpu if card.reference),
         key=lambda card: (abs(card.allocatable_bytes - budget), card.bf16_tflops),
@@ -352,12 +352,12 @@ def _unknown_gpu(text: str) -> VplanError:
     keys = [(_squash(card.name), card.name) for card in _gpu_file().gpu] if len(typed_key) > 1 else []
     starts = [name for key, name in keys if key.startswith(typed_key) or key.removeprefix("rtx").startswith(typed_key)]
     if len(starts) > 1:
-        return VplanError(f"--gpu {quoted(text)} can mean several cards", "write one of " + ", ".join(starts[:8]))
+        return VplanError(f"--gpu {quoted(text)} matches several cards", "use one of " + ", ".join(starts[:8]))
     index: dict[str, str] = {key: card.name for key, card in _gpu_aliases().items()}
     index |= {group.name.lower(): group.name for group in gpu_classes()}
     near = starts or list(dict.fromkeys(index[key] for key in nearest(typed_key, index)))
     start = f"did you mean {' or '.join(near)}? Else" if near else ""
-    fix = f"{start} write a class (24GB), exact memory (23.5GiB) or a card that `vplan gpus` lists".strip()
+    fix = f"{start} use a class (24GB), exact memory (23.5GiB) or a card from `vplan gpus`".strip()
     return VplanError(f"--gpu {quoted(text)} is neither a card nor a size", fix)
 
 

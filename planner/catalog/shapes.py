@@ -22,27 +22,29 @@ def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> No
     _check_frames(model, frames)
     if model.shape.only_listed and (height, width) not in model.shape.resolutions:
         listed = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
-        raise VplanError(f"{model.title} takes no clips of {height}x{width} (height x width)", f"write {listed}")
+        raise VplanError(
+            f"{model.title} does not support clips of {height}x{width} (height x width)", f"write {listed}"
+        )
     multiple = model.shape.size_multiple
     wrong = {name: side for name, side in (("height", height), ("width", width)) if side % multiple}
     if wrong:
         sizes = " and ".join(f"{name} {side}" for name, side in wrong.items())
-        fault = f"is no multiple of {multiple}" if len(wrong) == 1 else f"are no multiples of {multiple}"
-        fix = "write " + " and ".join(f"--{name} {_around(side, multiple)}" for name, side in wrong.items())
-        raise VplanError(f"{sizes} {fault}, as {model.title} needs", fix)
+        fault = f"is not a multiple of {multiple}" if len(wrong) == 1 else f"are not multiples of {multiple}"
+        fix = "use " + " and ".join(f"--{name} {_around(side, multiple)}" for name, side in wrong.items())
+        raise VplanError(f"{sizes} {fault}, as {model.title} requires", fix)
 
 
 def _check_frames(model: ModelProfile, frames: int) -> None:
     rules = model.shape
     if model.kind == "image" and frames != 1:
-        raise VplanError(f"{model.title} makes images, not {frames} frames", "write --frames 1, or name a video model")
+        raise VplanError(f"{model.title} makes images, not {frames} frames", "use --frames 1, or choose a video model")
     if (frames - 1) % rules.frame_step:
-        fix = f"write --frames {_around(frames - 1, rules.frame_step, 1)}"
-        raise VplanError(f"frames {frames} is not {rules.frame_step}n+1, as {model.title} needs", fix)
+        fix = f"use --frames {_around(frames - 1, rules.frame_step, 1)}"
+        raise VplanError(f"frames {frames} is not {rules.frame_step}n+1, as {model.title} requires", fix)
     if rules.window and frames > rules.max_frames:
-        raise VplanError(f"frames {frames} is more than {model.title} sees", f"write --frames {rules.max_frames}")
+        raise VplanError(f"frames {frames} is more than {model.title} takes", f"use --frames {rules.max_frames}")
     if frames < rules.min_frames:
-        raise VplanError(f"frames {frames} is too few for {model.title}", f"write --frames {rules.min_frames} or more")
+        raise VplanError(f"frames {frames} is too few for {model.title}", f"use --frames {rules.min_frames} or more")
 
 
 def _around(value: int, step: int, offset: int = 0) -> str:
@@ -57,7 +59,7 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
 
     A `p` the model does not list becomes 16:9, or a square for image models, at the nearest sizes the model takes.
     """
-    fix = "write height x width, as 480x832, or 480p"
+    fix = "use height x width, as 480x832, or 480p"
     exact = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*([+-]?\d+)", text.strip(), re.IGNORECASE | re.ASCII)
     if exact:
         height, width = (parse_count(side, "--resolution", at_most=MAX_SIDE) for side in exact.groups())

@@ -77,7 +77,7 @@ def read_profile(name: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        fault = f"profile {path.name} of your own is damaged ({type(error).__name__})"
+        fault = f"your own profile {path.name} is damaged ({type(error).__name__})"
         raise VplanError(fault, f"remove it and record the model again: {path}") from None
     if not isinstance(profile, dict):
         raise VplanError(f"profile {path.name} of your own is damaged", f"remove it and record the model again: {path}")
@@ -98,7 +98,7 @@ def write_profile(name: str, profile: dict[str, Any]) -> Path:
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
     except OSError as error:
-        fix = f"make room there, or set {VARIABLE} to a folder that can be written"
+        fix = f"free some space there, or set {VARIABLE} to a writable folder"
         raise VplanError(f"cannot write {path}: {error.strerror}", fix) from None
     return path
 

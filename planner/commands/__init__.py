@@ -151,7 +151,7 @@ def _unwritten(error: OSError) -> int:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if not isinstance(error, BrokenPipeError):
         with contextlib.suppress(OSError):
-            click.echo(f"error: the answer could not be written: {error.strerror}", err=True)
+            click.echo(f"error: cannot write the answer: {error.strerror}", err=True)
     return UNWRITTEN
 
 

@@ -97,7 +97,7 @@ def command(
         from planner.commands._shared.allocator_diff import differences
 
         if files or report:
-            raise VplanError("--history is about one run", "leave out FILE and --report", USAGE)
+            raise VplanError("--history compares one run only", "leave out FILE and --report", USAGE)
         return differences(history, parse_bytes(least, "--least"), as_json)
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped() for row in _probes(path)] + mine
@@ -213,8 +213,8 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
             card = lookup.parse_gpus(name)[1]
             found[card.name] = calibration.calibrated(card, known)
     if not found:
-        fault = "no GPU that the rows were taken on was calibrated under their driver and torch"
-        raise VplanError(fault, "run `vplan calibrate --no-probes` there, or leave out --calibrated")
+        fault = "none of the GPUs of these rows was calibrated with the same driver and torch"
+        raise VplanError(fault, "run `vplan calibrate --no-probes` on one, or leave out --calibrated")
     return found
 
 
@@ -249,12 +249,12 @@ def _render(console: Console, compared: Sequence[Comparison], summary: dict[str,
     heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
     console.print(table(heads, _summary_rows(compared, summary)), "")
     verdict = summary["verdict"]
-    said = f"{verdict['under']} said fits and ran out, {verdict['false_refusal']} said no and ran"
+    said = f"{verdict['under']} said to fit but ran out, {verdict['false_refusal']} said not to fit but ran"
     console.print(f"verdicts of {verdict['n']} runs: {said}")
     covered = summary["coverage"]
     if covered["n"]:
         share, width = f"{covered['inside_pct']:.1f} %", f"{covered['median_width_pct']:.1f} %"
-        console.print(f"low..high of {covered['n']} peaks: {share} hold the measured one, median width {width}")
+        console.print(f"low..high of {covered['n']} peaks: {share} contain the measured value, median width {width}")
 
 
 def _row(entry: Comparison) -> list[str]:

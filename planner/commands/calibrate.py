@@ -128,8 +128,8 @@ def command(
     if share is not None and Path(share).is_dir():
         raise VplanError(f"--share {quoted(share)} is a folder", "name a file, as --share rows.jsonl")
     if share is not None and not Path(share).absolute().parent.is_dir():
-        raise VplanError(f"there is no folder for --share {quoted(share)}", "make it, or name another file")
-    click.echo("measuring the device ...", err=True)
+        raise VplanError(f"there is no folder for --share {quoted(share)}", "create it, or choose another file")
+    click.echo("measuring the GPU ...", err=True)
     found = Calibration.read(measure_device(device), "what the device told")
     path = calibration.write(found)
     rows = list(_probe(_plans(names, card), device, time_limit)) if probes else []
@@ -153,10 +153,10 @@ def _refuse_mixed(grid: bool) -> None:
         if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
         if isinstance(option, GridOption) and not grid:
-            raise VplanError(f"{option.opts[-1]} goes with --grid", "add --grid one-gpu, or leave it out", USAGE)
+            raise VplanError(f"{option.opts[-1]} needs --grid", "add --grid one-gpu, or leave it out", USAGE)
         if grid and name in ("models", "probes", "share"):
             word = "MODEL" if name == "models" else f"--{name}"
-            raise VplanError(f"{word} means nothing with --grid, which has its own plans", f"leave out {word}", USAGE)
+            raise VplanError(f"{word} cannot be used with --grid, which has its own plans", f"leave out {word}", USAGE)
 
 
 def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]) -> int:
@@ -174,7 +174,7 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
         machine = Machine(gpu=lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name)
         return measure(asked, Where(simulated, machine, None, "none"), as_json)
     if said["gpu"] is not None:
-        raise VplanError("--gpu names a card to simulate, and a grid is measured on the one that is here",
+        raise VplanError("--gpu is for simulated runs; a grid is measured on this machine's card",
                          "add --runner simulate, or leave it out", USAGE)  # fmt: skip
     card = None if device == "cpu" else _card()
     memory = doctor.host_ram()
@@ -189,7 +189,7 @@ def _card() -> GpuProfile:
     driver, cards = doctor.visible()
     works = "`vplan estimate` and `vplan suggest` need none; `--device cpu` tries this out at a tiny size"
     if driver["error"] or not cards:
-        raise VplanError(f"calibrate needs a GPU, and NVML says {driver['error'] or 'there is none'}", works)
+        raise VplanError(f"calibrate needs a GPU; NVML reports: {driver['error'] or 'there is none'}", works)
     known = cards[0]["known_as"]
     if known is None:
         fault = f"{cards[0]['name'] or 'this card'} is not in the catalogue, so there is nothing to correct"
@@ -229,7 +229,7 @@ def _share(path: str, found: Calibration) -> int:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise VplanError(f"cannot write {quoted(path)}: {error.strerror}", "name another file") from None
+        raise VplanError(f"cannot write {quoted(path)}: {error.strerror}", "choose another file") from None
     return len(lines)
 
 
@@ -251,9 +251,9 @@ def _render(
     for words in answer["corrections"].values():
         for line in words:
             console.print(line, markup=False)
-    console.print(f"kept in {answer['path']}; `--gpu auto` plans with it", markup=False)
+    console.print(f"saved to {answer['path']}; `--gpu auto` uses it", markup=False)
     if answer["shared"] is not None:
-        console.print(f"{answer['shared']} measurements written to share")
+        console.print(f"{answer['shared']} measurements written for sharing")
 
 
 def _numbers(found: Calibration, card: GpuProfile | None, here: GpuProfile | None) -> Iterator[list[str]]:

@@ -81,7 +81,7 @@ def command(
         return 0
     assert script is not None
     if not said.get("gpu"):
-        raise VplanError("no card is named", "add --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
+        raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
     dialect, given = dialects.recognise(script)
     found = check_case(settle(dialect, given, told, said), search)
     plan = Plan.of(found.outcome.estimate, trainer=found.case.trainer)
@@ -95,13 +95,13 @@ def command(
 
 def _script(words: tuple[str, ...], path: str | None) -> Script:
     if path and words:
-        raise VplanError("--from-file and a command are both given", "leave one of them out", USAGE)
+        raise VplanError("both --from-file and a command given", "leave one of them out", USAGE)
     if path is None and len(words) == 1 and (words[0].lower().endswith(FILES) or Path(words[0]).is_file()):
         path = words[0]
     if path:
         return of_file(Path(path))
     if not words:
-        raise VplanError("nothing to check", "name a file, or write the command behind --", USAGE)
+        raise VplanError("nothing to check", "pass a file, or the command after --", USAGE)
     return of_words(words)
 
 
@@ -112,7 +112,7 @@ def _print(console: Console, found: Checked) -> None:
     case, estimate = found.case, found.outcome.estimate
     job = in_words(case.model, case.job)
     console.print(f"{case.dialect.title}: {case.model.title}, {case.job.method}, {job}", markup=False)
-    budget = f"{case.gpu.allocatable_gib:.2f} GiB to use"
+    budget = f"{case.gpu.allocatable_gib:.2f} GiB usable"
     console.print(f"on {counted(case.machine)}{case.gpu.title}: {budget}", markup=False)
     for note in found.assumptions:
         console.print(f"  {note}", style="dim", markup=False)
@@ -127,13 +127,13 @@ def _print(console: Console, found: Checked) -> None:
         f"step {format_seconds(estimate.step_seconds)} (estimated), host RAM {format_gib(estimate.host_ram_bytes)}"
     )
     _print_remarks(console, "no longer exists", case.given.gone)
-    _print_remarks(console, "does nothing here", found.ineffective)
+    _print_remarks(console, "has no effect here", found.ineffective)
     if case.given.unknown:
-        console.print(f"unknown to this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)
+        console.print(f"unknown option of this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)
     _print_fixes(console, found)
     if found.today:
         console.print()
-        console.print(f"the same today:\n{found.today}", markup=False, soft_wrap=True)
+        console.print(f"current equivalent:\n{found.today}", markup=False, soft_wrap=True)
 
 
 def _phase_row(entry: tuple[str, Any]) -> tuple[str, str, str]:
@@ -152,7 +152,7 @@ def _print_fixes(console: Console, found: Checked) -> None:
         return
     console.print()
     if not found.fixes:
-        none = "no switch of this trainer makes it fit; a smaller size or shorter clips are not tried"
+        none = "no option of this trainer makes it fit; smaller sizes and shorter clips were not tried"
         console.print(none, style="bold", markup=False)
     for at, fix in enumerate(found.fixes):
         console.print("smallest change:" if at == 0 else "or:", style="bold", markup=False)
@@ -160,7 +160,9 @@ def _print_fixes(console: Console, found: Checked) -> None:
             console.print(f"  {part}", markup=False, soft_wrap=True)
         console.print(f"    {_effect(estimate, fix)}", markup=False)
     for fix in found.helps:
-        console.print(f"helps, and is not enough alone: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False)
+        console.print(
+            f"helps, but not enough by itself: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False
+        )
 
 
 def _effect(before: Estimate, fix: Fix) -> str:
@@ -169,7 +171,7 @@ def _effect(before: Estimate, fix: Fix) -> str:
     words[0] += f"{gib(after.high_bytes):.1f})"
     seconds = after.step_seconds - before.step_seconds
     if abs(seconds) >= 0.01:
-        words.append(f"{seconds:+.2f} s a step")
+        words.append(f"{seconds:+.2f} s/step")
     elif "slower" not in fix.cost:
         words.append("no slower")
     ram = after.host_ram_bytes - before.host_ram_bytes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Facts = dict[str, Any]
-DISKS = {"working": "the folder you are in", "data": "your own models' folder", "shared": "/dev/shm"}
+DISKS = {"working": "current folder", "data": "your own models' folder", "shared": "/dev/shm"}
 STYLES = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "dim"}
 
 
@@ -42,7 +42,7 @@ def _render(console: Console, facts: Facts, found: list[Finding]) -> None:
         console.print(f"{finding.level}:", finding.what, style=STYLES[finding.level], markup=False)
         console.print(f"  fix: {finding.fix}", markup=False)
     if not found:
-        console.print("nothing is wrong or missing for training here", style="bold green")
+        console.print("nothing wrong or missing for training", style="bold green")
 
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -63,11 +63,11 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     for card in facts["gpus"]:
         yield from _card_lines(card)
     versions = [f"{name} {version}" for name, version in facts["packages"].items() if version]
-    yield "packages", ", ".join(versions) or "none of what training needs"
+    yield "packages", ", ".join(versions) or "none of the training packages"
     build = facts["torch_build"]
     if build:
         yield "torch", f"built for {build['for']} {build['cuda'] or ''}".rstrip()
-    segments = "there on this system" if facts["expandable_segments"] else "not there on this system"
+    segments = "available on this system" if facts["expandable_segments"] else "not available on this system"
     yield "allocator", f"expandable segments: {segments}"
     for name, value in facts["environment"].items():
         yield "variable", f"{name}={value if value.isprintable() else repr(value)}"
@@ -79,20 +79,20 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _card_lines(card: Facts) -> Iterator[tuple[str, str]]:
     if card["name"] is None:
-        yield f"GPU {card['index']}", "tells nothing"
+        yield f"GPU {card['index']}", "does not respond"
         return
-    words = [card["name"], f"known as {card['known_as']}" if card["known_as"] else "not among the cards we know"]
+    words = [card["name"], f"known as {card['known_as']}" if card["known_as"] else "not a known card"]
     if card["compute_capability"]:
         words.append(f"capability {card['compute_capability']}")
     if card["total_bytes"] is not None:
         words.append(f"{format_gib(card['free_bytes'])} free of {format_gib(card['total_bytes'])}")
     if card["reserved_bytes"]:
-        words.append(f"{format_gib(card['reserved_bytes'])} of it the driver's")
+        words.append(f"{format_gib(card['reserved_bytes'])} of it reserved by the driver")
     switches = [("ECC", card["ecc"]), ("MIG", card["mig"])]
     words += [f"{label} {'on' if is_on else 'off'}" for label, is_on in switches if is_on is not None]
     if card["power_limit_watts"]:
-        words.append(f"{card['power_limit_watts']:.0f} W at most")
+        words.append(f"{card['power_limit_watts']:.0f} W limit")
     yield f"GPU {card['index']}", ", ".join(words)
     for process in card["processes"]:
         size = "?" if process["used_bytes"] is None else format_gib(process["used_bytes"])
-        yield "", f"  {size} held by {process['name'] or 'a process out of sight'} (pid {process['pid']})"
+        yield "", f"  {size} held by {process['name'] or 'an invisible process'} (pid {process['pid']})"

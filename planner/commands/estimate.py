@@ -48,7 +48,7 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
     question = asked.settle()
     strategy = question.resolved_strategy()
     if question.frames_max:
-        raise VplanError("estimate prices one length; --frames max is a search", "use vplan suggest --frames max")
+        raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")
     known = load_facts(question.job, strategy, question.machine, question.model, question.gpu)
     known = with_learned(known, asked.trainer)
     found = assess(question.job, strategy, question.machine, known, asked.trainer).estimate

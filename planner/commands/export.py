@@ -51,8 +51,8 @@ def command(plan: str, name: str, output: str, nearest: bool, force: bool, as_js
     know (paths of data and weights) is at the top, to be filled in.
     """
     if name not in targets():
-        listed = "plans are exported to " + ", ".join(targets())
-        raise VplanError(f"plans are not exported to {name!r}", did_you_mean(name, targets(), listed))
+        listed = "export supports " + ", ".join(targets())
+        raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
     done = export(read_plan(plan), name, nearest)
     paths = write_files(done, Path(output), force)
     estimate = done.plan.estimate
@@ -71,14 +71,14 @@ def command(plan: str, name: str, output: str, nearest: bool, force: bool, as_js
             console.print(line, markup=False, soft_wrap=True)
 
         if done.changed:
-            say(f"The nearest plan that {name} can do: {flags_of(done.changed)}")
+            say(f"The nearest plan that {name} supports: {flags_of(done.changed)}")
         for path in paths:
             say(f"wrote {path}")
         if estimate:
             peak, budget = format_gib(estimate.peak.device_bytes), format_gib(estimate.budget_bytes)
             say(f"As {name} does it: {estimate.verdict}, {peak} of {budget} at {estimate.peak.moment}")
         if done.left_out:
-            say("Your script has to do: " + ", ".join(f"{field} {value}" for field, value in done.left_out.items()))
+            say("Your script must do: " + ", ".join(f"{field} {value}" for field, value in done.left_out.items()))
         say(f"Start it in {output}: {done.start}")
 
     show(answer, as_json, render)

@@ -63,11 +63,11 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
     fit; 4: a probe failed.
     """
     if (path is None) == (named is None):
-        raise VplanError("name one plan", "as vplan preflight plan.toml", USAGE)
+        raise VplanError("pass one plan", "as vplan preflight plan.toml", USAGE)
     plan = ready(read_plan(path or named or ""))
     data, output = (Path(said[name]).expanduser() if said[name] else None for name in ("data", "output"))
     if data is not None and not data.is_dir():
-        raise VplanError(f"there is no folder {quoted(str(data))}", "name the folder of your clips: --data DIR")
+        raise VplanError(f"there is no folder {quoted(str(data))}", "pass the folder with your clips: --data DIR")
     asked = PreflightOptions(
         device=said["device"],
         data=data,

@@ -105,9 +105,9 @@ def command(
     """
     weights, device = how["weights"], how["device"]
     if how["history"] and len(paths) > 1:
-        raise VplanError("--record-history is one file, for one plan", "name one plan", USAGE)
+        raise VplanError("--record-history works for one plan only", "pass one plan", USAGE)
     if weights and not Path(weights).is_dir():
-        raise VplanError(f"there is no folder {quoted(weights)}", "name the model's folder: --weights DIR")
+        raise VplanError(f"there is no folder {quoted(weights)}", "pass the model's folder: --weights DIR")
     plans = [(path, _for_card(read_plan(path), gpu)) for path in paths]
     # All are checked before the first runs: a slip in the last one should not show after an hour.
     ids = [row_id(settled(plan)) for _, plan in plans]
@@ -117,7 +117,7 @@ def command(
     for number, ((path, plan), name) in enumerate(zip(plans, ids, strict=True), start=1):
         start = f"[{number}/{len(plans)}] {path}: "
         if name in known:
-            click.echo(f"{start}is in {output} already", err=True)
+            click.echo(f"{start}already in {output}", err=True)
             rows.append(known[name])
             continue
         click.echo(f"{start}running ...", err=True)
@@ -169,7 +169,7 @@ def told_line(row: Row) -> str:
     if seen["device_bytes"] is not None:
         words.append(f"{gib(seen['device_bytes']):.2f} GiB on the device")
     if seen["step_seconds"] is not None:
-        words.append(f"{seen['step_seconds']:.2f} s a step")
+        words.append(f"{seen['step_seconds']:.2f} s/step")
     if seen["outcome"] != "ok" and seen["phase"]:
         words.append(f"in {seen['phase']}")
     words += [str(details[key]) for key in ("message", "log") if key in details]
@@ -182,7 +182,7 @@ def _render(console: Console, rows: list[Row], plans: list[tuple[str, Plan]]) ->
     console.print("memory in GiB", style="dim")
     for row in rows:
         if left := row["details"].get("left_bytes"):
-            console.print(f"{row['id']}: {gib(left):.2f} GiB were not given back: see `nvidia-smi`", style="dim")
+            console.print(f"{row['id']}: {gib(left):.2f} GiB not released: see `nvidia-smi`", style="dim")
         for missing in row["details"].get("missing", ()):
             console.print(f"{row['id']}: not measured: {missing}", style="dim")
 

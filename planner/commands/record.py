@@ -48,7 +48,7 @@ class RecordedTape(NamedTuple):
     nbytes: int
     difference: str
     unclassified: tuple[str, ...] = ()
-    """operators nobody has compared with CUDA's"""
+    """operators not compared with CUDA's"""
 
 
 @click.command(
@@ -123,12 +123,14 @@ def command(
 
 def _check_use(models: Sequence[str], folders: list[str], name: str | None, check: bool, output: str | None) -> None:
     if name is not None and (len(models) != 1 or not folders):
-        raise VplanError("--name is for one folder or config.json", "name the folder of your model", USAGE)
+        raise VplanError("--name is for one folder or config.json", "pass the folder of your model", USAGE)
     if folders and check:
-        raise VplanError("--check is for what is recorded", "give the model's name instead of its folder", USAGE)
+        raise VplanError("--check is for recorded models", "pass the model's name instead of its folder", USAGE)
     own_names = user_data.model_names()
     if output and (folders or any(model.lower() in own_names for model in models)):
-        raise VplanError("-o is not for your own models", f"set {user_data.VARIABLE} to keep them elsewhere", USAGE)
+        raise VplanError(
+            "-o is not supported for your own models", f"set {user_data.VARIABLE} to keep them elsewhere", USAGE
+        )
 
 
 def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]:
@@ -138,7 +140,7 @@ def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]
         if entry.difference:
             task = entry.task
             raise VplanError(
-                f"tape {task.variant} of {task.model} is not what is recorded now: {entry.difference}",
+                f"tape {task.variant} of {task.model} differs from a new recording: {entry.difference}",
                 f"vplan record {task.model} --variant {task.variant}",
             )
         recorded.append(entry)
@@ -152,12 +154,12 @@ def _render(console: Console, answer: dict[str, Any], own_models: Sequence[own_m
         console.print(f"{profile.name}: {profile.diffusers_class}, {size}, {profile.blocks} blocks", markup=False)
         for note in entry.notes:
             console.print(note, markup=False)
-    what = "as recorded now" if answer["checked"] else "written"
+    what = "unchanged" if answer["checked"] else "written"
     kilobytes = sum(tape["bytes"] for tape in answer["tapes"]) / 1000
     console.print(f"tapes {what}: {len(answer['tapes'])}, {kilobytes:.0f} kB in {answer['folder']}", markup=False)
     if answer["unclassified"]:
         names = ", ".join(answer["unclassified"])
-        console.print(f"not compared with what CUDA does, so less sure: {names}", markup=False)
+        console.print(f"not compared with CUDA, so less certain: {names}", markup=False)
     for entry in own_models:
         console.print(f"next: vplan suggest {entry.profile.name} --gpu 24GB", markup=False)
 
@@ -165,7 +167,7 @@ def _render(console: Console, answer: dict[str, Any], own_models: Sequence[own_m
 def _require_torch() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise VplanError(f"recording needs {', '.join(missing)}, not installed here", "pip install 'vplan[train]'")
+        raise VplanError(f"recording needs {', '.join(missing)}: not installed", "pip install 'vplan[train]'")
 
 
 def _default_folder(check: bool) -> Path:
@@ -215,7 +217,7 @@ def _tasks(models: dict[str, None], selection: _VariantSelection, folder: Path) 
     ]
     if tasks and not chosen:
         fault = f"no variant has {' or '.join(map(quoted, selection.texts))} in its name"
-        raise VplanError(fault, f"they are named like {tasks[0].variant}")
+        raise VplanError(fault, f"names look like {tasks[0].variant}")
     return [task for task in chosen if not lookup.model(task.model).is_own or _is_due(task)]
 
 

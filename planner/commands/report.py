@@ -36,7 +36,7 @@ def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str) -> None:
     shown side by side. It includes your own probes of these models. No browser is opened.
     """
     if len(paths) > MOST:
-        raise VplanError(f"{len(paths)} plans do not fit on a page", f"name up to {MOST}", USAGE)
+        raise VplanError(f"{len(paths)} plans are too many for a page", f"pass at most {MOST}", USAGE)
     plans = [(Path(path).name, read_plan(path)) for path in paths]
     mine = [row for row in Ledger(default_path()).rows(OURS) if row.runner == "real"]
     known, probes = [own_row(row) for row in mine], [row.to_json() for row in mine]

@@ -75,7 +75,7 @@ def command(
     """
     started = time.perf_counter()
     if asked.model is None and asked.gpu is None:
-        raise VplanError("no --model and no --gpu", "give one of them, as --gpu 24GB", USAGE)
+        raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
     if asked.model is not None and asked.gpu is not None:
         question = replace(asked.settle(), allow_lossy=allow is not None)
         suggestion = Suggester(asked.trainer, prefer).suggest(question)
@@ -87,9 +87,9 @@ def command(
         show(answer, as_json, lambda console: _print_one(console, question, suggestion, output))
         return verdict_exit_code(suggestion.plan.verdict, strict=strict)
     if report:
-        raise VplanError("--report is about one plan", "give --model and --gpu", USAGE)
+        raise VplanError("--report needs a single plan", "pass --model and --gpu", USAGE)
     if output:
-        raise VplanError("-o writes one plan", "give --model and --gpu", USAGE)
+        raise VplanError("-o needs a single plan", "pass --model and --gpu", USAGE)
     kind = "models" if asked.model is None else "classes"
     table = _Table(asked, prefer, allow is not None)
     rows = table.models() if asked.model is None else table.classes()
@@ -154,10 +154,10 @@ class _Table:
         if asked.model is None:
             count, card = lookup.parse_gpus(asked.gpu or "")
             several = f"{count} x " if count > 1 else ""
-            return f"every model we know, {asked.job.get('method', 'lora')}, on {several}{card.title}: " + (
-                f"{card.allocatable_gib:.2f} GiB to use"
+            return f"all known models, {asked.job.get('method', 'lora')}, on {several}{card.title}: " + (
+                f"{card.allocatable_gib:.2f} GiB usable"
             )
-        return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every class of card"
+        return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"
 
     def _row(self, name: str, question: Question) -> render.TableRow:
         search = self.suggester.search(replace(question, allow_lossy=self.allow_lossy))
@@ -178,8 +178,8 @@ def _shortage(least: Estimate) -> str:
     """What the tightest plan needs, in words."""
     ram = least.machine.host_ram
     if least.limit == "host":
-        return f"needs {format_gib(least.host_ram_bytes)} of host RAM at least"
-    reason = f"needs {gib(least.peak.device_bytes):.1f} GiB at least"
+        return f"needs at least {format_gib(least.host_ram_bytes)} of host RAM"
+    reason = f"needs at least {gib(least.peak.device_bytes):.1f} GiB"
     return reason + (f" with {format_gib(ram)} of host RAM" if ram and least.host_ram_bytes > 0.8 * ram else "")
 
 

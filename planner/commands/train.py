@@ -150,7 +150,7 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
     """
     place = Path(output).expanduser().absolute()
     if not Path(data).expanduser().is_dir():
-        raise VplanError(f"there is no folder {quoted(data)}", "name the folder of your clips: --data DIR")
+        raise VplanError(f"there is no folder {quoted(data)}", "pass the folder with your clips: --data DIR")
     if asked.model is not None:  # before anything is planned or written
         weights_of(lookup.model(asked.model), said["weights"])
     try:
@@ -175,9 +175,11 @@ class _Train:
         self.nodes = launch.Nodes(said["node_rank"], said["main_address"], said["main_port"])
         machine = plan.machine
         if self.nodes.rank >= machine.nodes:
-            raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "they are counted from 0")
+            raise VplanError(f"--node-rank {self.nodes.rank} of {machine.nodes} nodes", "ranks start at 0")
         if machine.nodes > 1 and not self.nodes.address and not said["slurm"]:
-            raise VplanError(f"{machine.nodes} nodes, and no --main-address", "name the first one's", USAGE)
+            raise VplanError(
+                f"{machine.nodes} nodes but no --main-address", "pass the address of the first node", USAGE
+            )
         self.weights = weights_of(lookup.model(plan.job.model), said["weights"])
         self.prompts = validation.prompts(plan, said)
 
@@ -201,7 +203,7 @@ class _Train:
         if self.plan.machine.nodes == 1 or self.said["print_command"]:
             return self._train(entries, report.estimate, None, as_json)
         if self.nodes.rank:
-            self._note("waiting for the first computer")
+            self._note("waiting for the first node")
         with Peers(self.output, self.nodes.rank, self.plan.machine.nodes) as peers:
             return self._train(entries, report.estimate, peers, as_json)
 
@@ -233,14 +235,14 @@ class _Train:
         )
 
     def _resume(self) -> Path | None:
-        """The checkpoint to go on from. To begin anew moves the old ones aside; nothing finished is removed."""
+        """The checkpoint to go on from. To start over moves the old ones aside; nothing finished is removed."""
         said, run = self.said["resume"], checkpoints.run_id(self.output)
         folder = self.output / checkpoints.FOLDER
         if said == "no":
             if folder.exists():
                 aside = next(path for n in range(10**6) if not (path := self.output / f"{ASIDE}-{n}").exists())
                 folder.rename(aside)
-                self._note(f"the checkpoints of before are in {aside}")
+                self._note(f"earlier checkpoints are in {aside}")
             return None
         if said != "auto":
             found = Path(said).expanduser().absolute()
@@ -248,11 +250,11 @@ class _Train:
             return self._within(found)
         newest, faults = checkpoints.newest(self.output, run)
         for fault in faults:
-            self._note(f"warning: left out: {fault}")
+            self._note(f"warning: skipped: {fault}")
         if newest:
-            self._note(f"going on from {newest}")
+            self._note(f"resuming from {newest}")
         elif faults:
-            raise VplanError("no checkpoint is whole", "begin anew with --resume no, which keeps them aside")
+            raise VplanError("no checkpoint is complete", "start over with --resume no, which keeps them aside")
         return self._within(newest) if newest else None
 
     def _within(self, checkpoint: Path) -> Path:
@@ -260,8 +262,8 @@ class _Train:
         done, steps = _steps_of(checkpoint), self.said["steps"]
         assert done is not None
         if done > steps:
-            fix = f"write --steps {done} at least, or begin anew with --resume no"
-            raise VplanError(f"{checkpoint} has done {done} steps, and --steps {steps} is less", fix)
+            fix = f"pass --steps {done} or more, or start over with --resume no"
+            raise VplanError(f"{checkpoint} has {done} steps, but --steps is {steps}", fix)
         return checkpoint
 
     def _request(self, entries: Path, resume: Path | None) -> launch.RunRequest:
@@ -342,8 +344,8 @@ class _Train:
             return self._request(entries, None)
         request = peers.request(attempt)
         if request is None:
-            why = peers.end_message() or "it has ended before its ranks began"
-            raise VplanError(f"the first computer has ended: {why}", "see what it says there", FAILED)
+            why = peers.end_message() or "it ended before its ranks started"
+            raise VplanError(f"the first node ended: {why}", "see its output", FAILED)
         self.plan = request.plan
         resume = str(self.output / checkpoints.FOLDER / Path(request.resume).name) if request.resume else None
         return request.replace(
@@ -373,7 +375,7 @@ class _Train:
         kept = self.output / PLAN
         kept.replace(next(path for n in range(10**6) if not (path := self.output / f"plan.before-{n}.toml").exists()))
         write_plan(found, kept)
-        self._note(f"warning: {_memory(ended)}; going on from the last checkpoint with {difference(self.plan, found)}")
+        self._note(f"warning: {_memory(ended)}; resuming from the last checkpoint with {difference(self.plan, found)}")
         self.plan = found
         return True
 
@@ -386,9 +388,9 @@ class _Train:
         message, fix = ended.message, ended.fix
         if ended.name in ("oom", "host-oom"):
             message = f"{_memory(ended)}: {message}"
-            fix = "plan for less, as with --gradient-checkpointing full, and give the command again"
+            fix = "use less memory, e.g. with --gradient-checkpointing full, and run the command again"
         if ended.name == "nan":
-            fix = "try a lower --learning-rate, and look at the data of that step"
+            fix = "try a lower --learning-rate, and check the data of that step"
         raise VplanError(f"{message}; {_last(self.output)}", fix, ended.exit_code)
 
 
@@ -407,7 +409,7 @@ def _last(output: Path) -> str:
 
 def _left(output: Path) -> str:
     """What a run that was stopped leaves behind."""
-    return f"{_last(output)}; what was encoded is kept, and the same command goes on from there"
+    return f"{_last(output)}; encoded data is kept, and the same command resumes from there"
 
 
 def _steps_of(checkpoint: Path | None) -> int | None:
@@ -422,7 +424,7 @@ def _render(console: Console, answer: dict[str, Any], budget: int) -> None:
     console.print(f"trained to step {answer['steps']}", style="bold green", end="")
     console.print("" if loss is None else f", loss {loss:.4f}")
     if peak is not None:
-        console.print(f"took {gib(peak):.2f} GiB of {gib(budget):.2f}")
+        console.print(f"used {gib(peak):.2f} GiB of {gib(budget):.2f}")
         console.print(memory_bar(console, peak, budget, "bold green"))
     for name in ("weights", "checkpoint"):
         console.print(f"{name}: {answer[name]}", markup=False, soft_wrap=True)
@@ -430,5 +432,5 @@ def _render(console: Console, answer: dict[str, Any], budget: int) -> None:
         console.print(f"samples: {len(answer['samples'])} in {Path(answer['samples'][0]).parent}", markup=False)
     if console.is_terminal:
         console.print()
-        more = f"to go on, the same with --steps {2 * answer['steps']}"
+        more = f"to continue, the same with --steps {2 * answer['steps']}"
         console.print(f"next: {more}", style="bold", markup=False, soft_wrap=True)

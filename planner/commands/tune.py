@@ -58,7 +58,7 @@ FAILED = 4
 """Exit code: the processes we started failed for another reason than memory."""
 
 NO_GPU = (
-    "tune measures real runs, which needs an NVIDIA GPU, and none answers here: "
+    "tune measures real runs and needs an NVIDIA GPU, but none responds: "
     "`vplan suggest` answers by estimate alone, and `vplan tune --runner simulate` shows a search"
 )
 
@@ -141,7 +141,7 @@ def command(
     question = replace(question, allow_lossy=allow is not None)
     if asked.trainer != "vplan":
         raise VplanError(
-            f"the plan is for {asked.trainer}, and tune measures vplan's own step", 'write trainer = "vplan"'
+            f"the plan is for {asked.trainer}, but tune measures vplan's own training step", 'write trainer = "vplan"'
         )
     if real:
         check_computers(question.machine)
@@ -150,7 +150,7 @@ def command(
     tuner = Tuner(question, screen, goal, _applied(question) if real else lambda job, way: True)
     with (
         _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress),
-        stoppable(lambda: f"{len(tuning.rows)} probes are kept; the same command goes on with them"),
+        stoppable(lambda: f"{len(tuning.rows)} probes are kept; the same command continues from them"),
     ):
         why = tuning.run(progress.show)
     return _Answer(tuning, why).give(output, report, as_json)
@@ -165,7 +165,7 @@ def _own_gpu() -> str:
         raise VplanError(NO_GPU)
     for package in ("torch", "diffusers"):
         if importlib.util.find_spec(package) is None:
-            raise VplanError(f"tune measures real runs, which need {package}", "install it: pip install 'vplan[train]'")
+            raise VplanError(f"tune measures real runs and needs {package}", "install it: pip install 'vplan[train]'")
     return str(cards[0]["name"])
 
 
@@ -283,8 +283,8 @@ class _Answer:
             last = bad[-1]
             message = last.details.get("message", last.measured.outcome)
             log = last.details.get("log")
-            fault = f"no probe ran to its end; the last: {message}" + (f" (log: {log})" if log else "")
-            fix = "see the log and `vplan doctor`; once it is mended, begin anew: --study NAME"
+            fault = f"no probe finished; the last one: {message}" + (f" (log: {log})" if log else "")
+            fix = "see the log and `vplan doctor`; once fixed, start a new study: --study NAME"
             raise VplanError(fault, fix, FAILED)
 
     def _plan(self, found: Estimate, others: tuple[Estimate, ...]) -> Plan:
@@ -302,11 +302,11 @@ class _Answer:
     def _proof(self, best: FinishedProbe) -> str:
         """One line: what the probe took, beside the estimate and the budget."""
         seen, found = best.measured, best.estimate
-        step = f"{format_seconds(seen.step_seconds)} a step" if seen.step_seconds else "runs"
+        step = f"{format_seconds(seen.step_seconds)} per step" if seen.step_seconds else "runs"
         if seen.device_bytes is None:
-            return f"[bold green]proved[/]: {step}; the GPU's memory was not measured"
+            return f"[bold green]proved[/]: {step}; GPU memory was not measured"
         took, estimated, budget = map(gib, (seen.device_bytes, found.peak.device_bytes, found.budget_bytes))
-        return f"[bold green]proved[/]: took {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
+        return f"[bold green]proved[/]: used {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
 
     def _basis(self) -> str:
         """A card of another architecture runs other kernels: what it took is near the truth, not it."""
@@ -334,7 +334,7 @@ class _Answer:
         count = len(self.tuning.probes)
         console.print(f"{count} probe{'s' if count != 1 else ''}: {self.why}")
         if self.best is None:
-            console.print("no plan is proved to fit; this one needs least", style="bold")
+            console.print("no plan was proved to fit; this one needs the least", style="bold")
         if others:
             console.print()
             console.print(render.runners_up(others))

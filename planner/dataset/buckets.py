@@ -78,9 +78,9 @@ def assign(
 ) -> tuple[tuple[Sample, ...], list[tuple[str, str]], tuple[str, ...]]:
     """(samples in the order of clips, (name, reason) of clips that no shape takes, what was not used, in words)."""
     if reading.fps is not None and not 0 < reading.fps <= 1000:
-        raise VplanError(f"fps {reading.fps} is no rate of a video", "write frames per second, as 16")
+        raise VplanError(f"fps {reading.fps} is not a video frame rate", "use frames per second, as 16")
     if reading.sizes == "native" and profile.shape.only_listed:
-        raise VplanError(f"{profile.title} takes its listed sizes only", "leave the clips to the plan's shapes")
+        raise VplanError(f"{profile.title} supports its listed sizes only", "let the plan's shapes decide")
     rate = Fraction(reading.fps).limit_denominator(1001) if reading.fps else model_fps(profile)
     samples, unfit = [], []
     for clip in clips:
@@ -103,7 +103,7 @@ def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int) -> list[Sa
     """A clip's windows, one behind the other, each to be trained beside another; frames at its end may fill none."""
     count = usable // bucket.frames
     if not clip.fps:
-        raise VplanError("does not say its frame rate")
+        raise VplanError("has no frame rate")
     if count < 2:
         raise VplanError(f"too short: {usable} frames at the model's rate, less than two windows of {bucket.frames}")
     indices = _rising(count * bucket.frames, step)
@@ -190,12 +190,12 @@ def _notes(samples: list[Sample], rate: Fraction | None, reading: FrameSampling)
     if cut and len(samples) == sum(shapes.values()):
         unused = sum(int((s.clip.frames - 1) / _step(s.clip, rate)) + 1 - len(s.indices) for s in cut)
         share = unused / (taken + unused)
-        notes.append(f"{len(cut)} clips are longer than their shape: {share:.0%} of all frames are not used")
+        notes.append(f"{len(cut)} clips are longer than their shape: {share:.0%} of all frames are unused")
     cropped = [s for s in samples if _kept_picture(s.clip, s.bucket) < 0.9]
     if cropped and reading.sizes == "plan":
         notes.append(f"{len(cropped)} clips lose more than a tenth of their picture to cropping")
     if enlarged := [s for s in samples if _enlarged(s.clip, s.bucket) > 1]:
-        notes.append(f"{len(enlarged)} clips are smaller than their shape and are enlarged")
+        notes.append(f"{len(enlarged)} clips are smaller than their shape and are upscaled")
     if rate and (slow := [s for s in samples if reading.sampling == "fps" and 0 < s.clip.fps < rate * 9 / 10]):
         notes.append(f"{len(slow)} clips have fewer than {float(rate):g} frames a second and will look faster")
     return tuple(notes)

@@ -104,7 +104,7 @@ def _video_size(path: Path) -> Media:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise UnusableError("corrupt video (no picture stream in it)")
+                raise UnusableError("corrupt video (no video stream)")
             stream = container.streams.video[0]
             count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
             if not count:

@@ -89,7 +89,7 @@ def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan
     changes = bool(job.references or profile.shape.references)
     if not (changes or profile.inputs.get("control_channels")):
         return folder_scan
-    column, why = (REFERENCE, "changes an image") if changes else (CONTROL, "is steered by a video")
+    column, why = (REFERENCE, "edits an image") if changes else (CONTROL, "is controlled by a video")
     has = {clip.name for clip in folder_scan.clips if (clip.reference if changes else clip.control)}
     faults = [Fault(_shown(clip.name), f"no {column} in its row: {profile.title} {why}") for clip in folder_scan.clips]
     faults = [fault for clip, fault in zip(folder_scan.clips, faults, strict=True) if clip.name not in has]
@@ -104,7 +104,7 @@ def _with_sound(folder_scan: Scan, profile: ModelProfile) -> Scan:
     for clip in folder_scan.clips:
         try:
             if not clips.has_sound(clip.path):
-                raise UnusableError(f"no sound in it, which {profile.title} is told what to draw by")
+                raise UnusableError(f"no sound in it, which {profile.title} is conditioned on")
             usable.append(clip)
         except UnusableError as error:
             faults.append(Fault(_shown(clip.name), str(error)))
@@ -129,7 +129,7 @@ def scan(folder: Path, *, captioned: bool = True) -> Scan:
         root = folder.resolve(strict=True)
         names = list(_media(root))
     except OSError as error:
-        fix = "name a folder of videos or images that you may read"
+        fix = "choose a readable folder of videos or images"
         raise VplanError(f"cannot read {quoted(str(folder))}: {error.strerror}", fix) from None
     tables = [name for name in METADATA if (root / name).is_file()]
     if len(tables) > 1:
@@ -185,7 +185,7 @@ def _look(root: Path, name: str, caption: str, beside: dict[str, str]) -> Clip |
         what = "reference" if column == REFERENCE else "control"
         try:
             if not other.lower().endswith(clips.IMAGES if column == REFERENCE else (*clips.VIDEOS, *clips.IMAGES)):
-                raise UnusableError(f"not called like {'an image' if column == REFERENCE else 'a video'}")
+                raise UnusableError(f"not named like {'an image' if column == REFERENCE else 'a video'}")
             frames = clips.probe(_inside(root, other)).frames
             if column == CONTROL and frames < clip.frames:
                 raise UnusableError(f"has {frames} frames, and the clip {clip.frames}")
@@ -206,13 +206,13 @@ def _inside(root: Path, name: str) -> Path:
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name.startswith("\\"):
         raise UnusableError("the name is an absolute path")
     if ".." in PurePosixPath(name).parts or ".." in PureWindowsPath(name).parts:
-        raise UnusableError("the name leads out of the folder (..)")
+        raise UnusableError("the name points outside the folder (..)")
     try:
         real = Path(os.path.realpath(root / name, strict=True))
     except OSError as error:
         raise UnusableError(f"cannot be read ({error.strerror})") from None
     if not any(real.is_relative_to(allowed) for allowed in allowed_roots(root)):
-        raise UnusableError("a link that leads out of the folder")
+        raise UnusableError("a link that points outside the folder")
     if not real.is_file():
         raise UnusableError("not a file")
     if not os.access(real, os.R_OK):
@@ -268,7 +268,7 @@ def _from_table(root: Path, table: str, beside: dict[str, dict[str, str]]) -> tu
         try:
             _inside(root, name)
             if not _is_media(name):
-                raise UnusableError("not called like a video or image")
+                raise UnusableError("not named like a video or image")
             if text is not None and not isinstance(text, str):
                 raise UnusableError("its text is not text")
             captions[name] = _caption(text or "")
@@ -285,7 +285,7 @@ def _inside_or_refuse(root: Path, table: str) -> Path:
     try:
         return _inside(root, table)
     except UnusableError as error:
-        raise VplanError(f"{table}: {error}", "put the file itself into the folder") from None
+        raise VplanError(f"{table}: {error}", "put the file itself in the folder") from None
 
 
 def _rows(table: Path) -> Iterator[tuple[int, object]]:
@@ -300,7 +300,7 @@ def _rows(table: Path) -> Iterator[tuple[int, object]]:
             yield from ((reader.line_num, row) for row in reader)
             return
     except OSError as error:
-        raise VplanError(f"cannot read {table.name}: {error.strerror}", "see that it is readable") from None
+        raise VplanError(f"cannot read {table.name}: {error.strerror}", "check that it is readable") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise VplanError(f"{table.name} is not a table of captions: {error}", "write it in UTF-8") from None
     for number, line in enumerate(text.split("\n"), 1):

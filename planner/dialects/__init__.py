@@ -59,8 +59,8 @@ def dialect(name: str) -> Dialect:
     known = spoken()
     name = name if name in known else name.partition("@")[0]
     if name not in known:
-        listed = "the trainers we know are " + ", ".join(known)
-        raise VplanError(f"we do not speak {name}", did_you_mean(name, known, listed))
+        listed = "supported trainers: " + ", ".join(known)
+        raise VplanError(f"trainer {name} is not supported", did_you_mean(name, known, listed))
     return known[name]
 
 
@@ -83,10 +83,14 @@ def recognise(script: Script) -> tuple[Dialect, Given]:
             found = flags.find(reader.name, program.script) if reader.name in profiles.trainer_names() else None
             folder = program.script.rpartition("/")[0]
             if found is not None and program.script.endswith(found.path) and not (found.path == "train.py" and folder):
-                fault = f"{found.path} of {reader.title} is not read"
-                raise VplanError(fault, f"of it we read {', '.join(reader.scripts)}")
-    fault = f"{what} is {title}'s, which we do not read" if title else f"{what} is of no trainer that we read"
-    raise VplanError(fault, f"we read {', '.join(reader.title for reader in readers)}")
+                fault = f"{found.path} of {reader.title} is not supported"
+                raise VplanError(fault, f"supported scripts: {', '.join(reader.scripts)}")
+    fault = (
+        f"{what} belongs to {title}, which is not supported"
+        if title
+        else f"{what} does not belong to a supported trainer"
+    )
+    raise VplanError(fault, f"supported: {', '.join(reader.title for reader in readers)}")
 
 
 def module(name: str) -> ModuleType:

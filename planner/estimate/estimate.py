@@ -109,8 +109,8 @@ def assess(
         return Assessment(run, played, whole)
     kept = whole.peak.device_bytes
     pieces = (
-        f"called fits by what must be there: torch's allocator as it comes keeps about {format_gib(kept)}, and "
-        "gives unused memory back where it runs short (expandable_segments:True keeps less)"
+        f"fits: the cache may grow to about {format_gib(kept)}, but PyTorch frees unused segments when memory is short "
+        "(expandable_segments:True keeps less)"
     )
     relabelled = lean.replace(strategy=whole.strategy, assumptions=(pieces, *lean.assumptions))
     return Assessment(run, played, relabelled, kept)
@@ -246,10 +246,10 @@ def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
 def _assumptions(run: Run, played: list[ReplayedStage]) -> tuple[str, ...]:
     """What the estimate does not count, and what it takes for granted, in words."""
     layers = [entry.run.encoding_only.by_layer for entry in played if entry.run.encoding_only.by_layer]
-    words = (f"{name} is larger than the card and encodes layer by layer" for name in dict.fromkeys(layers))
-    compiled = ("torch.compile chooses what backward keeps: priced as without it, 10 % less sure either way",)
+    words = (f"{name} is larger than the card and runs layer by layer" for name in dict.fromkeys(layers))
+    compiled = ("torch.compile decides what backward keeps: estimated as without it, with 10 % more margin either way",)
     more = compiled if run.strategy.compile != "none" else ()
-    part = ("activations are those of training everything, so the peak is at most this",) if run.job.trainable else ()
+    part = ("activations are those of full training, so this is an upper bound",) if run.job.trainable else ()
     return (*_left_out(run), *words, *_elastic(run.strategy), *more, *part)
 
 
@@ -259,7 +259,7 @@ def _left_out(run: Run) -> tuple[str, ...]:
     if run.samples_only or run.phases.validation:
         components.append(decoder(run, run.grid if run.samples_only else validation_grid(run.job, run.facts.model), 1))
     return tuple(
-        f"what {entry.name.partition('-')[0]} takes to {entry.piece} is not recorded: only its weights are counted"
+        f"{entry.name.partition('-')[0]} has no recording to {entry.piece}: only its weights are counted"
         for entry in components
         if entry.tape is None
     )
@@ -269,7 +269,7 @@ def _elastic(strategy: Strategy) -> tuple[str, ...]:
     """What takes GPU memory only where there is some to spare, in words."""
     if strategy.optimizer not in UNPAGED:
         return ()
-    return ("paged states are counted in host RAM; they use what the card has free, and move where it has not",)
+    return ("paged states are counted in host RAM; they use free GPU memory and are paged out when it is short",)
 
 
 def _verdict(

@@ -182,7 +182,7 @@ def only(rows: Sequence[Row], text: str) -> list[Row]:
     found = [row for row in rows if text.lower() in row.id.lower() or text.lower() in row.job.model.lower()]
     if not found:
         names = {row.job.model for row in rows} | {row.id for row in rows}
-        fix = did_you_mean(text, sorted(names), "write a part of a row's id or of its model's name")
+        fix = did_you_mean(text, sorted(names), "pass a part of a row's id or of its model's name")
         raise VplanError(f"no row has {quoted(text)} in its id or model", fix)
     return found
 

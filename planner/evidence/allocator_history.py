@@ -122,14 +122,14 @@ def read_history(path: str | Path) -> History:
     fix = "write it with `vplan probe PLAN.toml --record-history FILE`"
     try:
         if path.stat().st_size > LARGEST_BYTES:
-            raise VplanError(f"{path.name} is larger than any history", fix)
+            raise VplanError(f"{path.name} is too large for a history", fix)
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
     except (ValueError, RecursionError):
         raise VplanError(f"{path.name} is not JSON", fix) from None
     if not isinstance(data, dict) or not _is_whole(data):
-        raise VplanError(f"{path.name} is no history of a probe, or an older vplan's without its plan", fix)
+        raise VplanError(f"{path.name} is not a probe's history, or an older vplan wrote it without its plan", fix)
     plan = Plan.read({"schema": 1, **data["plan"]}, path.name)
     phases = tuple((str(name), int(start)) for name, start in data["phases"])
     return History(plan, data["torch"], data["gpu"], phases, data["events"], tuple(data["frames"]))

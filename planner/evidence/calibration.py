@@ -81,7 +81,7 @@ def write(found: Calibration) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found.to_json())
     except OSError as error:
-        fix = f"make room there, or set {user_data.VARIABLE} to a folder that can be written"
+        fix = f"free some space there, or set {user_data.VARIABLE} to a writable folder"
         raise VplanError(f"cannot write {quoted(str(path))}: {error.strerror}", fix) from None
     return path
 

@@ -27,11 +27,11 @@ NUMBERS = {
 }
 TAKEN = {
     "measured": "our own trainer, estimates from recordings alone",
-    "simulated": "a simulated machine: a rehearsal, of which no accuracy follows",
+    "simulated": "a simulated machine: a rehearsal that says nothing about accuracy",
 }
 NONE = (
-    "no row of our own trainer on a GPU is here, so nothing is said of its accuracy; "
-    "`vplan calibrate --grid one-gpu -o rows.jsonl` takes them"
+    "no rows of our own trainer on a GPU, so its accuracy is not reported; "
+    "`vplan calibrate --grid one-gpu -o rows.jsonl` measures them"
 )
 """What is said where no GPU was."""
 
@@ -57,8 +57,8 @@ def halves(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
 def verdicts(name: str, half: dict[str, Any]) -> str:
     """What came of the verdicts of a half, and of its order of speed, in words."""
     verdict, order = half["verdict"], half["order"]
-    words = f"{name}: of {verdict['n']} runs {verdict['under']} were said to fit and ran out, "
-    words += f"{verdict['false_refusal']} were refused and ran"
+    words = f"{name}: of {verdict['n']} runs {verdict['under']} were said to fit but ran out, "
+    words += f"{verdict['false_refusal']} were refused but ran"
     if order["jobs"]:
         words += f"; order of speed in {order['jobs']} jobs: Spearman {order['mean_spearman']:.2f} on average, "
         words += f"{order['min_spearman']:.2f} at least"

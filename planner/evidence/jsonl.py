@@ -25,7 +25,7 @@ def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
         if row is not None:
             rows[str(row["id"])] = row
         elif number < len(lines):
-            raise VplanError(f"{path.name}:{number} is damaged: it is no row", "delete that line, or name another file")
+            raise VplanError(f"{path.name}:{number} is damaged: not a row", "delete that line, or choose another file")
     return rows
 
 
@@ -45,14 +45,14 @@ def append_row(path: str | Path, row: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise VplanError(f"cannot write {quoted(str(path))}: {error.strerror}", "name another file") from None
+        raise VplanError(f"cannot write {quoted(str(path))}: {error.strerror}", "choose another file") from None
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", "name another file") from None
+        raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", "choose another file") from None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

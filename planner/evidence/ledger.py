@@ -59,7 +59,7 @@ class Ledger:
                 os.close(descriptor)
         except OSError as error:
             fault = f"the measurement is not kept: cannot write {quoted(str(self.path))}: {error.strerror}"
-            fix = f"make room there, or set {user_data.VARIABLE} to a folder that can be written"
+            fix = f"free some space there, or set {user_data.VARIABLE} to a writable folder"
             raise VplanError(fault, fix) from None
 
     def rows(self, *having: str) -> list[ProbeRow]:
@@ -74,7 +74,7 @@ class Ledger:
         except FileNotFoundError:
             return []
         except OSError as error:
-            fix = "see who may read it, or name another file"
+            fix = "check its permissions, or choose another file"
             raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
         found = []
         for number, line in enumerate(lines, start=1):
@@ -83,7 +83,7 @@ class Ledger:
             try:
                 found.append(_row(line))
             except VplanError as error:
-                self.notes.append(f"{self.path.name}:{number} is passed over: {error.message}")
+                self.notes.append(f"{self.path.name}:{number} is skipped: {error.message}")
         return found
 
     def find(self, plan: Plan, environment: Setup | None = None, runner: str = "real") -> list[ProbeRow]:
@@ -100,9 +100,9 @@ def _row(line: bytes) -> ProbeRow:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
-        raise VplanError("it is not whole") from None
+        raise VplanError("it is incomplete") from None
     if not isinstance(data, dict):
-        raise VplanError("it is no JSON object")
+        raise VplanError("it is not a JSON object")
     if data.get("schema", 1) != 1:
         raise VplanError(f"it has schema {quoted(data['schema'])}, and this vplan reads schema 1")
     return ProbeRow.read(data)

@@ -125,9 +125,7 @@ class CardSize(NamedTuple):
     def reason(self, size: float) -> str:
         """Why that number is no measurement of a peak."""
         card = self.cards[size]
-        return (
-            f"no measurement of the peak but the memory of the card it fits into: {size:g} GB, {card} ({self.source})"
-        )
+        return f"not a measured peak but the memory of the card it fits in: {size:g} GB, {card} ({self.source})"
 
 
 CARD_SIZES = (
@@ -220,7 +218,7 @@ def shipped() -> list[Path]:
     """The files of measurements that come with vplan."""
     found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     if not found:
-        raise VplanError("no measurements came with this vplan", "reinstall vplan, or name a .jsonl file")
+        raise VplanError("this vplan has no bundled measurements", "reinstall vplan, or pass a .jsonl file")
     return found
 
 
@@ -239,8 +237,8 @@ def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> t
     try:
         lines = path.read_bytes().split(b"\n")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "that is no file's name"
-        raise VplanError(f"cannot read {quoted(str(path))}: {reason}", "name a .jsonl file of measurements") from None
+        reason = error.strerror if isinstance(error, OSError) else "not a valid file name"
+        raise VplanError(f"cannot read {quoted(str(path))}: {reason}", "pass a .jsonl file of measurements") from None
     rows, notes = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -250,7 +248,7 @@ def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> t
         if data is not None:
             rows.append(_row(data, where, expandable_segments))
         elif number == len(lines):
-            notes.append(f"{where} is unfinished and left out")
+            notes.append(f"{where} is incomplete and skipped")
         else:
             raise VplanError(f"{where} is damaged: it is not a JSON object", "delete that line, or restore it")
     return rows, notes
@@ -279,7 +277,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
     if not published and (
         line.env.get("gpu") == "cpu" or (isinstance(line.details, dict) and line.details.get("config"))
     ):
-        unsupported = "a rehearsal on the CPU, or of a shrunk model, says nothing of a GPU"
+        unsupported = "a rehearsal on the CPU, or of a shrunk model, says nothing about a GPU"
     settled, short = Job.read(job, where), _published_by(line.source, SHORT_RUNS)
     return Row(
         id=line.id,
@@ -344,7 +342,7 @@ def _take_unknown(fields: dict[str, Any], record: type[Record]) -> str | None:
     """Take out what another trainer has and our closed lists have not (an optimizer, say); the reason if there was."""
     known = {name: choices(record, name) for name in fields if name in record.model_fields}
     taken = {name: fields.pop(name) for name, values in known.items() if values and _unlisted(fields[name], values)}
-    return ", ".join(f"{name} {quoted(value)} is not in our vocabulary" for name, value in taken.items()) or None
+    return ", ".join(f"{name} {quoted(value)} is not in the vocabulary" for name, value in taken.items()) or None
 
 
 def _unlisted(value: object, values: tuple[str, ...]) -> bool:
@@ -371,7 +369,7 @@ def _published(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, t
     if found.outcome != "measured":
         return found.outcome, found.counter, ()
     if found.low_gib is None or found.high_gib is None or found.low_gib > found.high_gib:
-        fault = f"low_gib {found.low_gib} and high_gib {found.high_gib} are no interval"
+        fault = f"low_gib {found.low_gib} and high_gib {found.high_gib} are not an interval"
         raise VplanError(f"{where}: measured {fault}", "write the smaller one as low_gib, the larger as high_gib")
     return found.outcome, found.counter, (Interval(found.counter, found.low_gib, found.high_gib),)
 

@@ -40,7 +40,7 @@ def card_here(said: Machine) -> CardHere:
     driver, cards = doctor.visible()
     if driver["error"] or not cards or cards[0]["name"] is None:
         why = driver["error"] or "there is none"
-        raise VplanError(f"--gpu auto asks NVML for the card that is here, and it says {why}", "name one: --gpu 24GB")
+        raise VplanError(f"--gpu auto found no card: NVML says {why}", "pass one: --gpu 24GB")
     here, ram = cards[0], doctor.host_ram()
     host_ram = min(ram["total_bytes"], ram["limit_bytes"] or ram["total_bytes"])
     name, total, used = here["name"], here["total_bytes"], here["used_bytes"] or 0
@@ -49,15 +49,15 @@ def card_here(said: Machine) -> CardHere:
     elif total:
         card = lookup.gpu(f"{gib(total - (here['reserved_bytes'] or 0)):.4g}GiB")
     else:
-        raise VplanError(f"NVML does not say how much memory {name} has", "say it: --gpu 24GiB")
-    notes = [f"{name}, {format_gib(used)} of it in use by others now"]
+        raise VplanError(f"NVML does not say how much memory {name} has", "pass it: --gpu 24GiB")
+    notes = [f"{name}, {format_gib(used)} in use by other processes"]
     torch, release = doctor.package_version("torch"), doctor.torch_release()
     if release and "torch" not in said.model_fields_set:
-        notes.append(f"torch {release}, which is installed")
+        notes.append(f"torch {release} (installed)")
     with contextlib.suppress(VplanError):  # a damaged file: `vplan calibrate` writes it anew
         found = calibration.read(name, driver["version"], torch) if torch and driver["version"] else None
         if found:
             card = calibration.calibrated(card, found)
-            notes.append(f"context and rates as calibrated {found.time[:10]}")
+            notes.append(f"context and speeds as calibrated {found.time[:10]}")
     kept = said.reserve if "reserve" in said.model_fields_set else RESERVE_BYTES
     return CardHere(card, used + kept, host_ram, release, tuple(notes))

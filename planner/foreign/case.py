@@ -79,27 +79,27 @@ def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Map
         fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
     job = job_for(profile, fields)
     if "height" not in fields and not job.buckets:
-        notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
+        notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
     if max(shape.frames for shape in job.shapes) > profile.shape.max_frames:
         notes.append(f"{job.frames} frames is longer than the model was trained on ({profile.shape.max_frames})")
     said |= {"gpu": card.name, "unified": said.get("unified", card.unified)}
     where = Machine.read(said)
     if where.host_ram is None:
-        notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
+        notes.append("host RAM not checked; pass --host-ram 64GiB")
     strategy = resolve(job, Strategy.read(reading.strategy), where)
     try:
         check_blocks(profile, strategy)
         check(job, strategy, where)
     except VplanError as error:
         fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
-        fix = _its_words(dialect, fields, error.fix) or f"in our words: {error.fix}"
+        fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
         raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
     try:
         strategy = _recorded(job, strategy, where, notes)
     except NotRecordedError as error:
         raise _with_mixed_precision(dialect, job, strategy, where, error) from None
     if not strategy.expandable_segments:
-        notes.append("torch's allocator as it comes: PYTORCH_CUDA_ALLOC_CONF asks for nothing")
+        notes.append("default CUDA allocator (PYTORCH_CUDA_ALLOC_CONF not set)")
     words = (*reading.notes, *notes)
     return Case(dialect, given, reading, job, strategy, where, profile, card, words, reading.version)
 
@@ -132,7 +132,7 @@ def _with_mixed_precision(
     except NotRecordedError:
         return error
     fault = f"{job.method} of {job.model} without mixed precision is not recorded"
-    return NotRecordedError(fault, "add --mixed_precision bf16, if accelerate's own config does not say it already")
+    return NotRecordedError(fault, "add --mixed_precision bf16, unless accelerate's config already sets it")
 
 
 def _recorded(job: Job, strategy: ResolvedStrategy, machine: Machine, notes: list[str]) -> ResolvedStrategy:
@@ -149,9 +149,9 @@ def _recorded(job: Job, strategy: ResolvedStrategy, machine: Machine, notes: lis
                 raise
             continue
         if what:
-            notes.append(f"{strategy.weights_dtype} as this trainer has it is not recorded: priced with {what}")
+            notes.append(f"{strategy.weights_dtype} as in this trainer is not recorded: estimated with {what}")
         return asked
-    raise AssertionError("bf16 is recorded of every model")
+    raise AssertionError("bf16 is recorded for every model")
 
 
 def _at_a_recorded_batch(job: Job) -> Job:
@@ -168,7 +168,7 @@ def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[s
     if settings.get("gpus"):
         return int(settings["gpus"])
     if visible := settings.get("visible"):
-        notes.append(f"{visible} GPU{'s' if int(visible) > 1 else ''}, as CUDA_VISIBLE_DEVICES lists")
+        notes.append(f"{visible} GPU{'s' if int(visible) > 1 else ''}, from CUDA_VISIBLE_DEVICES")
         return int(visible)
-    notes.append("1 GPU: the launcher and CUDA_VISIBLE_DEVICES do not say how many (--gpus)")
+    notes.append("1 GPU: neither the launcher nor CUDA_VISIBLE_DEVICES sets the number (--gpus)")
     return 1

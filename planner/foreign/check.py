@@ -202,7 +202,7 @@ def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotR
             with contextlib.suppress(NotRecordedError):
                 pricing.outcome(other)
                 said = " ".join(changed_words(case, other.fields, frozenset(step)))
-                return NotRecordedError(error.message, f"ask for {said}: {move.cost}")
+                return NotRecordedError(error.message, f"use {said}: {move.cost}")
     return error
 
 
@@ -334,7 +334,7 @@ def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
                 found.append({"batch_size": part, **more})
         return tuple(found)
 
-    cost = "as many samples a step, in several passes" if accumulates else "fewer samples a step: another training"
+    cost = "same samples per step, in several passes" if accumulates else "fewer samples per step: changes training"
     fields = ("batch_size", "gradient_accumulation") if accumulates else ("batch_size",)
     return (Move(dict.fromkeys(fields), cost, by_fields=parts),)
 

@@ -96,7 +96,7 @@ def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
             if matters:
                 raise NotSaidError(*matters) from None
             fields = fields | {each.field: each.instead for each in error.refused}
-    raise AssertionError(f"{dialect.name} has no way to say what it does instead")
+    raise AssertionError(f"{dialect.name} has no setting for what it does instead")
 
 
 def plan_with(plan: Plan, wanted: Fields) -> Plan:
@@ -134,7 +134,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         return _slurm(plan)
     dialect = dialects.dialect(name)
     if dialect.files is None:
-        raise VplanError(f"plans are not exported to {name}", f"write one of {', '.join(targets())}")
+        raise VplanError(f"there is no export to {name}", f"pass one of {', '.join(targets())}")
     changed: Fields = {}
     before = fields_of(plan)
     plan = plan_with(plan, before)
@@ -143,18 +143,20 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     except NotSaidError as error:
         faults = "; ".join(each.message for each in error.refused)
         if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
-            fix = f"plans are exported to {', '.join(targets())}"
-            raise VplanError(f"{dialect.title} cannot do this plan: {faults}", fix) from None
+            fix = f"export supports {', '.join(targets())}"
+            raise VplanError(f"{dialect.title} does not support this plan: {faults}", fix) from None
         near = nearest(dialect, plan)
         after = fields_of(near)
         changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
         if not take_nearest:
-            raise VplanError(f"{dialect.title} cannot do this plan: {faults}", _offer(near, changed, name)) from None
+            raise VplanError(
+                f"{dialect.title} does not support this plan: {faults}", _offer(near, changed, name)
+            ) from None
         plan, (settings, fields) = near, said_by(dialect, near)
     trainer = _as_written(plan, name)
     found = priced(plan, trainer)
     if found is not None and found.verdict == "no":
-        fault = f"it does not fit as {dialect.title} trains it: {format_gib(found.low_bytes)} at least"
+        fault = f"it does not fit as {dialect.title} trains it: at least {format_gib(found.low_bytes)}"
         raise VplanError(fault, _that_fits(dialect, plan, name), 3)
     own = dialects.module(name)
     carried = config_text.carried(dialect, settings, getattr(own, "CARRIES", None), fields)
@@ -186,7 +188,7 @@ def _headed(path: str, text: str, carried: dict[str, tuple[str, ...]]) -> str:
         return text
     first, _, rest = text.partition("\n")
     lines = [f"#   {name}: {', '.join(own)}" for name, own in flags.items() if name in rest]
-    return "\n".join([first, "# What carries which field of the plan:", *lines, rest])
+    return "\n".join([first, "# Which setting holds which field of the plan:", *lines, rest])
 
 
 # ---- the nearest plan
@@ -212,7 +214,7 @@ def _nearest(dialect: Dialect, plan: Plan, changes: Fields) -> Plan:
         return plan_with(plan, bindings.nearest(dialect, fields_of(plan) | changes))
     except VplanError as error:
         fix = f"change the plan by hand: {error.message}"
-        raise VplanError(f"{dialect.title} cannot do this plan, nor one near it", fix) from None
+        raise VplanError(f"{dialect.title} supports neither this plan nor one near it", fix) from None
 
 
 def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
@@ -268,13 +270,13 @@ def _offer(near: Plan, changed: Fields, name: str) -> str:
     how = "not estimated"
     if found is not None:
         how = f"{found.verdict}, {format_gib(found.peak.device_bytes)} of {format_gib(found.budget_bytes)}"
-    return f"the nearest plan that it can do is with {flags_of(changed)} ({how}): add --nearest to export that"
+    return f"the nearest plan it supports is with {flags_of(changed)} ({how}): add --nearest to export that"
 
 
 def _that_fits(dialect: Dialect, plan: Plan, name: str) -> str:
     better = fitting(dialect, plan)
     if better is None:
-        return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan for less"
+        return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a smaller plan"
     before, after = fields_of(plan), fields_of(better)
     flags = flags_of({field: after[field] for field in after if after[field] != before[field]})
     found = priced(better, name)
@@ -292,8 +294,8 @@ def write_files(exported: Exported, folder: Path, force: bool) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         other = [path for path, text in zip(paths, exported.files.values(), strict=True) if _differs(path, text)]
         if other and not force:
-            fault = f"{quoted(str(other[0]))} is there already and says something else"
-            raise VplanError(fault, "name another folder with -o, or add --force")
+            fault = f"{quoted(str(other[0]))} already exists with other contents"
+            raise VplanError(fault, "choose another folder with -o, or add --force")
         for path, text in zip(paths, exported.files.values(), strict=True):
             aside = path.with_name(f".{path.name}.new")
             aside.write_text(text, encoding="utf-8", newline="\n")
@@ -301,7 +303,9 @@ def write_files(exported: Exported, folder: Path, force: bool) -> list[Path]:
                 aside.chmod(0o755)
             aside.replace(path)
     except OSError as error:
-        raise VplanError(f"cannot write into {quoted(str(folder))}: {error.strerror}", "name another folder") from None
+        raise VplanError(
+            f"cannot write into {quoted(str(folder))}: {error.strerror}", "choose another folder"
+        ) from None
     return paths
 
 

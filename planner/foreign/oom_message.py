@@ -140,9 +140,9 @@ def parse(text: str) -> OomMessage:
     starts = list(_START.finditer(plain := " ".join(lines.split())))
     if not starts:
         if _BARE.search(plain):
-            fault = "the driver's own error has no numbers: something beside torch's allocator ran out of GPU memory"
-            raise VplanError(fault, "look for torch's `CUDA out of memory. Tried to allocate` in the log")
-        raise VplanError("there is no `CUDA out of memory. Tried to allocate` in it", "paste torch's whole message")
+            fault = "the driver's own error has no numbers: it was not PyTorch's allocator that ran out of memory"
+            raise VplanError(fault, "look for PyTorch's `CUDA out of memory. Tried to allocate` in the log")
+        raise VplanError("there is no `CUDA out of memory. Tried to allocate` in it", "paste PyTorch's whole message")
     end = starts[1].start() if len(starts) > 1 else len(plain)
     words = plain[starts[0].start() : min(end, starts[0].start() + 2_000)]
     said = {name: _first(patterns, words) for name, patterns in _PARTS.items()}
@@ -186,7 +186,7 @@ def _bytes(number: str, unit: str) -> int:
     try:
         return round(float(number) * _UNITS[unit])
     except (ValueError, KeyError):
-        raise VplanError(f"{number} {unit} is no size", "paste torch's own message") from None
+        raise VplanError(f"{number} {unit} is not a size", "paste PyTorch's own message") from None
 
 
 def _first(patterns: Iterable[str], text: str) -> int | None:
@@ -277,17 +277,17 @@ def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[R
         allocated = allocated if alone else before
 
 
-EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start (not on native Windows)"
+EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before starting (not on native Windows)"
 BY_PHASE = {
-    "load": "load the parts one after the other, or the text encoder and VAE only where latents are not cached",
+    "load": "load the components one after the other, or the text encoder and VAE only if latents are not cached",
     "encode": "cache latents and prompts before training, or tile the VAE",
     "first_step": "gradient checkpointing; then block swap, a smaller batch or fewer frames",
     "train": "gradient checkpointing; then checkpoints in host RAM, block swap, a smaller batch or fewer frames",
     "backward": "gradient checkpointing; then checkpoints in host RAM, block swap, a smaller batch or fewer frames",
-    "optimizer": "an 8-bit optimizer, its states in host RAM or split over GPUs (zero-2), or a fused step",
-    "denoise": "switch validation off, or let it move each part to the GPU for its turn",
+    "optimizer": "an 8-bit optimizer, its states in host RAM or sharded over GPUs (zero-2), or a fused step",
+    "denoise": "turn validation off, or move each component to the GPU only while it runs",
     "decode": "VAE slicing or tiling for the validation sample, or no validation",
-    "save": "save from host RAM; what is gathered for a checkpoint stands beside the training",
+    "save": "save from host RAM; what is gathered for a checkpoint adds to training memory",
 }
 """What to switch on, the lossless first, by where it died."""
 
@@ -302,7 +302,7 @@ def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) 
     if cause == "fragmentation" and not message.expandable_segments:
         advice.append(EXPANDABLE)
     if cause == "fragmentation" and message.expandable_segments:
-        advice.append("empty the cache between phases (torch.cuda.empty_cache): sizes differ from phase to phase")
+        advice.append("empty the cache between phases (torch.cuda.empty_cache), as sizes differ from phase to phase")
     if cause == "others":
         advice.append("end the other processes on this card (`nvidia-smi` lists them), or use another card")
     if cause in ("need", "unknown") or (message.unallocated_bytes or 0) < message.requested_bytes:
@@ -314,7 +314,7 @@ def _by_phase(phase: str, played: Sequence[ReplayedStage] | None) -> str:
     """What helps in a phase, without what the job has switched on already."""
     if not played:
         return BY_PHASE.get(phase, "gradient checkpointing, an 8-bit optimizer, cached latents and prompts")
-    known = BY_PHASE.get(phase, "the same `vplan check` without --error says what of the command to change")
+    known = BY_PHASE.get(phase, "the same `vplan check` without --error says what to change in the command")
     checkpointed = played[0].run.strategy.gradient_checkpointing != "none"
     return known.removeprefix("gradient checkpointing; then ") if checkpointed else known
 
@@ -322,11 +322,11 @@ def _by_phase(phase: str, played: Sequence[ReplayedStage] | None) -> str:
 def _cause(message: OomMessage) -> tuple[Cause, str]:
     wanted, held, free = message.requested_bytes, message.unallocated_bytes, message.free_bytes
     if held is None and free is None:
-        return "unknown", "the message does not say what was free"
+        return "unknown", "the message does not say how much was free"
     free = free or 0
     if held is not None and held + free >= wanted:
-        why = f"torch held {format_gib(held)} that no tensor used, in pieces too small for {message.requested_text}"
-        enough = "" if held >= wanted else f"; with the {format_gib(free)} that was free it would have been enough"
+        why = f"PyTorch held {format_gib(held)} that no tensor used, in blocks too small for {message.requested_text}"
+        enough = "" if held >= wanted else f"; together with the {format_gib(free)} free it would have been enough"
         return "fragmentation", why + enough
     if message.others_bytes and free + (held or 0) + message.others_bytes >= wanted:
         return "others", f"other processes held {format_gib(message.others_bytes)} of the card"
@@ -338,7 +338,7 @@ OPENINGS: dict[Cause, str] = {
     "fragmentation": "Fragmentation",
     "need": "No fragmentation",
     "others": "Not this process alone",
-    "unknown": "Why is not to be told",
+    "unknown": "Cause unknown",
 }
 """How a line names the cause."""
 
@@ -347,26 +347,26 @@ def render(found: Explanation) -> list[str]:
     """The explanation as lines of text."""
     message = found.message
     card = "" if message.gpu is None else f"GPU {message.gpu}: "
-    lines = [f"{card}{message.requested_text} was asked for and could not be had."]
+    lines = [f"{card}{message.requested_text} could not be allocated."]
     parts = (
         ("capacity", message.capacity_bytes),
         ("in tensors", message.allocated_bytes),
-        ("reserved, in no tensor", message.unallocated_bytes),
+        ("reserved, unused", message.unallocated_bytes),
         ("other processes", message.others_bytes or None),
         ("free", message.free_bytes),
     )
     lines += [f"  {name:<24}{format_gib(nbytes):>12}" for name, nbytes in parts if nbytes is not None]
     if message.frame:
-        lines.append(f"Asked by {message.frame}.")
+        lines.append(f"Requested by {message.frame}.")
     lines.append(f"{OPENINGS[found.cause]}: {found.why}.")
     if found.asked:
-        lines.append("Of this job that can be:")
+        lines.append("In this job it can be:")
         for one in found.asked:
             times = f", {one.times} of them" if one.times > 1 else ""
             at = f"at {format_gib(one.allocated_bytes)} in tensors"
             lines.append(f"  {one.phase}: {one.tensor}, {format_gib(one.nbytes)}{times}, in {one.moment}, {at}")
     elif found.asked is not None:
-        lines.append("No tensor of this job is of that size: the message is of another shape, model or version.")
+        lines.append("No tensor of this job has that size: the message is from another shape, model or version.")
     lines += [f"What helps: {advice}." for advice in found.advice]
     if message.messages > 1:
         lines.append(f"The text holds {message.messages} such messages; this is the first.")

@@ -56,15 +56,15 @@ def findings(facts: Facts) -> list[Finding]:
 def _cards(facts: Facts) -> Iterator[Finding]:
     system, driver = facts["system"], facts["driver"]
     if driver["error"]:
-        fix = "install NVIDIA's driver, then look at `nvidia-smi`"
+        fix = "install the NVIDIA driver, then run `nvidia-smi`"
         if system["wsl"]:
-            fix = "install NVIDIA's driver on Windows (not inside WSL), then `wsl --shutdown`"
+            fix = "install the NVIDIA driver on Windows (not inside WSL), then `wsl --shutdown`"
         elif system["container"]:
-            fix = "start the container with its GPUs, as docker run --gpus all"
-        yield Finding(ERROR, f"no NVIDIA driver answers: {driver['error']}", fix)
+            fix = "start the container with GPUs, as in docker run --gpus all"
+        yield Finding(ERROR, f"no NVIDIA driver responds: {driver['error']}", fix)
         return
     if not facts["gpus"]:
-        yield Finding(ERROR, "the driver answers, and shows no GPU", "see `nvidia-smi -L`; in a container --gpus all")
+        yield Finding(ERROR, "the driver responds but shows no GPU", "see `nvidia-smi -L`; in a container: --gpus all")
     visible = facts["environment"].get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         yield Finding(ERROR, "CUDA_VISIBLE_DEVICES hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
@@ -75,20 +75,20 @@ def _cards(facts: Facts) -> Iterator[Finding]:
 def _card(card: Facts) -> Iterator[Finding]:
     name = f"GPU {card['index']} ({card['name']})"
     if card["name"] is None:
-        yield Finding(WARNING, f"GPU {card['index']} tells nothing", "look at `nvidia-smi`: it may be broken")
+        yield Finding(WARNING, f"GPU {card['index']} does not respond", "check `nvidia-smi`: it may be broken")
         return
     used, free = card["used_bytes"], card["free_bytes"]
     if used is not None and used > HELD_BYTES:
-        holders = sorted({process["name"] or "somebody out of sight" for process in card["processes"]})
+        holders = sorted({process["name"] or "an invisible process" for process in card["processes"]})
         by = f" by {', '.join(holders)}" if holders else ""
-        reserve = f"end that, or plan around it: --reserve {used / GIB:.1f}GiB"
-        yield Finding(WARNING, f"{name}: {format_gib(used)} are held already{by}", reserve)
+        reserve = f"end that process, or plan around it: --reserve {used / GIB:.1f}GiB"
+        yield Finding(WARNING, f"{name}: {format_gib(used)} are already in use{by}", reserve)
     if card["mig"]:
         budget = f"--gpu {free / GIB:.1f}GiB" if free else "--gpu with its memory"
-        yield Finding(NOTE, f"{name} is cut into MIG slices", f"plan for the slice: {budget}")
+        yield Finding(NOTE, f"{name} is split into MIG slices", f"plan for the slice: {budget}")
     if card["known_as"] is None and card["total_bytes"]:
         budget = f"--gpu {(card['total_bytes'] - (card['reserved_bytes'] or 0)) / GIB:.2f}GiB"
-        yield Finding(NOTE, f"{name}: we have no figures for this card", f"name its memory: {budget}")
+        yield Finding(NOTE, f"{name}: this card is not known", f"pass its memory: {budget}")
     capability = card["compute_capability"]
     if capability and tuple(map(int, capability.split("."))) < (8, 0):
         fix = "plan with --autocast fp16 --weights-dtype fp16"
@@ -103,22 +103,26 @@ def _packages(facts: Facts) -> Iterator[Finding]:
     for name, least in LEAST.items():
         if packages[name] and _numbers(packages[name]) < _numbers(least):
             fix = f"pip install -U '{name}>={least}'"
-            yield Finding(WARNING, f"{name} {packages[name]} is older than training is tried with ({least})", fix)
+            yield Finding(
+                WARNING,
+                f"{name} {packages[name]} is older than training is tested with ({least})",
+                fix,
+            )
     for name, what in OPTIONAL.items():
         if packages[name] is None and facts["system"]["os"][:7] != "Windows":
-            yield Finding(NOTE, f"{name} is not installed: {what} will not run", f"pip install {name}")
+            yield Finding(NOTE, f"{name} is not installed: {what} will not work", f"pip install {name}")
     if build and build["for"] != "cuda" and facts["gpus"]:
         fix = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
-        yield Finding(ERROR, f"the installed torch was built for {build['for']}, and there is an NVIDIA GPU", fix)
+        yield Finding(ERROR, f"the installed torch was built for {build['for']}, but there is an NVIDIA GPU", fix)
     if build and build["cuda"] and driver["cuda"] and _numbers(build["cuda"])[0] > _numbers(driver["cuda"])[0]:
-        fault = f"torch was built for CUDA {build['cuda']}; this driver goes up to {driver['cuda']}"
+        fault = f"torch was built for CUDA {build['cuda']}; this driver supports up to {driver['cuda']}"
         yield Finding(ERROR, fault, "update the driver, or install a torch for an older CUDA")
     differs = facts["tapes"]["differs"]
     if differs:
         recorded = facts["tapes"]["recorded_with"]
         each = ", ".join(f"{name} {packages[name]} (recorded: {', '.join(recorded[name])})" for name in differs)
         fix = "if an estimate looks wrong: vplan record --check --variant step-lora-half-fp32-autocast-full-one"
-        yield Finding(NOTE, f"other versions are installed than the tapes were recorded with: {each}", fix)
+        yield Finding(NOTE, f"installed versions differ from those the tapes were recorded with: {each}", fix)
 
 
 def _allocator(facts: Facts) -> Iterator[Finding]:
@@ -127,15 +131,15 @@ def _allocator(facts: Facts) -> Iterator[Finding]:
     said = [text for text in (new, old) if text]
     if old is not None and new is not None and old != new:
         fix = "unset PYTORCH_CUDA_ALLOC_CONF"
-        yield Finding(WARNING, "both names of the allocator's settings are set, to different values", fix)
+        yield Finding(WARNING, "both allocator variables are set, to different values", fix)
     if not facts["expandable_segments"]:
         fix = "plan with --no-expandable-segments, or train on Linux or in WSL"
-        yield Finding(NOTE, "this system's torch has no expandable segments: more memory is lost to fragments", fix)
+        yield Finding(NOTE, "this system's torch has no expandable segments: more memory is lost to fragmentation", fix)
     elif facts["gpus"] and not any(EXPANDABLE in text.replace(" ", "") for text in said):
         # torch 2.9 renamed the variable; both names are read since.
         name = "PYTORCH_CUDA_ALLOC_CONF" if new is None else "PYTORCH_ALLOC_CONF"
         settings = ",".join([*said[:1], EXPANDABLE])
-        what = "expandable segments are off in this shell, and estimates count on them (--no-expandable-segments)"
+        what = "expandable segments are off in this shell, but estimates assume them (--no-expandable-segments)"
         yield Finding(WARNING, what, f"export {name}={settings}")
 
 
@@ -146,21 +150,21 @@ def _host(facts: Facts) -> Iterator[Finding]:
     if known:
         assumed = lookup.default_host_ram(lookup.gpu(known[0]), len(known))
         if have < assumed:
-            what = f"{format_gib(have)} of host RAM; plans assume {format_gib(assumed)} beside such cards"
-            yield Finding(NOTE, what, f"say so: --host-ram {have / GIB:.0f}GiB")
+            what = f"{format_gib(have)} of host RAM; plans assume {format_gib(assumed)} for such cards"
+            yield Finding(NOTE, what, f"pass --host-ram {have / GIB:.0f}GiB")
     if memory["limit_bytes"]:
         limit, total = format_gib(memory["limit_bytes"]), format_gib(memory["total_bytes"])
         what = f"this process may use {limit} of the {total} of RAM"
         yield Finding(NOTE, what, f"plan with it: --host-ram {memory['limit_bytes'] / GIB:.0f}GiB")
     if "working" in disks and (free := disks["working"]["free_bytes"]) < DISK_BYTES:
-        fix = "train where there is room for weights and checkpoints"
-        yield Finding(WARNING, f"{free / 1e9:.1f} GB are free on the disk of the folder you are in", fix)
+        fix = "train where there is space for weights and checkpoints"
+        yield Finding(WARNING, f"{free / 1e9:.1f} GB are free on the disk of the current folder", fix)
     if "data" in disks and (free := disks["data"]["free_bytes"]) < TAPES_BYTES:
-        fix = "make room, or set VPLAN_HOME to a folder elsewhere"
+        fix = "free some space, or set VPLAN_HOME to another folder"
         yield Finding(WARNING, f"{free / 1e6:.0f} MB are free on the disk of your own models", fix)
     shared = disks.get("shared")
     if shared and facts["system"]["container"] and shared["total_bytes"] < SHARED_BYTES:
-        what = f"/dev/shm has {shared['total_bytes'] / 2**20:.0f} MiB: data loader workers will die of a bus error"
+        what = f"/dev/shm has {shared['total_bytes'] / 2**20:.0f} MiB: data loader workers will die with a bus error"
         yield Finding(WARNING, what, "start the container with --shm-size 8g, or --ipc host")
 
 

@@ -42,7 +42,7 @@ def run_id(output: Path) -> str:
         write_json(path, {"id": made})
         return made
     except (OSError, ValueError, KeyError, TypeError):
-        raise VplanError(f"{path} is damaged", "name another --output") from None
+        raise VplanError(f"{path} is damaged", "choose another --output") from None
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -100,28 +100,28 @@ def _all(folder: Path) -> Iterator[Path]:
 def check(checkpoint: Path, run: str) -> dict[str, Any]:
     """The manifest of a whole, unchanged checkpoint of this run; a VplanError says what is wrong with it."""
     name = f"checkpoint {quoted(checkpoint.name)}"
-    fix = "name another, or --resume auto for the newest whole one"
+    fix = "choose another, or --resume auto for the newest complete one"
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         hashes = dict(manifest["sha256"])
         written_by = manifest["run"]
     except FileNotFoundError:
-        raise VplanError(f"{name} is no checkpoint: it has no {MANIFEST}", fix) from None
+        raise VplanError(f"{name} is not a checkpoint: it has no {MANIFEST}", fix) from None
     except (OSError, ValueError, KeyError, TypeError):
         raise VplanError(f"{name} has a damaged {MANIFEST}", fix) from None
     if manifest.get("format") != FORMAT:
         raise VplanError(f"{name} has format {quoted(manifest.get('format'))}; this vplan reads {FORMAT}", fix)
     if written_by != run:
-        fault = f"{name} is of another run: its optimizer's state is not loaded from strange files"
-        raise VplanError(fault, "give that run's own --output, or begin anew with --resume no")
+        fault = f"{name} is from another run: optimizer states are never loaded from foreign files"
+        raise VplanError(fault, "pass that run's own --output, or start over with --resume no")
     there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
     if missing := hashes.keys() - there:
         raise VplanError(f"{name} lacks {sorted(missing)[0]}", fix)
     if strange := there - hashes.keys():
-        raise VplanError(f"{name} has {sorted(strange)[0]}, which is not its own", fix)
+        raise VplanError(f"{name} has {sorted(strange)[0]}, which does not belong to it", fix)
     for file, digest in hashes.items():
         if sha256(checkpoint / file) != digest:
-            raise VplanError(f"{name}: {file} is not what was written", fix)
+            raise VplanError(f"{name}: {file} differs from what was written", fix)
     return dict(manifest)
 
 

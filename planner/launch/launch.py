@@ -179,7 +179,7 @@ def locked(output: Path, node: int = 0) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise VplanError(f"another run is writing into {output}", "name another --output, or wait") from None
+            raise VplanError(f"another run is writing to {output}", "choose another --output, or wait") from None
         yield
 
 
@@ -223,7 +223,7 @@ def outcome(folder: Path, ended: Ended) -> Outcome:
         return Outcome("ok")
     log = folder / LOG
     if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
-        fix = "make room there and give the same command again: it goes on from the last checkpoint"
+        fix = "free some space there and run the same command again: it resumes from the last checkpoint"
         return Outcome("crash", f"the disk of {folder} is full", fix, 4)
     return Outcome("crash", f"{_cause(results, ended)}; its last words: {last_words(log)}", f"read {log}", 4)
 
@@ -235,7 +235,7 @@ def _cause(results: list[dict[str, Any]], ended: Ended) -> str:
         code = ended.returncode or 0
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"training ended with {how}{where}"
-    return f"a rank died{where}, and the others were ended (ranks {', '.join(unfinished)})"
+    return f"a rank died{where}, and the others were stopped (ranks {', '.join(unfinished)})"
 
 
 def last_words(log: Path) -> str:
@@ -243,7 +243,7 @@ def last_words(log: Path) -> str:
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _is_error(line)]
-    return (errors or lines or ["it said nothing"])[-1][:500]
+    return (errors or lines or ["no output"])[-1][:500]
 
 
 def _is_error(line: str) -> bool:

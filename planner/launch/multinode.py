@@ -93,7 +93,7 @@ class Peers:
         self._stopped.set()
         self._thread.join()
         if self.rank == 0 and self.folder.is_dir():
-            told = value.message if isinstance(value, VplanError) else "" if value is None else "it was ended"
+            told = value.message if isinstance(value, VplanError) else "" if value is None else "it was stopped"
             write_json(self.folder / END, {"message": told})
 
     def _join(self) -> Path:
@@ -136,7 +136,7 @@ class Peers:
             if (self.folder / END).exists():
                 return None
             if self._pulses[0].look() > SILENT_SECONDS:
-                raise VplanError("the first computer has stopped answering", "give the command again on all of them", 4)
+                raise VplanError("the first node stopped responding", "run the command again on all nodes", 4)
             time.sleep(LOOK_SECONDS / 2)
         return RunRequest.read(read_json(path), path.name)
 
@@ -184,7 +184,7 @@ class Peers:
         failed = [one for name in WORST for one in found.values() if one.name == name]
         if not failed or failed[0].name != "crash":
             return failed[0] if failed else own
-        each = {f"computer {rank}: {one.message}" for rank, one in sorted(found.items()) if one.name == "crash"}
+        each = {f"node {rank}: {one.message}" for rank, one in sorted(found.items()) if one.name == "crash"}
         return failed[0]._replace(message="; ".join(sorted(each)))
 
     def _others(self, attempt: int) -> dict[int, Outcome]:
@@ -207,5 +207,5 @@ class Peers:
 
 
 def _gone(rank: int) -> Outcome:
-    message = f"computer {rank} has stopped answering, and the ranks of the others were ended"
-    return Outcome("gone", message, "see what became of it, and give the command again on all of them", 4)
+    message = f"node {rank} stopped responding, and the ranks of the others were stopped"
+    return Outcome("gone", message, "check what happened to it, and run the command again on all nodes", 4)

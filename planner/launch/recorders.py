@@ -80,7 +80,7 @@ class Recorders:
             self._folder = Path(tempfile.mkdtemp(prefix="vplan-record-"))
         except OSError as error:
             fault = f"cannot write into {tempfile.gettempdir()}: {error.strerror}"
-            raise VplanError(fault, "make room there, or set TMPDIR to a folder that has some") from None
+            raise VplanError(fault, "free some space there, or set TMPDIR to a folder that has some") from None
         return self
 
     def __exit__(

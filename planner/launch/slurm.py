@@ -44,7 +44,7 @@ def slurm_script(
         *([f"#SBATCH --output={log}"] if log and _is_plain(log) else []),
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
-        "# Add what your cluster wants: --partition, --account, --cpus-per-task; --time is an estimate.",
+        "# Add what your cluster needs: --partition, --account, --cpus-per-task; --time is an estimate.",
         "set -euo pipefail",
         "",
     ]

@@ -42,8 +42,8 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
 def check_computers(machine: Machine) -> None:
     """A VplanError where a plan is for more than the one computer that a probe runs on."""
     if machine.nodes > 1:
-        fault = f"the plan is for {machine.nodes} computers, and what is measured is one of them"
-        raise VplanError(fault, "write nodes = 1: there each GPU takes as much (ddp), or more (what shards)")
+        fault = f"the plan is for {machine.nodes} nodes, but only one is measured"
+        raise VplanError(fault, "set nodes = 1: each GPU then needs as much (ddp) or more (sharded)")
 
 
 def trainer_gaps(

@@ -35,10 +35,10 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
     if not above:
         return plan, None
     worst = max(above, key=lambda name: above[name])
-    needs = f"{PHASES[worst]} takes {format_gib(above[worst])}, and {card.title} gives {format_gib(found.budget_bytes)}"
+    needs = f"{PHASES[worst]} takes {format_gib(above[worst])}, but {card.title} gives {format_gib(found.budget_bytes)}"
     strategy = plan.strategy.replace(validation_mode="off", group_offload="none", group_offload_stream=False)
     fix = "--vae-tiling, --validation-mode offload or a smaller --validation shape may"
-    return plan.replace(strategy=strategy), f"no samples are made, they do not fit: {needs} ({fix})"
+    return plan.replace(strategy=strategy), f"no samples are made because they do not fit: {needs} ({fix})"
 
 
 def prompts(plan: Plan, said: Mapping[str, Any]) -> tuple[str, ...]:
@@ -48,21 +48,21 @@ def prompts(plan: Plan, said: Mapping[str, Any]) -> tuple[str, ...]:
     """
     asked = [name for name, value in said.items() if name.startswith("validat") and value]
     if plan.strategy.validation_mode == "off" and asked:
-        fault = f"--{asked[0].replace('_', '-')}, and the plan makes no samples (validation_mode off)"
+        fault = f"--{asked[0].replace('_', '-')}, but the plan makes no samples (validation_mode off)"
         raise VplanError(fault, "add --validation-mode on, so that they are planned for too")
     is_input = lookup.model(plan.job.model).config.get("guidance_embeds")
     if said.get("validation_guidance") is not None and not plan.job.guided and not is_input:
-        fix = "leave it out, or write cfg = true into the plan's validation"
-        raise VplanError("--validation-guidance, and the plan samples without guidance (cfg = false)", fix)
+        fix = "leave it out, or set cfg = true in the plan's validation"
+        raise VplanError("--validation-guidance, but the plan samples without guidance (cfg = false)", fix)
     file = said["validation_prompts"]
     found = [*said["validation_prompt"], *(_lines(Path(file).expanduser()) if file else ())]
     if len(found) > MAX_PROMPTS:
         raise VplanError(
-            f"{len(found)} validation prompts", f"give {MAX_PROMPTS} at most: each is a sample to wait for"
+            f"{len(found)} validation prompts", f"use at most {MAX_PROMPTS}: each one is a sample to wait for"
         )
     for prompt in found:
         if not prompt.strip() or len(prompt) > MAX_PROMPT or "\0" in prompt:
-            raise VplanError(f"validation prompt {quoted(prompt)} is no prompt", f"write 1 to {MAX_PROMPT} characters")
+            raise VplanError(f"validation prompt {quoted(prompt)} is not a prompt", f"use 1 to {MAX_PROMPT} characters")
     return tuple(prompt.strip() for prompt in found)
 
 
@@ -71,12 +71,12 @@ def _lines(path: Path) -> list[str]:
         with path.open("rb") as file:
             text = file.read(MAX_PROMPTS * MAX_PROMPT + 1).decode("utf-8-sig")
     except OSError as error:
-        raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", "name a file of prompts") from None
+        raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", "pass a file with prompts") from None
     except UnicodeDecodeError:
-        raise VplanError(f"{quoted(str(path))} is not UTF-8 text", "write one prompt a line") from None
+        raise VplanError(f"{quoted(str(path))} is not UTF-8 text", "write one prompt per line") from None
     found = [line for line in text.splitlines() if line.strip()]
     if not found:
-        raise VplanError(f"{quoted(str(path))} has no prompt", "write one prompt a line")
+        raise VplanError(f"{quoted(str(path))} has no prompt", "write one prompt per line")
     return found
 
 

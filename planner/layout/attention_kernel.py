@@ -53,8 +53,8 @@ def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Col
     NotEstimatedError.
     """
     if strategy.attention == "flash" and "_scaled_dot_product_efficient_attention" in operators:
-        fault = "attention flash takes neither masks nor fp32, and some attention of this model and precision has one"
-        raise NotEstimatedError(fault, "use --attention sdpa, with which torch chooses for each")
+        fault = "attention flash supports neither masks nor fp32, and this model at this precision uses one"
+        raise NotEstimatedError(fault, "use --attention sdpa, which lets torch choose for each")
     if strategy.attention != "sdpa":
         return str(strategy.attention)
     if "_scaled_dot_product_flash_attention" not in operators:

@@ -38,13 +38,13 @@ def split_plan(model: ModelProfile, grid: Mapping[str, int], parts: int) -> Spli
     """What of a model is split; a NotEstimatedError where a clip of this ``grid`` cannot be, into so many parts."""
     plan = model.traits.split
     if plan is None:
-        why = model.traits.split_fault or "diffusers has no plan for it"
-        fault = f"context_parallel cannot split the tokens of {model.title}: {why}"
+        why = model.traits.split_fault or "diffusers has no parallel plan for it"
+        fault = f"context_parallel is not supported by {model.title}: {why}"
         raise NotEstimatedError(fault, "use --context-parallel 1, with --gradient-checkpointing offload")
     for what, count in _counts(model, plan, grid).items():
         if count % parts:
             fix = "another size" if model.kind == "image" else "another --frames, --height or --width"
-            fix = fix if "clip" in what else "--text-tokens in its multiples"
+            fix = fix if "clip" in what else "--text-tokens in multiples of it"
             divisors = [fewer for fewer in range(1, parts) if not count % fewer and not parts % fewer]
             fix = f"use --context-parallel {divisors[-1]}" + (f", or {fix}" if what != "attention heads" else "")
             fault = f"context_parallel {parts} does not divide the {count} {what} of {model.title}"

@@ -293,7 +293,7 @@ def _as_measured(estimate: Estimate, ran: Sequence[Proof]) -> Estimate:
     seconds = [each.step_seconds for each in seen if each.step_seconds]
     ram = [each.host_bytes for each in seen if each.host_bytes]
     short = estimate.limit == "host" and not (ram and max(ram) <= (estimate.machine.host_ram or max(ram)))
-    words = f"{NOTE_PREFIXES[1]}{len(ran)} probe{'s' * (len(ran) > 1)} of this very plan in this environment"
+    words = f"{NOTE_PREFIXES[1]}{len(ran)} probe{'s' * (len(ran) > 1)} of this exact plan in this environment"
     changes = {"step_seconds": statistics.median(seconds), "step_seconds_high": max(seconds)} if seconds else {}
     return with_peak(estimate, top).replace(
         low_bytes=min(device),
@@ -309,7 +309,7 @@ def _as_measured(estimate: Estimate, ran: Sequence[Proof]) -> Estimate:
 def _ran_out(estimate: Estimate, out: Sequence[Proof]) -> Estimate:
     """An estimate that says no, because the plan ran out of memory when it was tried."""
     basis = "measured" if any(proof.own_card for proof in out) else "nearby"
-    notes = (f"{NOTE_PREFIXES[1]}this very plan ran out of memory", *estimate.assumptions)
+    notes = (f"{NOTE_PREFIXES[1]}this exact plan ran out of memory", *estimate.assumptions)
     if all(proof.measured.outcome == "host-oom" for proof in out):
         return estimate.replace(basis=basis, verdict="no", limit="host", assumptions=notes)
     needed = estimate.budget_bytes + 1

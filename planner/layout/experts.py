@@ -135,5 +135,5 @@ def expert_assumption(model: ModelProfile, job: Job) -> str | None:
     if model.experts == 1 or job.experts is not None:
         return None
     if job.method == "sample":
-        return "one of the two experts at a time: the other is loaded when its noise levels come, and not counted"
-    return "one of the two experts, high or low noise (a run each; --experts both for one run of both)"
+        return "one of the two experts at a time; the other is loaded for its noise levels and not counted"
+    return "one of the two experts, high or low noise (one run each; --experts both for one run with both)"

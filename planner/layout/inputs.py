@@ -33,7 +33,7 @@ def tapes(model: str, *variants: str) -> list[Tape]:
     if missing:
         flags = " ".join(f"--variant {variant}" for variant in missing)
         fault = f"no tape {' or '.join(missing)} of {model}"
-        raise NotRecordedError(fault, f"record it once, with vplan[train] installed: vplan record {model} {flags}")
+        raise NotRecordedError(fault, f"record it once (needs vplan[train]): vplan record {model} {flags}")
     return [_read(path, path.stat().st_mtime_ns) for path in paths if path is not None]
 
 

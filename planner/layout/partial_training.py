@@ -28,7 +28,7 @@ def freeze_unmatched(run: Run) -> None:
     frozen = {name: buffer for name, buffer in gradients.items() if not matches(name, patterns)}
     if len(frozen) == len(gradients):
         example = max(gradients, key=len)
-        raise VplanError(f"no weight matches trainable {', '.join(patterns)}", f"weights are named like {example}")
+        raise VplanError(f"no weight matches trainable {', '.join(patterns)}", f"weight names look like {example}")
     run.drop(run.step, frozen.values())
     states = {name: buffer for name, buffer in run.named("optimizer").items() if name.rpartition(":")[0] in frozen}
     for stage in (run.optimizer_first, run.optimizer):

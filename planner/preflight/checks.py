@@ -55,19 +55,19 @@ def on_host(plan: Plan, found: Estimate | None) -> Iterator[Check]:
     most = min(ram["limit_bytes"] or ram["total_bytes"], ram["total_bytes"])
     limit = " (the limit of this container, service or job)" if ram["limit_bytes"] else ""
     if need > most:
-        fault = f"the plan needs {format_gib(need)} of host RAM, and this machine gives {format_gib(most)}{limit}"
+        fault = f"the plan needs {format_gib(need)} of host RAM, but this machine gives {format_gib(most)}{limit}"
         fix = f"plan for it: `vplan suggest {plan.job.model} --gpu {plan.machine.gpu} --host-ram {gib(most):.0f}GiB`"
         yield Check("host RAM", "error", fault, fix, SHORT)
     elif need > ram["available_bytes"]:
-        fault = f"{format_gib(ram['available_bytes'])} of host RAM are free, and the plan needs {format_gib(need)}"
-        yield Check("host RAM", "warning", fault, "end what else runs, or plan for less")
+        fault = f"{format_gib(ram['available_bytes'])} of host RAM are free, but the plan needs {format_gib(need)}"
+        yield Check("host RAM", "warning", fault, "stop other programs, or use less memory")
     else:
         yield Check("host RAM", "ok", f"{format_gib(need)} needed, {format_gib(ram['available_bytes'])} available")
     pinned, limited = pinned_bytes(found), memory_lock_bytes()
     if pinned and limited is not None and pinned // plan.machine.gpus > limited:
         # NVIDIA's driver does not count what it pins; what registers memory with a network card is counted.
-        what = f"each process pins {format_gib(pinned // plan.machine.gpus)}, and may lock {format_gib(limited)}"
-        fix = "nothing to do unless pinning is refused; then: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+        what = f"each process pins {format_gib(pinned // plan.machine.gpus)} but may lock only {format_gib(limited)}"
+        fix = "nothing to do unless pinning fails; then: ulimit -l unlimited (docker: --ulimit memlock=-1)"
         yield Check("pinned RAM", "note", what, fix)
 
 
@@ -105,14 +105,14 @@ def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -
         there = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
         free = shutil.disk_usage(there).free
     except OSError as error:  # a folder above that others may not enter is one too
-        yield Check("disk", "error", f"cannot look at {output}: {error.strerror}", "name another --output", WRONG)
+        yield Check("disk", "error", f"cannot access {output}: {error.strerror}", "choose another --output", WRONG)
         return
     need = (keep + 1) * found.disk_bytes + cache_bytes
     parts = f"{keep + 1} checkpoints of {_on_disk(found.disk_bytes)}"
     parts += f", {_on_disk(cache_bytes)} of encoded data" if cache_bytes else ""
     if need > free:
-        fault = f"{_on_disk(free)} are free at {there}, and the run writes {_on_disk(need)} ({parts})"
-        yield Check("disk", "error", fault, "make room, keep fewer checkpoints, or name another --output", SHORT)
+        fault = f"{_on_disk(free)} are free at {there}, but the run writes {_on_disk(need)} ({parts})"
+        yield Check("disk", "error", fault, "free space, keep fewer checkpoints, or choose another --output", SHORT)
     else:
         yield Check("disk", "ok", f"{_on_disk(need)} needed ({parts}), {_on_disk(free)} free")
 
@@ -120,7 +120,7 @@ def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -
 def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
     """What has changed since the plan was measured."""
     if not plan.evidence:
-        yield Check("versions", "note", "the plan has not been measured yet", "prove it here: --probe")
+        yield Check("versions", "note", "the plan has not been measured yet", "test it here: --probe")
         return
     env = plan.evidence[-1].env
     driver = doctor.gpus()[0]["version"] if cards else None
@@ -130,7 +130,7 @@ def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
         f"{name} {getattr(env, name)}, here {here}" for name, here in now.items() if here and here != getattr(env, name)
     ]
     if differs:
-        yield Check("versions", "warning", f"the plan was measured with {'; '.join(differs)}", "prove it here: --probe")
+        yield Check("versions", "warning", f"the plan was measured with {'; '.join(differs)}", "test it here: --probe")
     else:
         yield Check("versions", "ok", f"as measured: torch {env.torch}, diffusers {env.diffusers}, {env.gpu}")
 
@@ -153,13 +153,13 @@ def on_data(plan: Plan, folder: Path, skip_bad: bool) -> tuple[Facts, list[Check
     largest = max(shapes, key=lambda shape: shape.frames * shape.height * shape.width)
     most = max(plan.job.shapes, key=lambda shape: shape.frames * shape.height * shape.width)
     cache = sum(sample_bytes(profile, plan.job.replace(**_size(shape))) for shape in shapes)
-    words = f"{len(shapes)} samples; the largest is trained at {_shown(largest)}"
+    words = f"{len(shapes)} samples; the largest trains at {_shown(largest)}"
     checks = [Check("data", "ok", words)]
     if _size(largest) != _size(most):
         what = f"no sample fills the plan's largest shape {_shown(most)}: the largest is {_shown(largest)}"
-        checks = [Check("data", "note", f"{len(shapes)} samples; {what}", "plan for that shape: it takes less")]
+        checks = [Check("data", "note", f"{len(shapes)} samples; {what}", "plan for that shape: it needs less")]
     checks += [Check("data", "note", note) for note in dataset.notes]
-    checks += [Check("data", "warning", f"left out: {fault}") for fault in dataset.skipped[:5]]
+    checks += [Check("data", "warning", f"skipped: {fault}") for fault in dataset.skipped[:5]]
     return {"samples": len(shapes), "skipped": len(dataset.skipped), "cache_bytes": cache}, checks
 
 

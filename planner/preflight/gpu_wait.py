@@ -13,7 +13,7 @@ from planner.hardware import doctor
 from planner.hardware.diagnoses import HELD_BYTES
 from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need
 from planner.spec.plan import Plan
-from planner.units import format_gib, format_seconds, gib
+from planner.units import format_gib, format_seconds, gib, plural
 
 POLL_SECONDS = 2.0
 LONGEST_WAIT = 7 * 86_400
@@ -23,16 +23,16 @@ def cards_of(plan: Plan) -> list[Facts]:
     """The cards that will train, as they are now; a VplanError where they are not there or do not answer."""
     driver, cards = doctor.visible()
     if driver["error"]:
-        fix = "run it where one is; `--device cpu` checks the rest, and is for tiny models"
-        raise VplanError(f"training needs a GPU, and NVML says {driver['error']}", fix)
+        fix = "run it on a machine with one; `--device cpu` checks the rest, and is for tiny models"
+        raise VplanError(f"training needs a GPU; NVML reports: {driver['error']}", fix)
     wanted = plan.machine.gpus
     if len(cards) < wanted:
-        fix = f"`vplan suggest {plan.job.model} --gpus {max(1, len(cards))}`, or look at CUDA_VISIBLE_DEVICES"
-        raise VplanError(f"the plan is for {wanted} GPUs, and this machine shows {len(cards)}", fix)
+        fix = f"`vplan suggest {plan.job.model} --gpus {max(1, len(cards))}`, or check CUDA_VISIBLE_DEVICES"
+        raise VplanError(f"the plan is for {plural(wanted, 'GPU')}, but this machine shows {len(cards)}", fix)
     for card in cards[:wanted]:
         if card["name"] is None:
-            fix = "look at `nvidia-smi`: it may have fallen off the bus"
-            raise VplanError(f"GPU {card['index']} does not answer", fix, FAILED)
+            fix = "check `nvidia-smi`: it may have fallen off the bus"
+            raise VplanError(f"GPU {card['index']} does not respond", fix, FAILED)
     return [_with_free(card) for card in cards[:wanted]]
 
 
@@ -47,30 +47,30 @@ def on_card(card: Facts, need: Need) -> Iterator[Check]:
     """Whether a card has free now what the plan takes, phase by phase, and who has the rest."""
     name, free = f"GPU {card['index']}", card["free_bytes"]
     if free is None:
-        fix = "see `nvidia-smi`; a probe proves that it fits: --probe"
-        yield Check(name, "warning", f"{name} ({card['name']}) does not say how much of it is free", fix)
+        fix = "see `nvidia-smi`; a probe shows whether it fits: --probe"
+        yield Check(name, "warning", f"{name} ({card['name']}) does not report its free memory", fix)
         return
     most = max(need.phases.values(), default=need.high_bytes) or 1
     short = {
         phase: nbytes for phase, nbytes in need.phases.items() if nbytes * need.low_bytes > free * most
     }  # each phase's low end, as far below its number as the peak's is
     there = f"{name} ({card['name']}) has {format_gib(free)} free"
-    fix = "end what else runs there, wait for it (--wait 10m), or plan for less"
+    fix = "stop other programs there, wait for them (--wait 10m), or use less memory"
     if need.low_bytes > free:
         phases = ", ".join(f"{phase} {gib(nbytes):.1f}" for phase, nbytes in short.items())
         told = f" (GiB by phase: {phases})" if phases else ""
-        fault = f"{there}, and the plan needs {format_gib(need.low_bytes)} at least{told}{_held(card)}"
+        fault = f"{there}, but the plan needs at least {format_gib(need.low_bytes)}{told}{_held(card)}"
         yield Check(name, "error", fault, fix, SHORT)
     elif need.high_bytes > free:
-        fault = f"{there}, and the plan may need {format_gib(need.high_bytes)}{_held(card)}"
-        yield Check(name, "warning", fault, f"prove it with --probe, or {fix}")
+        fault = f"{there}, but the plan may need {format_gib(need.high_bytes)}{_held(card)}"
+        yield Check(name, "warning", fault, f"test it with --probe, or {fix}")
     else:
-        yield Check(name, "ok", f"{there}, and the plan needs {format_gib(need.high_bytes)} at most ({need.basis})")
+        yield Check(name, "ok", f"{there}, and the plan needs at most {format_gib(need.high_bytes)} ({need.basis})")
         if (card["used_bytes"] or 0) > HELD_BYTES:
             yield Check(name, "note", f"{name}{_held(card).replace('; ', ': ', 1)}")
     if card["mig"] and "MIG" not in card["name"]:
-        what = f"{name} is cut into MIG slices, and the number is of the whole"
-        yield Check(name, "warning", what, "name the slice: CUDA_VISIBLE_DEVICES=MIG-...")
+        what = f"{name} is split into MIG slices, and the number is for the whole card"
+        yield Check(name, "warning", what, "select the slice: CUDA_VISIBLE_DEVICES=MIG-...")
 
 
 def _held(card: Facts) -> str:
@@ -80,11 +80,11 @@ def _held(card: Facts) -> str:
         return ""
     told = [process for process in card["processes"] if process["used_bytes"] is None or process["used_bytes"] > 0]
     named = [
-        f"{process['name'] or 'somebody'} (pid {process['pid']}) holds "
+        f"{process['name'] or 'a process'} (pid {process['pid']}) holds "
         + ("some" if process["used_bytes"] is None else format_gib(process["used_bytes"]))
         for process in sorted(told, key=lambda process: -(process["used_bytes"] or 0))
     ]
-    return "; " + (", ".join(named[:5]) or f"somebody who cannot be seen from here holds {format_gib(used)}")
+    return "; " + (", ".join(named[:5]) or f"an invisible process holds {format_gib(used)}")
 
 
 def wait(
@@ -120,5 +120,5 @@ def parse_wait(text: str) -> float:
     found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*(s|sec|m|min|h)?", text.strip().lower(), re.ASCII)
     seconds = float(found[1]) * {"m": 60, "h": 3600}.get((found[2] or "s")[0], 1) if found else math.inf
     if seconds > LONGEST_WAIT:
-        raise VplanError(f"--wait {quoted(text)} is no time to wait", "write it as 90s, 10m or 2h, a week at most")
+        raise VplanError(f"--wait {quoted(text)} is not a waiting time", "use 90s, 10m or 2h, at most a week")
     return seconds

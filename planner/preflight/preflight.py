@@ -97,7 +97,7 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
         and need.basis == "measured"
         and not (estimate and (estimate.basis == "measured" or estimate.limit == "host"))
     ):
-        checks = [Check("plan", "ok", f"fits: {format_gib(need.high_bytes)} when it was measured on such a card")]
+        checks = [Check("plan", "ok", f"fits: {format_gib(need.high_bytes)} measured on such a card")]
     waited_seconds = 0.0
     if need and cards and options.wait_seconds:
         cards, waited_seconds = wait(plan, need, cards, options.wait_seconds, say)
@@ -141,7 +141,7 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
         if must:
             raise
         return None, [Check("plan", "warning", f"not estimated: {error.message}", error.fix)]
-    fix = f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a plan that does"
+    fix = f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds one that does"
     if estimate.verdict == "no" and estimate.limit == "host":
         fault = f"the plan needs {format_gib(estimate.host_ram_bytes)} of host RAM, and it has"
         return estimate, [Check("plan", "error", f"{fault} {format_gib(plan.machine.host_ram or 0)}", fix, SHORT)]
@@ -151,7 +151,7 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     budget = f"{format_gib(estimate.high_bytes)} at most of {format_gib(estimate.budget_bytes)} ({card.title})"
     if estimate.verdict == "tight":
         return estimate, [
-            Check("plan", "warning", f"it is tight: up to {budget}", "plan for less, or prove it: --probe")
+            Check("plan", "warning", f"it is tight: up to {budget}", "use less memory, or test it: --probe")
         ]
     return estimate, [Check("plan", "ok", f"fits: {budget}")]
 
@@ -192,18 +192,18 @@ def _probed(
     outcome, where = measured["outcome"], f" in {measured['phase']}" if measured["phase"] else ""
     if outcome in ("oom", "host-oom"):
         fault = f"the plan ran out of {'GPU' if outcome == 'oom' else 'host'} memory{where}"
-        return row, [Check("probe", "error", fault, "plan for less", SHORT)]
+        return row, [Check("probe", "error", fault, "use less memory", SHORT)]
     if outcome != "ok":
         fault = f"the probe ended with {outcome}{where}: {message}".rstrip(": ")
         return row, [Check("probe", "error", fault, f"read {row['details'].get('log', 'the row (--json)')}", FAILED)]
     if measured["retries"]:
-        fault = f"the allocator had to empty its cache {measured['retries']} times: at the edge, and slower for it"
-        return row, [Check("probe", "error", fault, "plan for less", SHORT)]
+        fault = f"the allocator emptied its cache {measured['retries']} times: at the limit, and slower for it"
+        return row, [Check("probe", "error", fault, "use less memory", SHORT)]
     peak = measured["device_bytes"]
     if peak is None:
-        return row, [Check("probe", "ok", f"ran, {measured['step_seconds']:.2f} s a step; no GPU was measured")]
+        return row, [Check("probe", "ok", f"ran, {measured['step_seconds']:.2f} s/step; no GPU was measured")]
     free = min((card["free_bytes"] for card in cards if card["free_bytes"] is not None), default=None)
     if free is not None and peak > free:
         fault = f"it took {format_gib(peak)} of a GPU, and {format_gib(free)} are free"
-        return row, [Check("probe", "error", fault, "end what else runs there, or plan for less", SHORT)]
-    return row, [Check("probe", "ok", f"ran: {format_gib(peak)} of a GPU, {measured['step_seconds']:.2f} s a step")]
+        return row, [Check("probe", "error", fault, "stop other programs there, or use less memory", SHORT)]
+    return row, [Check("probe", "ok", f"ran: {format_gib(peak)} of a GPU, {measured['step_seconds']:.2f} s/step")]

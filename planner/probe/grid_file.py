@@ -60,12 +60,12 @@ def read_grid(path: str | Path) -> tuple[GridEntry, ...]:
         with path.open("rb") as file:
             text = file.read(LARGEST_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "that is no file's name"
+        reason = error.strerror if isinstance(error, OSError) else "not a valid file name"
         names = ", ".join(sorted(grid.stem for grid in profiles.GRIDS.glob("*.toml")))
-        fix = f"name a grid's .toml file, or one that comes with vplan: {names}"
+        fix = f"pass a grid's .toml file, or a bundled grid: {names}"
         raise VplanError(f"cannot read the grid {quoted(str(path))}: {reason}", fix) from None
     if len(text) > LARGEST_BYTES:
-        raise VplanError(f"{path.name} is larger than a grid of {MOST_PLANS} plans", "name a grid's .toml file")
+        raise VplanError(f"{path.name} is too large for a grid of {MOST_PLANS} plans", "pass a grid's .toml file")
     try:
         whole = tomllib.loads(text.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
@@ -80,14 +80,14 @@ def read_grid(path: str | Path) -> tuple[GridEntry, ...]:
 
 def _entries(whole: Mapping[str, Any], where: str) -> Iterator[GridEntry]:
     if whole.get("schema") != 1:
-        raise VplanError(f"{where} is no grid of schema 1, which this vplan reads", "write schema = 1 at its top")
+        raise VplanError(f"{where} is not a grid of schema 1, which this vplan reads", "add schema = 1 at the top")
     if unknown := sorted(whole.keys() - {"schema", "jobs"}):
         raise VplanError(f"{where}: a grid has no {quoted(unknown[0])}", "write [[jobs]] tables")
     jobs = whole.get("jobs", [])
     for number, table in enumerate(jobs if isinstance(jobs, list) else [jobs], start=1):
         here = f"{where}: job {number}"
         if not isinstance(table, dict):
-            raise VplanError(f"{here} is no table", "write [[jobs]] above it")
+            raise VplanError(f"{here} is not a table", "write [[jobs]] above it")
         said = dict(table)
         plans, config = said.pop("plans", None), said.pop("config", {})
         job = Job.read(said, here)

@@ -81,7 +81,7 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
     try:
         plan = settled(bare)
         if on_cpu and not entry.config:
-            raise VplanError("a whole model takes too long on the CPU: its job needs a config that shrinks it")
+            raise VplanError("the full model takes too long on the CPU: its job needs a config that shrinks it")
         if entry.config:
             if entry.cap:
                 raise VplanError("a shrunk model's peak is not estimated, so nothing can be capped at it")
@@ -92,7 +92,7 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
         plan = plan.replace(machine=_capped(entry, found)) if entry.cap else plan
         skip = None if entry.cap else _short_of_memory(found, entry.encode)
         if host_ram is not None and found.host_ram_bytes > host_ram:
-            skip = f"it needs {gib(found.host_ram_bytes):.0f} GiB of host RAM, and here are {gib(host_ram):.0f}"
+            skip = f"it needs {gib(found.host_ram_bytes):.0f} GiB of host RAM, and this machine has {gib(host_ram):.0f}"
     except VplanError as error:
         return Candidate(entry=entry, plan=bare, name="", seconds=0.0, skip=error.message)
     return Candidate(
@@ -111,11 +111,11 @@ def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
 def _capped(entry: GridEntry, found: Estimate) -> Machine:
     """The machine with all of the card in reserve but what the plan may have."""
     if found.peak.phase in SEPARATE_PHASES:
-        raise VplanError("its peak is in encoding, so a cap at it says nothing of training")
+        raise VplanError("its peak is in encoding, so a cap there says nothing about training")
     budget = found.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-found.high_bytes // MIB) * MIB
     card = lookup.parse_gpus(found.machine.gpu)[1].allocatable_bytes
     if budget >= card:
-        raise VplanError(f"a cap at {gib(budget):.1f} GiB is no cap on a card of {gib(card):.1f}")
+        raise VplanError(f"a cap at {gib(budget):.1f} GiB does not cap a card of {gib(card):.1f}")
     return found.machine.replace(reserve=card - budget)
 
 

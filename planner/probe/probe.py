@@ -107,9 +107,9 @@ def probe(
     plan = settled(plan)
     _check_installed(plan.strategy)
     if history and device == "cpu":
-        raise VplanError("the allocator's history is of a GPU", "leave out --record-history, or --device cpu")
+        raise VplanError("the allocator's history needs a GPU", "leave out --record-history, or --device cpu")
     if history and not Path(history).absolute().parent.is_dir():
-        raise VplanError(f"there is no folder for {quoted(str(history))}", "make it, or name another file")
+        raise VplanError(f"there is no folder for {quoted(str(history))}", "create it, or choose another file")
     card = lookup.parse_gpus(plan.machine.gpu)[1]
     request = {
         "plan": {"schema": 1, **{part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}},
@@ -157,7 +157,7 @@ def _run(
             facts |= _with_encoding(facts, encoded.facts)
         if outcome == "ok" and (times := steady_retries(facts)):
             outcome = "oom"
-            message = f"the allocator had to empty its cache {times} times in steady steps: it runs at the edge, slowly"
+            message = f"the allocator emptied its cache {times} times in steady steps: it runs at the limit, slowly"
             facts |= {"phase": "step", "message": message}
         keep = outcome in ("crash", "timeout")
         details = _details(facts, ended, log if keep else None)
@@ -220,7 +220,7 @@ def _folder(request: Mapping[str, Any], encode: bool) -> Path:
             raise
     except OSError as error:
         fault = f"cannot write into {tempfile.gettempdir()}: {error.strerror}"
-        raise VplanError(fault, "make room there, or set TMPDIR to a folder that has some") from None
+        raise VplanError(fault, "free some space there, or set TMPDIR to a folder that has some") from None
     return folder
 
 
@@ -368,15 +368,15 @@ def _details(facts: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[s
         details["message"] = _last_words(log, ended)
         details["log"] = str(log)
     elif "outcome" not in facts:
-        details["message"] = f"ended by the kernel (exit code {ended.returncode})"
+        details["message"] = f"killed by the kernel (exit code {ended.returncode})"
     return details
 
 
 def _last_words(log: Path, ended: Ended) -> str:
     """How a process ended, and the last line of its log."""
     words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    last = next((line for line in reversed(words) if line), "it said nothing")
-    how = "ended at its time limit" if ended.timed_out else f"exit code {ended.returncode}"
+    last = next((line for line in reversed(words) if line), "no output")
+    how = "stopped at its time limit" if ended.timed_out else f"exit code {ended.returncode}"
     return f"{how}: {last[:500]}"
 
 

@@ -98,7 +98,7 @@ def chosen_objective(question: Question, prefer: str) -> Objective | None:
     objective = PREFERRED[prefer](question.model)
     typed = [field for field in objective.fields if field in question.fixed]
     if typed and not question.frames_max:
-        fault = f"--prefer {prefer} would change what you fixed: {', '.join(typed)}"
+        fault = f"--prefer {prefer} would change options you set: {', '.join(typed)}"
         raise VplanError(fault, f"leave out --{typed[0]}")
     return objective
 

@@ -106,5 +106,5 @@ def assumptions(question: Question, plan: Estimate) -> tuple[str, ...]:
 def _tightest(search: Search) -> Estimate:
     plan = search.tightest(search.question.job)
     if plan is None:
-        raise search.missing or VplanError("no strategy to look at", "type fewer switches")
+        raise search.missing or VplanError("no valid strategy left", "remove some options")
     return plan

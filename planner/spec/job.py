@@ -181,7 +181,7 @@ class Strategy(Record):
         Note(
             trained=("adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"),
             losses=(
-                Loss(frozenset({"adamw-8bit", "adamw-8bit-paged"}), "the optimizer's states have 8 bits", TRAINING),
+                Loss(frozenset({"adamw-8bit", "adamw-8bit-paged"}), "8-bit optimizer states", TRAINING),
                 Loss(frozenset({"adafactor", "came"}), "second moments are row and column sums", TRAINING),
             ),
             words={"adamw-8bit": "8-bit AdamW"},
@@ -253,7 +253,7 @@ class Strategy(Record):
         Residence,
         Note(
             trained=("cached",),
-            words={"swapped": "VAE swapped in"},
+            words={"swapped": "VAE swapped"},
             searched=Searched(15, sample=("cached", "swapped")),
         ),
     ] = "cached"
@@ -271,7 +271,7 @@ class Strategy(Record):
         Note(
             trained=ALL,
             losses=(Loss(frozenset({True}), "tiles are blended where they meet"),),
-            words={True: "VAE in tiles"},
+            words={True: "VAE tiling"},
             searched=Searched(1, lora=(), full=(), sample=(False, True)),
         ),
     ] = False
@@ -293,14 +293,14 @@ class Strategy(Record):
         Literal["none", "block", "leaf"],
         Note(
             trained=("none", "block", "leaf"),
-            words={"block": "weights block by block", "leaf": "weights layer by layer"},
+            words={"block": "weights offloaded by block", "leaf": "weights offloaded by layer"},
             searched=Searched(16, sample=("none", "block", "leaf")),
         ),
     ] = "none"
     """for sampling: keep weights in host RAM and load them block by block, or layer by layer (leaf)"""
     group_offload_stream: Annotated[
         Flag,
-        Note(trained=ALL, words={True: "fetched ahead"}, searched=Searched(17, sample=(False, True))),
+        Note(trained=ALL, words={True: "prefetched"}, searched=Searched(17, sample=(False, True))),
     ] = False
     """prefetch the next group while this one runs: faster, but needs room for two groups on the GPU"""
     attention: Annotated[
@@ -389,12 +389,12 @@ class Machine(Record):
     @model_validator(mode="after")
     def _host_ram_is_some(self) -> Self:
         if self.host_ram == 0:
-            raise VplanError("host_ram 0 is too small", "write the RAM of the computer, as 64GiB")
+            raise VplanError("host_ram 0 is too small", "pass the RAM of the computer, as 64GiB")
         return self
 
     @field_validator("torch")
     @classmethod
     def _torch_is_a_version(cls, version: str | None) -> str | None:
         if version is not None and not re.match(r"\d{1,3}\.\d{1,3}(?!\d)", version, re.ASCII):
-            raise VplanError(f"{quoted(version)} is no version", "write it as 2.11")
+            raise VplanError(f"{quoted(version)} is not a version", "use a form like 2.11")
         return version

@@ -213,7 +213,7 @@ class Plan(Record):
         if self.estimate is not None:
             for part in _PARTS:
                 if getattr(self.estimate, part) != getattr(self, part):
-                    raise VplanError(f"estimate is of another {part} than the plan's", "estimate the plan again")
+                    raise VplanError(f"the estimate's {part} differs from the plan's", "estimate the plan again")
         return self
 
     @classmethod
@@ -249,13 +249,13 @@ def plan_from_toml(text: str, where: str = "plan") -> Plan:
     try:
         whole = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise VplanError(f"{where} is not TOML: {error}", "correct that line, or write the plan again") from None
+        raise VplanError(f"{where} is not TOML: {error}", "correct that line, or create the plan again") from None
     except RecursionError:
-        raise VplanError(f"{where} is nested too deeply to be a plan", "write the plan again") from None
+        raise VplanError(f"{where} is nested too deeply for a plan", "write the plan again") from None
     if whole.get("schema") != 1:
         written = f"schema {quoted(whole['schema'])}" if "schema" in whole else "no schema"
-        other = "it is of another version: update vplan, or write the plan again"  # its fields may mean other things
-        fix = other if "schema" in whole else "write schema = 1 at its top"
+        other = "it is from another version: update vplan, or create it again"  # its fields may mean other things
+        fix = other if "schema" in whole else "add schema = 1 at the top"
         raise VplanError(f"{where} has {written}; this vplan reads schema 1", fix)
     ladder = whole.get("ladder")
     for estimate in (whole.get("estimate"), *(ladder if isinstance(ladder, list) else ())):
@@ -281,8 +281,8 @@ def read_plan(path: str | Path) -> Plan:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise VplanError(f"cannot read plan {quoted(str(path))}: {reason}", "name a plan.toml") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise VplanError(f"cannot read plan {quoted(str(path))}: {reason}", "pass a plan.toml") from None
     return plan_from_toml(text, where=path.name)
 
 
@@ -307,4 +307,4 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise VplanError(f"{fault}: {error.strerror}", "name another file") from None
+        raise VplanError(f"{fault}: {error.strerror}", "choose another file") from None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from planner.spec.job import NOTES, Strategy
 from planner.spec.plan import Estimate
+from planner.units import plural
 
 _FIRST = ("gradient_checkpointing", "sharding", "optimizer", "optimizer_step", "adapter_dtype")
 _LAST = ("inactive_expert", "vae_tiling", "vae", "group_offload", "group_offload_stream")
@@ -25,7 +26,7 @@ def words(strategy: Strategy, lossy: Sequence[str]) -> str:
     if "weights_dtype" in lossy:
         said.append(f"{strategy.weights_dtype} weights")
     if strategy.gradient_checkpointing == "partial":
-        said.append(f"{strategy.checkpointed_blocks} blocks checkpointed")
+        said.append(f"{plural(strategy.checkpointed_blocks or 0, 'block')} checkpointed")
     if strategy.swap_blocks:
-        said.append(f"{strategy.swap_blocks} blocks swapped")
-    return ", ".join(said) or "nothing switched on"
+        said.append(f"{plural(strategy.swap_blocks, 'block')} swapped")
+    return ", ".join(said) or "no memory options"

@@ -261,10 +261,10 @@ class Tape:
 
     def _outside_regime(self, name: str, fixed: int, value: int) -> NotRecordedError:
         if name == "B":  # its code loops over the samples, so that the events grow with the batch
-            fault = f"{self.model} works through a batch sample by sample, and batch {value} is not recorded"
+            fault = f"{self.model} processes a batch sample by sample, and batch {value} is not recorded"
             return NotRecordedError(fault, f"use --batch-size 1 or {fixed}, with --gradient-accumulation")
         if name == "T":
-            fault = f"{self.model} is recorded with prompts of {fixed} tokens, not of {value}"
+            fault = f"{self.model} is recorded with prompts of {fixed} tokens, not {value}"
             return NotRecordedError(fault, f"use --text-tokens {fixed}, or leave it out")
         return NotRecordedError(f"the tape of {self.model} holds {name} = {fixed} only, not {value}", "record another")
 

@@ -28,8 +28,8 @@ def is_older(profile: ModelProfile, precision: Precision, torch: str | None) -> 
     version = tuple(int(part) for part in torch.split(".")[:2])
     if version < FUSED_RMS_NORM:
         least = ".".join(map(str, FUSED_RMS_NORM))
-        fault = f"{profile.title} under torch {torch}, which has no kernel for RMSNorm, is not recorded"
-        raise NotRecordedError(fault, f"train with torch {least} or newer, and say so: --torch {least}")
+        fault = f"{profile.title} under torch {torch} is not recorded (no RMSNorm kernel)"
+        raise NotRecordedError(fault, f"train with torch {least} or newer, and pass --torch {least}")
     return version < RMS_NORM_IN_FP32 and ages(profile, precision) == BOTH
 
 
@@ -142,7 +142,7 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
         return WIDE
     choices = (profile.lora.targets, profile.lora.wide)
     known = " or ".join(",".join(layers) for layers in choices if 0 < len(layers) <= MANY_LAYERS)
-    fault = f"no tape of {profile.name} for a LoRA on {', '.join(sorted(targets))}"
+    fault = f"no tape of {profile.name} for LoRA on {', '.join(sorted(targets))}"
     raise NotRecordedError(fault, "leave --lora-targets out" + (f", or use {known}" if known else ""))
 
 
@@ -218,11 +218,11 @@ class StepVariant(NamedTuple):
             fault = f"{job.method} of {profile.name} is not recorded with {' '.join(precision.flags)}"
             raise NotRecordedError(fault, f"use {precision.nearest(known)}")
         if strategy.gradient_checkpointing in ("offload", "partial") and profile.traits.stages:
-            fault = f"{profile.title} checkpoints parts of its blocks, of which {strategy.gradient_checkpointing}"
+            fault = f"{profile.title} checkpoints parts of its blocks, for which {strategy.gradient_checkpointing}"
             raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
         counts = profile.shape.batches
         if counts and batch not in counts:
-            fault = f"{profile.title} works through a batch sample by sample, and batch {batch} is not recorded"
+            fault = f"{profile.title} processes a batch sample by sample, and batch {batch} is not recorded"
             batches = " or ".join(map(str, counts))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if counts and batch > 1 else None

@@ -72,7 +72,7 @@ def opened(optuna: Any, storage: str) -> Any:
     path = Path(storage).expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not BEGINNING.startswith(_head(path)):
-        fix = "name another with --storage; a database is named by its URL, as sqlite:///study.db"
+        fix = "choose another with --storage; a database is named by its URL, as sqlite:///study.db"
         raise VplanError(f"{shown(storage)} is no study's journal", fix)
     lock = journal.JournalFileOpenLock(str(path)) if sys.platform == "win32" else _Lock(path)
     _mend(path, lock)
@@ -150,12 +150,12 @@ def _is_whole(path: Path) -> bool:
 @contextlib.contextmanager
 def said_plainly(storage: str) -> Iterator[None]:
     """Turns what a storage that fails raises into one line."""
-    fix = "see that it runs and may be written, or name another with --storage"
+    fix = "see that it runs and may be written, or choose another with --storage"
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
-            fix = "make room there, or name another with --storage: the same line goes on where it was stopped"
+            fix = "free some space there, or choose another with --storage: the same line goes on where it was stopped"
         raise VplanError(f"cannot use the storage {shown(storage)}: {error.strerror or error}", fix) from None
     except ImportError as error:
         cause = error.__cause__ or error.__context__  # Optuna's own error does not say which module
@@ -168,7 +168,7 @@ def said_plainly(storage: str) -> Iterator[None]:
             raise
         raise _damaged(storage) from None
     except _refusals(storage) as error:
-        raise VplanError(f"the storage {shown(storage)} does not answer: {_reason(error)}", fix) from None
+        raise VplanError(f"the storage {shown(storage)} does not respond: {_reason(error)}", fix) from None
 
 
 def _refusals(storage: str) -> tuple[type[Exception], ...]:

@@ -99,7 +99,7 @@ class Study:
         others = [field for field in question if known.get(field) != json.loads(json.dumps(question[field]))]
         if others:
             fault = f"study {quoted(name)} in {shown(storage)} is of another question: other {' and '.join(others)}"
-            raise VplanError(fault, "name another with --study, or leave --study out")
+            raise VplanError(fault, "choose another with --study, or leave --study out")
 
     # ---- what is known
 

@@ -160,7 +160,7 @@ class Tuner:
         """The plan that needs least, where none is to be proved."""
         found = self.search.tightest(self.question.job)
         if found is None:
-            raise self.search.missing or VplanError("no strategy to look at", "type fewer switches")
+            raise self.search.missing or VplanError("no valid strategy left", "remove some options")
         error_model = self.policy.error_model
         if error_model and found.peak.device_bytes > error_model.limit(CHANCES[-1], self.question.budget_bytes):
             # whatever was estimated, what ran out rules it out

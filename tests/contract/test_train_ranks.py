@@ -166,5 +166,5 @@ def test_a_start_that_is_not_the_plans_is_refused(
     plan = place.plan({"sharding": sharding}, gpus=gpus)
     for told in training.train(place.request(tmp_path, plan).to_json(), world=world):
         assert told["outcome"] == "refused"
-        assert f"the plan is for {gpus} processes, and accelerate found {world}" in told["message"]
+        assert f"the plan is for {gpus} processes, but accelerate found {world}" in told["message"]
     assert not (tmp_path / "checkpoints").exists()

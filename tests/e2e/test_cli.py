@@ -179,7 +179,7 @@ def test_an_answer_to_a_full_disk_is_one_line_and_exit_1(words: list[str]) -> No
     with FULL.open("w") as full:
         done = subprocess.run(vplan.command(*words), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "error: the answer could not be written: No space left on device\n"
+    assert done.stderr == "error: cannot write the answer: No space left on device\n"
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's")

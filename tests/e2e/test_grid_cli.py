@@ -63,7 +63,7 @@ def test_a_tiny_grid_in_real_processes(tmp_path: Path) -> None:
     first = answer(command, environment)
     assert [row["measured"]["outcome"] for row in first["probes"]] == ["ok"], first
     assert [entry["why"].split(",")[0] for entry in first["refused"]] == [
-        "attention math is not applied by vplan's training step yet", "a shrunk model's peak is not estimated"
+        "attention math is not supported by vplan's training step yet", "a shrunk model's peak is not estimated"
     ]  # fmt: skip
     row = Ledger(rows).rows()[0]
     assert row.grid == "grid" and row.details["config"]["num_layers"] == 2 and row.measured.step_seconds
@@ -71,7 +71,7 @@ def test_a_tiny_grid_in_real_processes(tmp_path: Path) -> None:
     again = answer(command, environment)
     assert (again["probes"], again["known"]) == ([], 1)
     told = answer(vplan.command("accuracy", str(rows)), environment)
-    assert told["halves"] == {} and "says nothing of a GPU" in told["rows"][0]["unsupported"]
+    assert told["halves"] == {} and "says nothing about a GPU" in told["rows"][0]["unsupported"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")

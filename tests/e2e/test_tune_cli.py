@@ -75,9 +75,9 @@ def test_without_a_gpu_one_line_says_what_works() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--storage", "sqlite:////no/such/folder/study.db"), "does not answer"),
+        (("--storage", "sqlite:////no/such/folder/study.db"), "does not respond"),
         (("--storage", "/proc/nowhere/study.journal"), "cannot use the storage"),
-        (("--prefer", "batch"), "would change what you fixed: batch_size"),
+        (("--prefer", "batch"), "would change options you set: batch_size"),
     ],
 )
 def test_what_is_wrong_is_one_line(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from planner.units import (
     gib,
     parse_bytes,
     parse_count,
+    plural,
 )
 
 
@@ -119,3 +120,7 @@ def test_the_nearest_names() -> None:
     assert nearest("x" * 1_000_000, ["rtx4090"]) == []
     assert quoted("a\nb" * 100).count("\n") == 0
     assert len(quoted("x" * 10_000)) == 60
+
+
+def test_a_count_has_its_noun_in_the_right_number() -> None:
+    assert [plural(count, "block") for count in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]

@@ -276,7 +276,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(told: data.PlanData
         str(attributes["aria-labelledby"]) for _, attributes in read.tags if "aria-labelledby" in attributes
     )
     assert set(named.split()) <= set(ids)
-    for words in (told.verdict, "How to read this page", "Longest clip by class of card", "Speed against memory"):
+    for words in (told.verdict, "How to read this page", "Longest clip by card class", "Speed against memory"):
         assert words in shown
 
 

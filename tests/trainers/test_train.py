@@ -220,7 +220,7 @@ KEY = "blocks.0.attn1.to_q.weight"
         (lambda p: _edit(p, lambda t: t.update({"blocks.9.x": t[KEY].clone()})), "also has blocks.9.x"),
         (lambda p: _edit(p, lambda t: t.update({KEY: t[KEY][:3].clone()})), f"{KEY} .* has the shape"),
         (lambda p: p.write_bytes(p.read_bytes()[:-5]), "is damaged"),
-        (lambda p: p.rename(p.with_suffix(".bin")), "pickles only"),
+        (lambda p: p.rename(p.with_suffix(".bin")), "only as pickles"),
         (lambda p: p.unlink(), "has no diffusion_pytorch_model.safetensors"),
         (lambda p: _index(p, "a-00001.safetensors"), "lacks the shard a-00001"),
         (lambda p: _index(p, "../../x"), "names '../../x'"),

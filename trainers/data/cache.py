@@ -124,8 +124,8 @@ class CacheBuild:
             raise VplanError(fault, "train a model of another family: `vplan models` lists them")
         self.references = setting.job.references or setting.profile.shape.references
         if self.references > (1 if self.family.reads_reference else 0):
-            fault = f"{self.references} reference images a sample cannot be read from a folder of clips yet"
-            raise VplanError(fault, f"write references = {int(self.family.reads_reference)}")
+            fault = f"{self.references} reference images per sample cannot be read from a folder of clips yet"
+            raise VplanError(fault, f"set references = {int(self.family.reads_reference)}")
         self.dtype = compute_dtype(setting.strategy)
         self.tokens = grid(setting.profile, setting.job)["T"]
         turns = (*self.clip_turns, *self.text_turns)
@@ -288,13 +288,13 @@ class CacheBuild:
             lengths = zip(tensor.shape, wanted.shape, strict=False)
             fits = all(a <= b for a, b in lengths) if name in self.family.ragged else tensor.shape == wanted.shape
             if not fits or tensor.ndim != wanted.ndim:
-                sizes = f"{name} of {list(tensor.shape)}, and {self.setting.profile.name} takes {list(wanted.shape)}"
-                fix = "name the model of the plan, or plan for this one"
+                sizes = f"{name} of {list(tensor.shape)}, but {self.setting.profile.name} takes {list(wanted.shape)}"
+                fix = "pass the model of the plan, or plan for this one"
                 raise VplanError(f"the encoders of {self.root.name} give {sizes}", fix)
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 what = sample.clip.name if isinstance(sample, Sample) else "a caption"
                 fix = "use --vae-dtype fp32" if isinstance(sample, Sample) else "use --text-encoder-dtype fp32"
-                raise VplanError(f"encoding {what} gave {name} that are no numbers (overflow in half precision)", fix)
+                raise VplanError(f"encoding {what} gave {name} that are not finite (overflow in half precision)", fix)
             fitted[name] = tensor.to(wanted.dtype).contiguous().cpu()
         return fitted
 
@@ -304,7 +304,7 @@ class CacheBuild:
         if needed > free:
             there = f"{format_gib(free)} is free in {self.setting.folder}"
             fault = f"caching needs about {format_gib(needed)} more, and {there}"
-            raise VplanError(fault, "free some space, or name another folder; what is cached so far stays", exit_code=4)
+            raise VplanError(fault, "free some space, or choose another folder; the cache so far is kept", exit_code=4)
 
     def _one_by_one(self, what: str, items: Mapping[str, Item]) -> Iterable[tuple[str, Item]]:
         """The items, telling now and then how many are done: the parent shows it."""

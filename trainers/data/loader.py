@@ -88,7 +88,7 @@ def read_entries(path: Path) -> list[CachedSample]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, VplanError):
             raise
-        raise VplanError(f"{path} is no list of cached samples", "remove it and let it be made again") from None
+        raise VplanError(f"{path} is not a list of cached samples", "remove it; it will be created again") from None
 
 
 class Step(NamedTuple):
@@ -110,7 +110,7 @@ class BatchSampler:
 
     def __init__(self, entries: Sequence[CachedSample], job: Job, world: int, accumulation: int, seed: int) -> None:
         if not entries:
-            raise VplanError("there is not one sample to train on", "put clips and their captions into --data")
+            raise VplanError("there are no samples to train on", "put clips and their captions in --data")
         self.entries = tuple(entries)
         self.world, self.accumulation, self.seed = world, accumulation, seed
         self._shapes: dict[Bucket, list[int]] = {}
@@ -162,8 +162,8 @@ class BatchSampler:
         """The steps that were done when a position was kept; a VplanError when the order is another one now."""
         done = int(position["steps"])
         if self.position(done) != position:
-            fault = "the data, the global batch or the seed is another than that of the checkpoint"
-            raise VplanError(fault, "give the same --data, plan and --seed, or begin anew with --resume no")
+            fault = "the data, the global batch or the seed differs from the checkpoint's"
+            raise VplanError(fault, "pass the same --data, plan and --seed, or start over with --resume no")
         return done
 
 
@@ -200,7 +200,7 @@ class Stacker:
 
     def _sample(self, entry: CachedSample, template: Batch) -> Batch:
         found = {**_read(entry.path), **_read(entry.text)}
-        fix = "remove the cache folder and let it be made again"
+        fix = "remove the cache folder; it will be created again"
         if missing := template.keys() - found.keys():
             raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
         for name, wanted in template.items():
@@ -222,7 +222,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
             raise MemoryError(f"no memory to read {path.name}") from None
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
-        raise VplanError(f"cannot read {path}: {reason}", "remove it and let it be made again") from None
+        raise VplanError(f"cannot read {path}: {reason}", "remove it; it will be created again") from None
 
 
 class Loader:

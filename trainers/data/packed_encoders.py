@@ -34,7 +34,7 @@ def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     At most one matrix is on the device in both forms.
     """
     if how not in FORMATS:
-        fault = f"text_encoder_dtype {how} cannot be built: no 4-bit integer format runs everywhere"
+        fault = f"text_encoder_dtype {how} cannot be built: there is no portable 4-bit integer format"
         raise VplanError(fault, "use --text-encoder-dtype nf4, which takes the same 4 bits")
     packed: dict[Tensor, Packed] = {}  # tables of words may stand in two places
     for parent, name, module in list(_large(model)):

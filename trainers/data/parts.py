@@ -49,10 +49,10 @@ def locate(source: str, parts: Iterable[str]) -> Path:
         return Path(snapshot_download(source, allow_patterns=[INDEX, *patterns]))
     except HFValidationError:
         fault = f"model {quoted(source)} is neither a folder nor the id of a repository"
-        raise VplanError(fault, "name a diffusers folder, or OWNER/NAME") from None
+        raise VplanError(fault, "pass a diffusers folder, or OWNER/NAME") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = " ".join(str(error).split())[:120]
-        fix = "name a folder that save_pretrained wrote, or fetch the model first"
+        fix = "pass a folder written by save_pretrained, or download the model first"
         raise VplanError(f"cannot get {source}: {reason}", fix) from None
 
 
@@ -63,12 +63,12 @@ def check(root: Path, part: str, class_name: str) -> list[Path]:
     """
     folder = root / part
     if not folder.is_dir():
-        raise VplanError(f"{root.name} has no {part}/", f"name a whole diffusers model: {class_name} is needed there")
+        raise VplanError(f"{root.name} has no {part}/", f"pass a complete diffusers model: it needs a {class_name}")
     said = _classes(root, part)
     if class_name not in said and class_name.removesuffix("Model") + "ForConditionalGeneration" not in said:
         named = " or ".join(map(quoted, said)) or "something unnamed"
-        fault = f"{part}/ of {root.name} is {named}, and this model is trained with a {class_name}"
-        raise VplanError(fault, "name the model of the plan, or plan for this one")
+        fault = f"{part}/ of {root.name} is {named}, but this model is trained with a {class_name}"
+        raise VplanError(fault, "pass the model of the plan, or plan for this one")
     return [folder / CONFIG, *_weights(root, part)]
 
 
@@ -76,7 +76,7 @@ def check_helper(root: Path, part: str) -> list[Path]:
     """Files of a tokenizer or image processor; a VplanError where there are none."""
     files = sorted(path for path in (root / part).glob("*") if path.is_file())
     if not files:
-        raise VplanError(f"{root.name} has no {part}/", WHERE_FROM.get(part, "name a whole diffusers model"))
+        raise VplanError(f"{root.name} has no {part}/", WHERE_FROM.get(part, "pass a complete diffusers model"))
     return files
 
 
@@ -107,21 +107,23 @@ def _weights(root: Path, part: str) -> Iterator[Path]:
             return
     if any(path.suffix in PICKLES for path in folder.iterdir()):
         fix = "convert them: load the model and save_pretrained(..., safe_serialization=True)"
-        raise VplanError(f"{part}/ of {root.name} has its weights as pickles only, which are never loaded", fix)
+        raise VplanError(f"{part}/ of {root.name} has its weights only as pickles, which are never loaded", fix)
     named = " or ".join(f"{stem}.safetensors" for stem in WEIGHTS)
-    raise VplanError(f"{part}/ of {root.name} has no weights ({named})", "fetch the model again")
+    raise VplanError(f"{part}/ of {root.name} has no weights ({named})", "download the model again")
 
 
 def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise VplanError(f"{part}/{index.name} of {root.name} is damaged", "fetch the file again") from None
+        raise VplanError(f"{part}/{index.name} of {root.name} is damaged", "download the file again") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise VplanError(f"{part}/{index.name} of {root.name} names {quoted(name)} as a shard", "fetch it again")
+            raise VplanError(f"{part}/{index.name} of {root.name} names {quoted(name)} as a shard", "download it again")
         if not (index.parent / name).is_file():
-            raise VplanError(f"{part}/{name} of {root.name} is missing: not all of its weights", "fetch the file again")
+            raise VplanError(
+                f"{part}/{name} of {root.name} is missing: weights are incomplete", "download the file again"
+            )
         yield index.parent / name
 
 
@@ -135,7 +137,7 @@ def load(root: Path, part: str, class_name: str, dtype: torch.dtype) -> nn.Modul
         )
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise VplanError(f"{part}/ of {root.name} cannot be loaded: {reason}", "fetch the model again") from error
+        raise VplanError(f"{part}/ of {root.name} cannot be loaded: {reason}", "download the model again") from error
     return model.requires_grad_(False).eval()
 
 
@@ -151,7 +153,7 @@ def load_helper(root: Path, part: str) -> Any:
         return auto.from_pretrained(str(root / part), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise VplanError(f"{part}/ of {root.name} cannot be loaded: {reason}", "fetch the model again") from error
+        raise VplanError(f"{part}/ of {root.name} cannot be loaded: {reason}", "download the model again") from error
 
 
 def _mask(folder: Path) -> Any:

@@ -129,7 +129,7 @@ class Digests:
                 with told(self.folder), self.file.open("a", encoding="utf-8") as memory:
                     memory.write("\n" + json.dumps(row))  # in front, so that a line cut short spoils itself only
         except OSError as error:
-            fix = "see that the file is there and readable"
+            fix = "check that it exists and is readable"
             raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
         return self._known[key]
 
@@ -141,5 +141,5 @@ def told(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         fault = "the disk is full" if error.errno in NO_ROOM else str(error.strerror)
-        fix = "free some space, or name another folder; what is cached so far stays and is used again"
+        fix = "free some space, or choose another folder; the cache so far is kept and reused"
         raise VplanError(f"cannot write to the cache {folder}: {fault}", fix, exit_code=4) from None

@@ -36,7 +36,7 @@ class TorchMemory:
         """The allocator keeps its peaks itself."""
 
     def take(self) -> dict[str, int | None]:
-        """Since the last call; the peaks begin anew."""
+        """Since the last call; the peaks start over."""
         if self.device.type != "cuda":
             return dict.fromkeys(("allocated_bytes", "reserved_bytes", "retries", "ooms"))
         found: dict[str, int | None] = {

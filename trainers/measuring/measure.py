@@ -163,11 +163,13 @@ def find_device(name: str) -> torch.device:
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.cuda.is_available():
-        fix = "run it where one is; `vplan estimate` needs none, and `--device cpu` steps tiny models without counters"
-        raise VplanError(f"a probe needs a GPU, and torch {torch.__version__} finds none on this machine", fix)
+        fix = (
+            "use a machine with one; `vplan estimate` needs none, and `--device cpu` steps tiny models without counters"
+        )
+        raise VplanError(f"a probe needs a GPU, but torch {torch.__version__} finds none on this machine", fix)
     if local >= torch.cuda.device_count():
-        fault = f"the plan is for GPU {local + 1} of this machine, and torch sees {torch.cuda.device_count()}"
-        raise VplanError(fault, "plan for fewer GPUs, or look at CUDA_VISIBLE_DEVICES")
+        fault = f"the plan is for GPU {local + 1} of this machine, but torch sees {torch.cuda.device_count()}"
+        raise VplanError(fault, "plan for fewer GPUs, or check CUDA_VISIBLE_DEVICES")
     return torch.device("cuda", local)
 
 

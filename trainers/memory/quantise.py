@@ -42,7 +42,7 @@ def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype, *,
     elif weights_dtype == "nf4":
         _prepare_nf4(model, compute_dtype)
     else:
-        fault = f"weights_dtype {weights_dtype} cannot be built: no 4-bit integer format that trains runs everywhere"
+        fault = f"weights_dtype {weights_dtype} cannot be built: there is no portable 4-bit integer format for training"
         raise VplanError(fault, "use --weights-dtype nf4, which takes the same 4 bits")
 
 

@@ -109,8 +109,8 @@ def _writing(partial: Path) -> Iterator[None]:
         if shutil.disk_usage(existing).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
             reason = "the disk is full"
         shutil.rmtree(partial, ignore_errors=True)
-        fix = "make room there and give the same command again: it goes on from the last checkpoint"
-        raise VplanError(f"cannot write a checkpoint into {partial.parent}: {reason}", fix, 4) from error
+        fix = "free some space there and run the same command again: it resumes from the last checkpoint"
+        raise VplanError(f"cannot write a checkpoint to {partial.parent}: {reason}", fix, 4) from error
 
 
 def _check_finite(weights: dict[str, Tensor], engine: Alone, step: int) -> None:
@@ -121,7 +121,7 @@ def _check_finite(weights: dict[str, Tensor], engine: Alone, step: int) -> None:
     if dist.is_initialized():
         dist.all_reduce(any_strange, dist.ReduceOp.MAX)
     if any_strange.item():
-        raise NotFiniteError(f"after step {step} trained weights are no numbers any more")
+        raise NotFiniteError(f"after step {step} trained weights are not finite any more")
 
 
 def trained_weights(checkpoint: Path) -> Weights:
@@ -136,8 +136,8 @@ def load_state(checkpoint: Path, engine: Alone) -> None:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        fault = f"{path} holds more than tensors and numbers, which no run of ours writes"
-        raise VplanError(fault, "name another checkpoint") from None
+        fault = f"{path} holds more than tensors and numbers, which vplan never writes"
+        raise VplanError(fault, "choose another checkpoint") from None
     engine.load_state(state)
 
 

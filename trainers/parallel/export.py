@@ -61,7 +61,7 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average
             os.rename(partial, folder)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            fix = "make room there and give the same command again"
+            fix = "free some space there and run the same command again"
             raise VplanError(f"cannot write {folder}: {reason}", fix, 4) from None
     barrier()
 

@@ -33,11 +33,11 @@ def find_device(name: str) -> torch.device:
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.cuda.is_available():
-        fix = "train where one is; `--device cpu` is for tiny models"
-        raise VplanError(f"training needs a GPU, and torch {torch.__version__} finds none on this machine", fix)
+        fix = "train on a machine with one; `--device cpu` is for tiny models"
+        raise VplanError(f"training needs a GPU, but torch {torch.__version__} finds none on this machine", fix)
     if local >= torch.cuda.device_count():
-        fault = f"the plan is for GPU {local + 1} of this machine, and torch sees {torch.cuda.device_count()}"
-        raise VplanError(fault, "plan for fewer GPUs, or look at CUDA_VISIBLE_DEVICES")
+        fault = f"the plan is for GPU {local + 1} of this machine, but torch sees {torch.cuda.device_count()}"
+        raise VplanError(fault, "plan for fewer GPUs, or check CUDA_VISIBLE_DEVICES")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
@@ -100,9 +100,9 @@ def _build_async_io() -> None:
     """DeepSpeed compiles what reads and writes the drive when it is first asked for, and keeps it (some minutes)."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    fault, fix = "offload to nvme needs DeepSpeed's async_io", "or use cpu in its place"
+    fault, fix = "offload to nvme needs DeepSpeed's async_io", "or use cpu instead"
     if not AsyncIOBuilder().is_compatible():
-        raise VplanError(f"{fault}, and there is no libaio to build it with", f"install libaio-dev, {fix}")
+        raise VplanError(f"{fault}, but libaio is missing to build it", f"install libaio-dev, {fix}")
     try:
         with _no_other_builds():
             AsyncIOBuilder().load(verbose=False)
@@ -134,7 +134,7 @@ def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backen
 
     processes, world = accelerator.num_processes, machine.world
     if processes != world:
-        fault = f"the plan is for {world} processes, and accelerate found {processes}"
+        fault = f"the plan is for {world} processes, but accelerate found {processes}"
         raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
     split = strategy.sharding in ("ddp", "fsdp") or world > 1
     wanted = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU} if split else {DistributedType.NO}

@@ -140,7 +140,7 @@ def complete(class_name: str, config: Config, where: str) -> Config:
     known = {name: value.default for name, value in signature.items() if name not in ("self", "kwargs", "args")}
     for key in config:
         if key not in known:
-            otherwise = "a newer diffusers may know it; else take it out of a copy of the file"
+            otherwise = "a newer diffusers may support it; else remove it from a copy of the file"
             fix = did_you_mean(key, known, otherwise)
             raise VplanError(f"{where}: {class_name} of diffusers {diffusers.__version__} has no {quoted(key)}", fix)
     defaults = {key: _plain(value) for key, value in known.items() if value is not inspect.Parameter.empty}
@@ -158,7 +158,9 @@ def _check_stacks(config: Config, like: ModelProfile, where: str) -> None:
         depth = config.get(stack.depth_key)
         blocks = len(depth) if isinstance(depth, list) else depth
         if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
-            raise VplanError(f"{where}: {stack.depth_key} {quoted(depth)} is no number of blocks", "correct the file")
+            raise VplanError(
+                f"{where}: {stack.depth_key} {quoted(depth)} is not a number of blocks", "correct the file"
+            )
 
 
 def count(build: Callable[[], nn.Module], where: str, what: str) -> int:
@@ -223,7 +225,7 @@ def _vae(source: Source, config: Config, lender: ModelProfile, told: list[str]) 
     other = [key for key in LEVELS if len(settings.get(key) or ()) != len(like.get(key) or ())]
     other += [key for key in SHRINKS if settings.get(key) != like.get(key)]
     if other:
-        fault = f"{where}: {other[0]} {quoted(settings.get(other[0]))} is not that of any VAE we know"
+        fault = f"{where}: {other[0]} {quoted(settings.get(other[0]))} does not match any known VAE"
         raise VplanError(fault, f"known of {class_name} is {quoted(like.get(other[0]))}")
     parameters = count(lambda: getattr(diffusers, class_name).from_config(settings), where, class_name)
     channels = settings.get("latent_channels", settings.get("z_dim"))
@@ -245,7 +247,9 @@ def _encoders(source: Source, lender: ModelProfile, told: list[str]) -> tuple[li
         name = names[0] if isinstance(names, list) and names else said.get("_class_name")
         same = [known for p in [lender, *_bundled()] for known in p.text_encoders if known.class_name == name]
         if not same:
-            note = f"{part} is a {quoted(name)}, which is not known here: the text encoders of {lender.name} stand in"
+            note = (
+                f"{part} is a {quoted(name)}, which is not known: the text encoders of {lender.name} are used instead"
+            )
             return list(lender.text_encoders), [note]
         found.append(_encoder(part, architecture(said), same))
     told.append("text encoders")

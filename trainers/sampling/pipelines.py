@@ -73,7 +73,7 @@ def scheduler(
     kind: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
     is_scheduler = inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)
     if not is_scheduler:
-        raise VplanError(f"scheduler/ is {name!r}, which diffusers does not have", "fetch the model again")
+        raise VplanError(f"scheduler/ is {name!r}, which diffusers does not have", "download the model again")
     own = {key: value for key, value in config.items() if not key.startswith("_")} if config else sampler.settings
     shift = flow_shift(profile, shape.height, shape.width)
     return kind.from_config(shifted(own, inspect.signature(kind).parameters, shift))

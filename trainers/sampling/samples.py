@@ -103,8 +103,8 @@ def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tupl
     if not (sampler.image or sampler.clip):
         return None, None
     if dataset is None:
-        fault = f"samples of {profile.name} begin with a frame of a clip, and --data has none, only what was cached"
-        raise VplanError(fault, "name the folder of the clips themselves, or leave out --validation-mode")
+        fault = f"samples of {profile.name} begin with a frame of a clip, but --data has none, only the cache"
+        raise VplanError(fault, "pass the folder with the clips, or leave out --validation-mode")
     clip_sample = dataset.samples[number % len(dataset.samples)]
     shape = pipelines.shape_of(job)
     companions = work.beside(clip_sample)
@@ -117,7 +117,7 @@ def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tupl
         if len(indices) < shape.frames:
             name = clip_sample.clip.name
             fault = f"samples of {shape.frames} frames need a control video as long, and {name} is shorter"
-            raise VplanError(fault, f"write a validation shape of {len(indices)} frames at most")
+            raise VplanError(fault, f"use a validation shape of at most {len(indices)} frames")
     frames = clips.frames(source, indices, shape.height, shape.width)
     key = work.clip_keys(Dataset((clip_sample,), (), ()))[0]
     path = work.store.folder / f"given-{shape.frames}x{shape.height}x{shape.width}-{key[:16]}.png"
@@ -148,7 +148,7 @@ class Samples:
         """Whether they are due and not there; a run that was killed while it made them makes them again. The first
         rank looks for all: others may see a file of a shared folder later. All ranks call it together."""
         return self.due(done) and self._any_rank(
-            f"missing behind step {done}", self.rank == 0 and not self._path(done, len(self.prepared) - 1).is_file()
+            f"missing after step {done}", self.rank == 0 and not self._path(done, len(self.prepared) - 1).is_file()
         )
 
     def make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
@@ -224,7 +224,7 @@ class Samples:
 
     def _wait(self, done: int) -> None:
         """Ranks wait for the first one."""
-        self._any_rank(f"sampled behind step {done}", False)
+        self._any_rank(f"sampled after step {done}", False)
 
     def _any_rank(self, question: str, vote: bool) -> bool:
         """Whether any rank votes yes on a question, which all ranks ask once.
@@ -254,7 +254,7 @@ class _Turn:
         self.begun = True
         self.ended = self.samples._any_rank(self.name, False)
         if self.ended:
-            raise RuntimeError("another rank could not go on")
+            raise RuntimeError("another rank could not continue")
         self.together = True
 
     def give_up(self, following: str | None) -> None:
@@ -271,7 +271,7 @@ class _Turn:
 
 
 def _turn_name(number: int, done: int) -> str:
-    return f"sample {number} behind step {done}"
+    return f"sample {number} after step {done}"
 
 
 def _reason(error: BaseException) -> str:

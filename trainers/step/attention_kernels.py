@@ -30,12 +30,12 @@ def ask_for(model: nn.Module, attention: str, device: torch.device) -> None:
     """Sets the kernel a plan asks for; a VplanError where it cannot be had. ``sdpa`` lets torch choose."""
     if attention == "sdpa":
         return
-    fix = "use --attention sdpa, with which torch chooses"
+    fix = "use --attention sdpa, which lets torch choose"
     if device.type == "cpu" and attention not in ON_CPU:
         raise VplanError(f"attention {attention} has no kernel for the CPU", fix)
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     if not processors or not all(hasattr(processor, "_attention_backend") for processor in processors):
-        fault = f"attention {attention} cannot be asked of {type(model).__name__}: diffusers has no switch for it there"
+        fault = f"attention {attention} is not supported by {type(model).__name__}: diffusers has no setting for it"
         raise VplanError(fault, fix)
     model.set_attention_backend(BACKENDS[attention])  # type: ignore[operator]  # diffusers' own method
 

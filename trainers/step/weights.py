@@ -39,7 +39,7 @@ def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
     """
     root = Path(root).expanduser()
     if not root.is_dir():
-        raise VplanError(f"there is no folder {quoted(str(root))}", "name the model's folder: --weights FOLDER")
+        raise VplanError(f"there is no folder {quoted(str(root))}", "pass the model's folder: --weights FOLDER")
     part = profile.traits.part
     if profile.experts == 2 and job.experts == "low":
         part = f"{part}_2"
@@ -47,7 +47,7 @@ def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
         if (folder / "config.json").is_file():
             return folder
     fault = f"{quoted(str(root))} holds neither config.json nor {part}/config.json"
-    raise VplanError(fault, "name a folder that diffusers' save_pretrained wrote")
+    raise VplanError(fault, "pass a folder written by diffusers' save_pretrained")
 
 
 class Weights:
@@ -77,8 +77,8 @@ class Weights:
         shape."""
         tensor = self._where[name].get_tensor(self.prefix + name)
         if tensor.shape != weight.shape:
-            shapes = f"{tuple(tensor.shape)}, and the model takes {tuple(weight.shape)}"
-            raise VplanError(f"{name} in {self.folder} has the shape {shapes}", "name the weights of the plan's model")
+            shapes = f"{tuple(tensor.shape)}, but the model takes {tuple(weight.shape)}"
+            raise VplanError(f"{name} in {self.folder} has the shape {shapes}", "pass the weights of the plan's model")
         weight.copy_(tensor)
 
 
@@ -121,7 +121,7 @@ def load(
         weights.fill(name, buffer)
     names = {name for name, _ in model.named_parameters()}
     if strange := kept - names:
-        raise VplanError(f"the checkpoint has {_some(strange)}, which the model lacks", "begin anew with --resume no")
+        raise VplanError(f"the checkpoint has {_some(strange)}, which the model lacks", "start over with --resume no")
     if swapped:
         swap.BlockSwap([block for _, block in swapped], device)
 
@@ -159,7 +159,7 @@ def _check_names(model: nn.Module, weights: Weights, wanted: set[str]) -> None:
     tied = {_published(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     strange = {name for name in in_files - wanted - tied if not any(re.search(pattern, name) for pattern in ignored)}
-    fix = "name the weights of the plan's model, or download them again"
+    fix = "pass the weights of the plan's model, or download them again"
     if missing := wanted - in_files:
         raise VplanError(f"{weights.folder} lacks {_some(missing)}", fix)
     if strange:
@@ -190,7 +190,7 @@ def _file_names(folder: Path) -> list[str]:
     if len(others) == 1:  # a variant: diffusion_pytorch_model.fp16.safetensors
         return [others[0].name]
     if any(next(folder.glob(pattern), None) for pattern in PICKLES):
-        fault = f"{folder} has its weights as pickles only, which can run any code"
+        fault = f"{folder} has its weights only as pickles, which can run any code"
         raise VplanError(fault, "convert them: save_pretrained(..., safe_serialization=True)")
     raise VplanError(f"{folder} has no {SINGLE}", "download the model again")
 
@@ -210,12 +210,12 @@ def _check_architecture(folder: Path, profile: ModelProfile) -> None:
     except (OSError, ValueError, AttributeError):
         raise VplanError(f"{folder / 'config.json'} is damaged", "download the model again") from None
     if class_name != profile.diffusers_class:
-        fault = f"{folder} holds a {quoted(class_name)}, and {profile.name} is a {profile.diffusers_class}"
-        raise VplanError(fault, "name the folder of the plan's model")
+        fault = f"{folder} holds a {quoted(class_name)}, but {profile.name} is a {profile.diffusers_class}"
+        raise VplanError(fault, "pass the folder of the plan's model")
     for key, planned in profile.config.items():
         value = config.get(key, planned)
         if not _same(value, planned):
-            fault = f"{folder} has {key} = {quoted(value)}, and {profile.name} has {quoted(planned)}"
+            fault = f"{folder} has {key} = {quoted(value)}, but {profile.name} has {quoted(planned)}"
             raise VplanError(fault, f"record it and plan for it: vplan record {quoted(str(folder))}")
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORDS = {
-    "size": "another size",
+    "size": "different size",
     "missing": "in the run and not on the tape",
     "extra": "on the tape and not in the run",
-    "order": "in another order",
+    "order": "different order",
     "other": "something else",
 }
 
@@ -52,7 +52,7 @@ def _render(console: Console, history: History, found: Sequence[PhaseComparison]
     job = history.plan.job
     console.print(f"{job.model} {job.method} {job.frames}x{job.height}x{job.width} on {history.gpu}", style="bold")
     if history.torch.split("+")[0] != recorded.split("+")[0]:
-        console.print(f"torch {history.torch} ran, and the tape is of {recorded}: kernels may differ", markup=False)
+        console.print(f"the run used torch {history.torch}, the tape {recorded}: kernels may differ", markup=False)
     rows = [
         (each.phase, each.events, each.tape_events, format_gib(each.peak_bytes), format_gib(each.tape_peak_bytes),
          f"{len(each.differences)}{' and they part' if each.parted else ''}")

@@ -36,9 +36,9 @@ def write_script(file: Path, plan: Plan, output: Path, as_json: bool) -> int:
     try:
         file.write_text(script, encoding="utf-8")
     except OSError as error:
-        raise VplanError(f"cannot write {quoted(str(file))}: {error.strerror}", "name another file") from None
+        raise VplanError(f"cannot write {quoted(str(file))}: {error.strerror}", "choose another file") from None
     answer = {"script": str(file), "nodes": plan.machine.nodes}
-    show(answer, as_json, lambda console: console.print(f"submit it: sbatch {file}", markup=False))
+    show(answer, as_json, lambda console: console.print(f"submit it with: sbatch {file}", markup=False))
     return DONE
 
 

@@ -51,11 +51,11 @@ class GridOptions:
     def check(self) -> None:
         """Raises a VplanError for words that do not go together."""
         if self.output is None and not self.dry_run:
-            raise VplanError("--grid measures rows, and nobody said where they go", "add -o ROWS.jsonl", USAGE)
+            raise VplanError("--grid needs an output file", "pass -o ROWS.jsonl", USAGE)
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
-            raise VplanError(f"there is no folder for {self.output}", "make it, or name another file")
+            raise VplanError(f"there is no folder for {self.output}", "create it, or choose another file")
         if self.histories is not None and not Path(self.histories).is_dir():
-            raise VplanError(f"there is no folder {self.histories}", f"make it: mkdir {self.histories}")
+            raise VplanError(f"there is no folder {self.histories}", f"create it: mkdir {self.histories}")
         read_grid(self.grid)
 
 
@@ -123,7 +123,7 @@ class Campaign:
                 row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit, encode=each.entry.encode)
             except VplanError as error:  # what is missing for one plan may be there for the others
                 self.refused.append((each.entry.title, error.message))
-                click.echo(f"{start}: left out: {error.message}", err=True)
+                click.echo(f"{start}: skipped: {error.message}", err=True)
                 continue
             seconds = time.monotonic() - began
             row = row.replace(grid=grid, details={**row.details, "wall_seconds": round(seconds, 1)})
@@ -136,7 +136,7 @@ class Campaign:
             click.echo(f"{start}: {told_line(row.to_json())}", err=True)
             if self.asked.histories and each.is_off(row) and isinstance(runner, RealRunner):
                 path = Path(self.asked.histories) / f"{row.id}.json"
-                click.echo(f"{start}: off the estimate, so once more for {path}", err=True)
+                click.echo(f"{start}: off the estimate; running it again for {path}", err=True)
                 self._record(each, replace(runner, history=path))
 
     def _record(self, each: Candidate, runner: RealRunner) -> None:
@@ -160,9 +160,9 @@ class Campaign:
     def _outlook(self) -> str:
         """How long all that is left takes, and how much of it there is time for."""
         needed = sum(each.seconds for each in self.left) * self.pace
-        words = f"{format_seconds(needed)} for all {len(self.left)} that are left"
+        words = f"{format_seconds(needed)} for all {len(self.left)} left"
         limit = self._seconds_left
-        return words if needed <= limit else f"{words}, of which there are {format_seconds(limit)}"
+        return words if needed <= limit else f"{words}; time limit in {format_seconds(limit)}"
 
     def answer(self) -> dict[str, Any]:
         """The JSON of a run."""
@@ -192,7 +192,7 @@ def _check_names(found: Sequence[Candidate]) -> None:
     for each in found:
         if each.name in titles:
             fault = f"two plans of the grid are the same: {titles[each.name]!r} and {each.entry.title!r}"
-            raise VplanError(fault, "take one of them out")
+            raise VplanError(fault, "remove one of them")
         titles[each.name] = each.entry.title
 
 
@@ -217,13 +217,13 @@ def _render(console: Console, campaign: Campaign) -> None:
             lines.append((str(number), each.entry.title, f"{each.seconds:.0f}", format_seconds(end)))
         console.print(table((">", "plan", ">seconds", ">done after"), lines))
     for title, why in campaign.refused:
-        console.print(f"left out: {title}: {why}", style="dim", markup=False, soft_wrap=True)
+        console.print(f"skipped: {title}: {why}", style="dim", markup=False, soft_wrap=True)
     ended = ", ".join(f"{count} {outcome}" for outcome, count in campaign.answer()["outcomes"].items())
-    words = [f"{len(campaign.rows)} measured{f' ({ended})' if ended else ''}", f"{campaign.known} were there"]
+    words = [f"{len(campaign.rows)} measured{f' ({ended})' if ended else ''}", f"{campaign.known} already there"]
     words += [f"{len(campaign.refused)} cannot run here", f"{len(campaign.left)} left"]
     console.print(", ".join(words), style="bold", markup=False)
     if campaign.left and not asked.dry_run:
         needed = format_seconds(sum(each.seconds for each in campaign.left) * campaign.pace)
-        console.print(f"the same line goes on; what is left takes about {needed}", markup=False)
+        console.print(f"the same command continues; the rest takes about {needed}", markup=False)
     if asked.output and not asked.dry_run:
         console.print(f"rows are in {asked.output}: `vplan accuracy {asked.output}`", markup=False, soft_wrap=True)

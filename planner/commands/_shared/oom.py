@@ -30,7 +30,7 @@ def explained(path: str, script: Script | None, told: Mapping[str, Any], machine
         return explain(message)
     if not machine.get("gpu"):
         if message.capacity_bytes is None:
-            raise VplanError("the message does not say the card's capacity, and no card is named", "add --gpu 80GB")
+            raise VplanError("the message does not state the card's capacity, and no card is given", "add --gpu 80GB")
         machine = {**machine, "gpu": f"{message.capacity_bytes / GIB:.2f}GiB"}
     dialect, given = dialects.recognise(script)
     case = settle(dialect, given, told, machine)

@@ -64,7 +64,7 @@ def read(text: str, name: str | None) -> tuple[diffusers_folder.Source, str]:
     else:
         chosen = user_data.check_name(name)
     if chosen in profiles.model_names() or lookup.bundled_name(chosen):
-        fault = f"{quoted(chosen)} is the name of a model that comes with vplan"
+        fault = f"{quoted(chosen)} is the name of a bundled model"
         raise VplanError(fault, "choose another: --name NAME")
     return source, chosen
 
@@ -83,7 +83,7 @@ def _check_untaken(name: str, source: diffusers_folder.Source) -> None:
     """A name that nobody typed must not replace the model of another folder."""
     there = user_data.read_profile(name)
     if there is not None and there.get("origin") != source.origin:
-        raise VplanError(f"you have a model {quoted(name)} of another folder", "choose another name: --name NAME")
+        raise VplanError(f"you have a model {quoted(name)} from another folder", "choose another name: --name NAME")
 
 
 def first_variants(profile: ModelProfile) -> Iterator[str]:

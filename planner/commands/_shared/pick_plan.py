@@ -42,21 +42,21 @@ def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) ->
         return plan
     if asked.model is None:
         raise VplanError(
-            "no plan and no model", "name one: vplan train plan.toml, or vplan train wan2.1-t2v-1.3b", USAGE
+            "no plan and no model", "pass one: vplan train plan.toml, or vplan train wan2.1-t2v-1.3b", USAGE
         )
     if kept.exists():
         plan = read_plan(kept)
         _check_same(asked, plan, kept)
-        click.echo(f"going on with {kept}", err=True)
+        click.echo(f"continuing with {kept}", err=True)
         return plan
     _suggest(asked, kept, console)
-    click.echo(f"the plan is in {kept}", err=True)
+    click.echo(f"plan written to {kept}", err=True)
     return read_plan(kept)
 
 
 def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
     """What was typed must be what the kept plan says."""
-    fix = "leave it out, or name another --output"
+    fix = "leave it out, or choose another --output"
     if lookup.model(asked.model or "").name != lookup.model(plan.job.model).name:
         raise VplanError(f"{path} trains {plan.job.model}", fix)
     for record, said in ((plan.job, asked.job), (plan.strategy, asked.strategy), (plan.machine, asked.machine)):
@@ -73,21 +73,21 @@ def _suggest(asked: TypedQuestion, path: Path, console: Console) -> None:
     print_suggestion(console, question, suggestion)
     if code := verdict_exit_code(suggestion.plan.verdict):
         path.unlink(missing_ok=True)
-        raise VplanError(f"no way to train {asked.model} fits", "see above for the nearest, and what to relax", code)
+        raise VplanError(f"no plan for {asked.model} fits", "see above for the nearest plan and what to change", code)
 
 
 def _card_here() -> str:
     _, cards = doctor.visible()
     known = [card["known_as"] for card in cards if card.get("known_as")]
     if not known:
-        raise VplanError("no --gpu, and no card that we know is here", "add one, as --gpu 24GB", USAGE)
+        raise VplanError("no --gpu, and this machine has no known card", "pass one, as --gpu 24GB", USAGE)
     return str(known[0])
 
 
 def weights_of(model: ModelProfile, said: str | None) -> str:
     """The folder of a model's weights: the one that was said, else that of an own model."""
     if said is None and not model.is_own:
-        raise VplanError("no --weights", f"add --weights DIR, {model.title}'s folder as diffusers saves it", USAGE)
+        raise VplanError("no --weights", f"pass --weights DIR, the folder of {model.title} in diffusers format", USAGE)
     return said or str(_own_folder(model.origin))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from planner.tune.study import StudyTrial
     from planner.tune.worker import Tuning
 
-COLUMNS = ("probe", "plan", ">estimated", ">measured GiB", ">s a step", "outcome")
+COLUMNS = ("probe", "plan", ">estimated", ">measured GiB", ">s/step", "outcome")
 
 
 class Progress:
@@ -51,7 +51,7 @@ class Progress:
             if (number, cells[-1]) not in self._said:
                 self._said.add((number, cells[-1]))
                 line = f"[{number}] {cells[1]}: estimated {cells[2]} GiB"
-                seen = f", measured {cells[3]} GiB, {cells[4]} s a step" if cells[3] != "-" else ""
+                seen = f", measured {cells[3]} GiB, {cells[4]} s/step" if cells[3] != "-" else ""
                 self._console.print(f"{line}{seen}: {cells[-1]}", soft_wrap=True, markup=False)
 
 
@@ -61,8 +61,8 @@ def _page(rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableTy
 
     best = tuning.tuner.best
     seconds = best.measured.step_seconds if best else None
-    so_far = f"best so far: {ways(best.estimate)}" if best else "nothing proved yet"
-    speed = f", {seconds:.2f} s a step" if seconds else ""
+    so_far = f"best so far: {ways(best.estimate)}" if best else "no plan proved yet"
+    speed = f", {seconds:.2f} s/step" if seconds else ""
     return Group(table(COLUMNS, rows), Text(f"{so_far}{speed}; next: {now}", style="dim"))
 
 

@@ -40,7 +40,7 @@ def headline(console: Console, question: Question, found: Estimate | None = None
     """The first line: card, budget and the defaults taken (those of `found`, where a search chose some of them)."""
     gpu = question.gpu
     title = f"{question.model.title}, {question.job.method}"
-    text = f"{title}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB to use"
+    text = f"{title}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB usable"
     if question.machine.reserve:
         text += f", {format_gib(question.machine.reserve)} of it kept free"
     console.print(text)
@@ -83,7 +83,7 @@ def verdict_line(found: Estimate) -> Text:
     need = f": needs {gib(found.peak.device_bytes):.2f} GiB ({low:.1f} to {high:.1f}, {found.basis})"
     line.append(f"{need} of {gib(found.budget_bytes):.2f}", "default")
     if found.limit == "host":
-        line.append("; host RAM is short", "default")
+        line.append("; not enough host RAM", "default")
         if found.host is not None:
             line.append(f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})", "default")
     return line
@@ -138,7 +138,7 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
     count, card = lookup.parse_gpus(plan.machine.gpu)
     many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
     title = lookup.model(plan.job.model).title
-    console.print(f"{title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB to use")
+    console.print(f"{title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB usable")
     if found is not None:
         console.print(verdict_line(found))
         console.print(bar(console, found))
@@ -166,13 +166,13 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
     for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in found.smaller_cards):
         alike = [other for other in found.smaller_cards if VERDICTS[other.verdict][0] == word]
         cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
-        console.print(f"{word} on cards of this class that give less: {cards}", style="yellow")
+        console.print(f"{word} on smaller cards of this class: {cards}", style="yellow")
     if plan.verdict == "no":
         _print_relaxed(console, plan, found.relaxed)
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
-        console.print(table(("what each switch did", ">GiB", ">s a step"), map(_switch_row, told)))
+        console.print(table(("effect of each option", ">GiB", ">s/step"), map(_switch_row, told)))
     if found.alternatives:
         console.print()
         console.print(runners_up(found.alternatives))
@@ -180,7 +180,7 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
 
 def runners_up(plans: Iterable[Estimate]) -> Table:
     """A line for each plan that is not the first choice."""
-    return table(("runners-up", "verdict", ">GiB", ">s a step", ">host RAM GiB"), map(_plan_row, plans))
+    return table(("runners-up", "verdict", ">GiB", ">s/step", ">host RAM GiB"), map(_plan_row, plans))
 
 
 def typed_out(switches: Iterable[Switch]) -> str:
@@ -196,14 +196,14 @@ def _flag(switch: Switch) -> str:
 
 
 def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:
-    short = "host RAM is" if plan.limit == "host" else "GPU memory is"
+    short = "host RAM" if plan.limit == "host" else "GPU memory"
     if plan.limit != "host" and plan.machine.host_ram is not None and plan.host_ram_bytes > plan.machine.host_ram:
-        short = "GPU memory and host RAM are"
-    console.print(f"this is the tightest plan there is; {short} short")
+        short = "GPU memory and host RAM"
+    console.print(f"this is the smallest plan found; not enough {short}")
     if not relax:
-        console.print("no single wish, relaxed, would make it fit", style="bold")
+        console.print("no single change makes it fit", style="bold")
         return
-    console.print("relax one of:", style="bold")
+    console.print("to make it fit, change one of:", style="bold")
     for wish in relax:
         lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
         flag = wish.field.replace("_", "-").replace("batch", "batch-size")
@@ -250,7 +250,7 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     console.print(first)
     console.print()
     name = "model" if kind == "models" else "card"
-    found = table((name, ">clip", "verdict", ">GiB", ">s a step", "with"), [])
+    found = table((name, ">clip", "verdict", ">GiB", ">s/step", "with"), [])
     for row in rows:
         found.add_row(*_row(row))
     console.print(found)

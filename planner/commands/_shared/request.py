@@ -84,8 +84,8 @@ class TypedQuestion:
         strategy = Strategy.read(self.strategy)
         check_blocks(profile, strategy)
         if machine.reserve >= card.allocatable_bytes:
-            fault = f"--reserve {format_gib(machine.reserve)} leaves nothing of {card.title}"
-            raise VplanError(fault, f"it gives {format_gib(card.allocatable_bytes)} in all: reserve less")
+            fault = f"--reserve {format_gib(machine.reserve)} leaves no memory on {card.title}"
+            raise VplanError(fault, f"it gives {format_gib(card.allocatable_bytes)} in total; reserve less")
         return Question(
             job=job,
             strategy=strategy,
@@ -102,17 +102,17 @@ class TypedQuestion:
         said = dict(self.job)
         if said.get("buckets") and (beside := self.typed & {"frames", "height", "width"}):
             flag = "--frames" if "frames" in beside else "--resolution" if self.resolution else "--height"
-            fault = f"buckets say all shapes, and {flag} would change none of them"
-            raise VplanError(fault, "leave it out, or write --buckets with the shapes you mean")
+            fault = f"--buckets sets every shape, so {flag} has no effect"
+            raise VplanError(fault, "leave it out, or change --buckets")
         if said.get("frames") == MAX:
             del said["frames"]
         if self.resolution:
             said["height"], said["width"] = parse_resolution(model, self.resolution)
         job = job_for(model, said)
         if "frames" not in self.job and not job.buckets and model.kind == "video":
-            notes.append(f"{job.frames} frames (the model's usual length)")
+            notes.append(f"{job.frames} frames (the model's default)")
         if "height" not in said and not job.buckets:
-            notes.append(f"{job.height}x{job.width} pixels (height x width, the model's usual size)")
+            notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
         if "lora_rank" not in said and job.method == "lora":
             notes.append(f"LoRA rank {job.lora_rank}")
         if note := expert_assumption(model, job):
@@ -126,13 +126,13 @@ class TypedQuestion:
         """The machine, with the host RAM that usually stands beside such cards where none was named."""
         said = {**self.machine, "gpu": card.name}
         if "gpus" in self.typed and count not in (1, said["gpus"]):
-            raise VplanError(f"--gpu says {count} cards and --gpus {said['gpus']}", "leave one of them out")
+            raise VplanError(f"--gpu means {count} cards, but --gpus is {said['gpus']}", "leave one of them out")
         if count > 1:
             said["gpus"] = count
         said.setdefault("unified", card.unified)
         machine = Machine.read(said)
         if machine.host_ram is None and self.plan is not None and self.plan.trainer != "vplan":
-            notes.append("host RAM is not compared with yours: --host-ram 64GiB says how much there is")
+            notes.append("host RAM not checked; pass --host-ram 64GiB")
         elif machine.host_ram is None:
             machine = machine.replace(host_ram=lookup.default_host_ram(card, machine.gpus))
             notes.append(f"host RAM {format_gib(machine.host_ram or 0)}")
@@ -168,9 +168,9 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
     """Sort the typed flags into the three records, over those of the plan file."""
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
-        plan_path = _once(plan_path, target, "a plan")
+        plan_path = _once(plan_path, target, "the plan")
     elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
-        typed["model"] = _once(typed.get("model"), target, "a model")
+        typed["model"] = _once(typed.get("model"), target, "the model")
     if "zero_stage" in typed:
         stage = f"zero-{typed.pop('zero_stage')}"
         typed["sharding"] = _once(typed.get("sharding"), stage, "the sharding")
@@ -200,15 +200,15 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
 
 def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:
     if resolution:
-        raise VplanError("--resolution and --height/--width both say the size", "leave one of them out", USAGE)
+        raise VplanError("both --resolution and --height/--width set the size", "leave one of them out", USAGE)
     if not {"height", "width"} <= typed.keys():
-        raise VplanError("--height and --width belong together", "give both, or --resolution 480p", USAGE)
+        raise VplanError("--height and --width must be given together", "pass both, or --resolution 480p", USAGE)
 
 
 def _once(one: str | None, other: str, what: str) -> str:
     """The one of two places that says it; both may if they agree."""
     if one is not None and one != other:
-        raise VplanError(f"{one!r} and {other!r} both say {what}", "leave one of them out", USAGE)
+        raise VplanError(f"two values for {what}: {one!r} and {other!r}", "leave one of them out", USAGE)
     return other
 
 

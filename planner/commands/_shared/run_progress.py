@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from planner.launch import launch
 from planner.launch.launch import PREPARE_FOLDER, SAMPLES, Outcome, Preparation
-from planner.units import format_gib, format_seconds
+from planner.units import format_gib, format_seconds, plural
 from planner.worker_process import read_json, result_file
 
 NAMED = 5
@@ -92,7 +92,7 @@ class Follower:
         names = [str(self.path.parent / SAMPLES / name) for name in line["samples"]]
         self.samples += [name for name in names if name not in self.samples]
         if line["note"]:
-            self.warnings.append(f"no more samples behind step {line['step']}: {line['note']}")
+            self.warnings.append(f"no more samples after step {line['step']}: {line['note']}")
             click.echo(f"warning: {self.warnings[-1]}", err=True)
         elif self._bar.disable:
             click.echo(f"step {line['step']}/{self.steps}, samples: {', '.join(names)}", err=True)
@@ -112,11 +112,11 @@ class Follower:
                 self.peaks[name] = max(self.peaks.get(name, 0), line[name])
         peak = self.peaks.get("device_bytes", 0)
         if self.high_bytes is not None and peak > self.high_bytes:
-            said = f"step {line['step']} took {format_gib(peak)} on the device, and the plan expects at most"
+            said = f"step {line['step']} used {format_gib(peak)} on the device; the plan expects at most"
             self._warn("peak", f"{said} {format_gib(self.high_bytes)}")
         if line.get("retries") and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
-            said = f"step {line['step']} made the allocator empty its cache {line['retries']} times"
-            self._warn("retries", f"{said}: the run is at the edge of the card, and slower for it")
+            said = f"step {line['step']} emptied the allocator's cache {plural(line['retries'], 'time')}"
+            self._warn("retries", f"{said}: the run is at the card's limit, and slower for it")
 
     def _warn(self, kind: str, text: str) -> None:
         """Says it at once, and once of its kind."""
@@ -132,7 +132,7 @@ class Follower:
 
     def _words(self, line: dict[str, Any]) -> str:
         seconds = self.step_seconds or 0.0
-        words = [f"loss {line['loss']:.4f}", f"{seconds:.2f} s a step"]
+        words = [f"loss {line['loss']:.4f}", f"{seconds:.2f} s/step"]
         if (left := self.steps - line["step"]) > 0:
             words.append(f"{format_seconds(left * seconds)} left")
         if "device_bytes" in self.peaks:
@@ -148,7 +148,7 @@ class Preparing:
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("looking through the data", total=None)
+        self._task = self._bar.add_task("scanning the data", total=None)
         self._doing = ""
 
     def __enter__(self) -> Self:
@@ -177,9 +177,9 @@ class Preparing:
         """What the worker said of the data: what was left out and why, and what happened to the rest."""
         told = read_json(self.folder / result_file(0))
         left = [*told.get("skipped", ()), *told.get("broken", ())]
-        found = [f"left out: {fault}" for fault in left[:NAMED]]
+        found = [f"skipped: {fault}" for fault in left[:NAMED]]
         if len(left) > NAMED:
-            found.append(f"left out: {len(left) - NAMED} more (all are named in {self.folder / result_file(0)})")
+            found.append(f"skipped: {len(left) - NAMED} more (all are listed in {self.folder / result_file(0)})")
         return [*found, *told.get("notes", ())]
 
 

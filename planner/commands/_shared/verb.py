@@ -81,8 +81,8 @@ def output_option(what: str, *, plan: bool = True) -> Callable[[Function], Funct
 def _plan_file(_context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
     """A file that every command would know for a plan; or what is no file, as /dev/stdout."""
     if path is not None and not path.endswith(".toml") and (os.path.isfile(path) or not os.path.lexists(path)):
-        fix = "name one, as plan.toml: by that ending a plan is told from a model"
-        raise VplanError(f"the plan {quoted(path)} is no .toml file", fix)
+        fix = "use the ending .toml, as in plan.toml: it tells a plan from a model"
+        raise VplanError(f"the plan {quoted(path)} is not a .toml file", fix)
     return path
 
 
@@ -106,7 +106,7 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
     import reports
     from planner.tune.storage import without_password
 
-    with stoppable(lambda: f"{path} is as it was"):
+    with stoppable(lambda: f"{path} is unchanged"):
         reports.write(path, plans, command=without_password(typed_line()), **more)
     click.echo(f"wrote {path}", err=True)
 

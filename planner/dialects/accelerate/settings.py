@@ -183,7 +183,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
             "fsdp_cpu_ram_efficient_loading": False,
         }
     config = {"compute_environment": "LOCAL_MACHINE", **config, "machine_rank": 0, "main_training_function": "main"}
-    head = "accelerate's config. Behind each line: the Plan field that it carries."
+    head = "accelerate's config. The comment after each line names its plan field."
     found["accelerate.yaml"] = config_text.yaml(config, config_text.comments(said, "config:"), head)
     found["launch.sh"] = _script(plan, said, settings)
     return found
@@ -240,8 +240,8 @@ def left_to_the_script(plan: Plan) -> dict[str, object]:
 
 
 def _script(plan: Plan, said: dict[str, tuple[str, ...]], settings: Settings) -> str:
-    lines = ["#!/bin/bash", "# Starts a training script of yours: bash launch.sh train.py --its flags", "set -e"]
-    lines += ["# What the script has to do itself, as the plan says:"]
+    lines = ["#!/bin/bash", "# Starts your own training script: bash launch.sh train.py --its flags", "set -e"]
+    lines += ["# What the script must do itself to match the plan:"]
     lines += [f"#   {name} = {json.dumps(value, default=str)}" for name, value in left_to_the_script(plan).items()]
     if "deepspeed:gradient_accumulation_steps" in settings:
         lines += ["# deepspeed.json takes no comments. It carries:"]
@@ -250,8 +250,8 @@ def _script(plan: Plan, said: dict[str, tuple[str, ...]], settings: Settings) ->
         lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # strategy.expandable_segments"]
     words = "accelerate launch --config_file accelerate.yaml"
     if plan.machine.nodes > 1:
-        lines += ['MACHINE_RANK="${MACHINE_RANK:-0}"  # 0 on the first computer, 1 on the next, ...']
-        lines += ['MAIN_ADDRESS="${MAIN_ADDRESS:-127.0.0.1}"  # of the first computer']
+        lines += ['MACHINE_RANK="${MACHINE_RANK:-0}"  # 0 on the first node, 1 on the next, ...']
+        lines += ['MAIN_ADDRESS="${MAIN_ADDRESS:-127.0.0.1}"  # of the first node']
         words += ' --machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_ADDRESS" --main_process_port 29500'
     return "\n".join([*lines, f'{words} "$@"']) + "\n"
 

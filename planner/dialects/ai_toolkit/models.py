@@ -53,7 +53,7 @@ def model_of(given: Settings) -> Fields:
     model = named if named in (candidates or ARCHES) else next(iter(candidates), None)
     if model is None:
         what = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
-        raise VplanError(f"{what} is not priced here", f"we price {', '.join(ARCHES)}")
+        raise VplanError(f"{what} is not supported here", f"supported: {', '.join(ARCHES)}")
     return {"model": model, **_experts_of(given, model)}
 
 
@@ -79,7 +79,7 @@ def say_model(fields: Fields) -> Settings:
     """What names a model, or a NotSaidError."""
     model = fields["model"]
     if model not in ARCHES:
-        why = f"of our models it trains {', '.join(ARCHES)}"
+        why = f"of the known models it trains {', '.join(ARCHES)}"
         raise NotSaidError(Inexpressible("model", model, next(iter(ARCHES)), why))
     arch, path = ARCHES[model]
     said: Settings = {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}

@@ -144,7 +144,7 @@ def _say_targets(fields: Fields) -> Settings:
 def _rank_of(given: Settings) -> Fields:
     kind = given.get(f"{NETWORK}type", "lora")
     if not any(name.startswith(NETWORK) for name in given) or kind != "lora":
-        raise VplanError(f"network.type {quoted(kind)} is not priced here", "we price network.type lora")
+        raise VplanError(f"network.type {quoted(kind)} is not supported here", "supported: network.type lora")
     rank = given.get(f"{NETWORK}linear", given.get(f"{NETWORK}rank")) or 4
     return {
         "lora_rank": whole(rank, "linear"),
@@ -221,7 +221,7 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("nodes", 1, f"one run, one GPU ({AT} run.py)"),
     _several(model_of, say_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
              experts="model_kwargs.train_high_noise, train_low_noise", inactive_expert="gpu, cpu by low_vram"),
-    Fixed("method", "lora", "full fine-tuning with it is not priced here"),
+    Fixed("method", "lora", "full fine-tuning with it is not supported here"),
     _several(_rank_of, _say_rank, tuple(f"{NETWORK}{name}" for name in ("type", "linear", "dropout")),
              lora_rank="network.linear", lora_dropout="network.dropout"),
     _several(shape_of, say_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
@@ -275,7 +275,7 @@ def gather(script: Script) -> Given | None:
             return None
         config = script.document(files[0])
         if config is None:
-            raise VplanError(f"the config {quoted(files[0])} is not here", "run vplan check where it is")
+            raise VplanError(f"the config {quoted(files[0])} is not here", "run vplan check where the file is")
         conf = " ".join(value for name, value in found[-1].environment.items() if name.endswith("ALLOC_CONF"))
         told = {"env:expandable_segments": True} if "expandable_segments:true" in conf.lower() else {}
     said = flat(config, script.name)
@@ -307,15 +307,15 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     if said := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
         yield said
     if given.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
-        yield "low_vram tiles the VAE and moves parts away while it samples, which is not priced: it needs less there"
+        yield "low_vram tiles the VAE and moves parts away while sampling; not estimated, needs less there"
     if version_of(given, fields):
         yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised"
     if fields["swap_blocks"]:
-        yield "layer_offloading is priced as that share of the blocks; below 1.0 it draws the layers by chance"
+        yield "layer_offloading is estimated as that share of the blocks; below 1.0 it draws the layers by chance"
     elif given.get(f"{MODEL}layer_offloading") and fields["gradient_checkpointing"] == "none":
-        yield "layer_offloading without gradient_checkpointing is not priced: this is what it needs without"
+        yield "layer_offloading without gradient_checkpointing is not estimated: this is the estimate without it"
     if fields["weights_dtype"] == "nf4":
-        yield f"{given.get(f'{MODEL}qtype')} is priced as nf4, without what an accuracy recovery adapter takes"
+        yield f"{given.get(f'{MODEL}qtype')} is estimated as nf4, without what an accuracy recovery adapter takes"
     if fields["text_encoder"] == "resident":
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
     if f"{DATA}resolution" not in given:
@@ -362,7 +362,7 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     if "sample" in tree:
         process["sample"] = {"sample_every": 250, "sample_steps": 20, "prompts": ["a prompt of yours"]} | tree["sample"]
     config = {"job": "extension", "config": {"name": "lora", "process": [process]}}
-    head = "Behind each line: the Plan field that it carries. Folders and prompts are yours to fill in."
+    head = "The comment after each line names its plan field. Fill in the folders and prompts."
     lines = ["#!/bin/bash", "set -e"]
     if plan.strategy.expandable_segments:
         lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]

@@ -112,7 +112,7 @@ class Choice:
     rows: Mapping[Any, Settings]
     """value (a tuple of values for several fields) -> what says it; {} is what the trainer does when nothing is said.
     Rows later in the table win where several match equally well."""
-    why: str = "it has no switch for that"
+    why: str = "it has no option for that"
     """for a value that is in no row"""
 
     @property
@@ -131,7 +131,7 @@ class Choice:
         if not matching:
             said = ", ".join(f"{name} {' '.join(str(given[name]).split())}" for name in self.settings if name in given)
             known = " or ".join(", ".join(f"{name} {row[name]}" for name in row) for row in self.rows.values())
-            raise VplanError(f"{said or 'nothing'} says no {' and '.join(self.fields)} we know", f"write {known}")
+            raise VplanError(f"{said or 'nothing'} does not give a known {' and '.join(self.fields)}", f"use {known}")
         return self._values(max(reversed(matching), key=lambda key: len(self.rows[key])))
 
     def say(self, fields: Fields) -> Settings:
@@ -377,7 +377,7 @@ def write(dialect: Dialect, fields: Fields) -> Settings:
             continue
         if any(map(is_edit, said)):
             instead = entry.of({})
-            why = "it has no switch for that, it takes a line of code"
+            why = "it has no option for that; it takes a code change"
             changed = [name for name in entry.fields if instead[name] != fields[name]]
             refused += [Inexpressible(name, fields[name], instead[name], why) for name in changed]
             continue

@@ -131,7 +131,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse that answers instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise VplanError(f"{self.prog} refuses this: {message}", "write the flag as that script takes it")
+        raise VplanError(f"{self.prog} rejects this: {message}", "use the flag as that script takes it")
 
 
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool}
@@ -224,7 +224,7 @@ def scripts(trainer: str) -> tuple[EntryPoint, ...]:
     """All that is known of a trainer's entry points; a VplanError for a file that is missing or damaged."""
     if trainer not in profiles.trainer_names():
         known = ", ".join(profiles.trainer_names())
-        raise VplanError(f"trainer {quoted(trainer)} is not read", f"those read are {known}")
+        raise VplanError(f"trainer {quoted(trainer)} is not supported", f"supported: {known}")
     path = profiles.trainer_path(trainer)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -263,5 +263,5 @@ def script(trainer: str, path: str) -> EntryPoint:
     found = find(trainer, path)
     if found is None:
         known = ", ".join(one.path for one in scripts(trainer))
-        raise VplanError(f"{trainer} script {quoted(path)} is not read", f"those read are {known}")
+        raise VplanError(f"{trainer} script {quoted(path)} is not supported", f"supported: {known}")
     return found

@@ -114,7 +114,7 @@ def launched(program: PythonCommand, script: Script, shipped: Mapping[str, Setti
             inside = known
         else:
             inside = {}
-            notes.append(f"{path} is not here: launched as its command line says, else as accelerate does by itself")
+            notes.append(f"{path} not found: launched as the command line says, else with accelerate's defaults")
         said = inside | said
     for name, found in (("gpus", program.gpus), ("nodes", program.nodes)):
         if found is not None:
@@ -240,7 +240,7 @@ def engine(
 def _device(value: object) -> str:
     text = str(value or "none").lower()
     if text not in ("none", "cpu", "nvme"):
-        raise VplanError(f"offloading to {quoted(text)} is not known", "write none, cpu or nvme")
+        raise VplanError(f"offloading to {quoted(text)} is not known", "use none, cpu or nvme")
     return text
 
 
@@ -301,7 +301,7 @@ def one_of(table: Mapping[str, Any], setting: str) -> Callable[[Any], Any]:
     return read
 
 
-def word_for(table: Mapping[str, Any], field: str, instead: Any, why: str = "it has no word for that") -> Any:
+def word_for(table: Mapping[str, Any], field: str, instead: Any, why: str = "it has no setting for that") -> Any:
     """Writes a value by the first word of the table that means it."""
     words: dict[Any, str] = {}
     for word, value in table.items():

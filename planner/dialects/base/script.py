@@ -85,7 +85,7 @@ def _count(launch: dict[str, Any], *names: str) -> int | None:
             if found is None or not int(found[1]):
                 if text in ("gpu", "auto"):
                     return None
-                raise VplanError(f"{name} {quoted(text)} is no count", "write a number of processes")
+                raise VplanError(f"{name} {quoted(text)} is not a count", "use a number of processes")
             return int(found[1])
     return None
 
@@ -143,13 +143,13 @@ def of_file(path: Path) -> Script:
     exported = {name: " ".join(value) for name, value in variables.values.items()}
     programs = [found for line in lines if (found := _program(line.words, exported | line.environment))]
     if not programs:
-        fix = "name the script that starts the training"
+        fix = "pass the script that starts the training"
         if "out of memory" in text:
-            fix = f"a log with torch's out-of-memory message is explained by `vplan check --error {path.name}`"
+            fix = f"a log with PyTorch's out-of-memory message is explained by `vplan check --error {path.name}`"
         raise VplanError(f"{quoted(path.name)} starts no Python script", fix)
     used = {name for program in programs for name in variables.unset if f"${name}" in " ".join(program.arguments)}
-    unset = f"${', $'.join(sorted(used))} assigned nowhere in {path.name}: taken as written" if used else ""
-    ends = "lines that begin with -- are read with the command above: a shell wants a \\ before them" if loose else ""
+    unset = f"${', $'.join(sorted(used))} not assigned in {path.name}: taken as written" if used else ""
+    ends = "lines that begin with -- are read with the command above; a shell needs a \\ before them" if loose else ""
     return Script(path.name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends))))
 
 
@@ -157,11 +157,11 @@ def _tree(text: str, name: str) -> ast.Module:
     try:
         return ast.parse(text)
     except SyntaxError as error:
-        fault = f"{quoted(name)} is no Python we can read: {error.msg} (line {error.lineno})"
+        fault = f"{quoted(name)} is not valid Python: {error.msg} (line {error.lineno})"
         raise VplanError(fault, "correct that line") from None
     except (RecursionError, MemoryError, ValueError) as error:
-        fault = f"{quoted(name)} is no Python we can read: {str(error) or 'it is nested too deeply'}"
-        raise VplanError(fault, "give the file that is run") from None
+        fault = f"{quoted(name)} is not valid Python: {str(error) or 'it is nested too deeply'}"
+        raise VplanError(fault, "pass the file that is run") from None
 
 
 def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonCommand | None:

@@ -15,7 +15,7 @@ def whole(value: Any, name: str) -> int:
     if isinstance(found, float) and found.is_integer():
         found = int(found)
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MOST:
-        raise VplanError(f"{name} {quoted(value)} is no whole number", "write a number without a point")
+        raise VplanError(f"{name} {quoted(value)} is not a whole number", "use a number without a decimal point")
     return found
 
 
@@ -26,7 +26,7 @@ def number(value: Any, name: str) -> float:
             raise ValueError
         return float(value)
     except ValueError:
-        raise VplanError(f"{name} {quoted(value)} is no number", "write a number") from None
+        raise VplanError(f"{name} {quoted(value)} is not a number", "write a number") from None
 
 
 def listed(value: Any) -> list[Any]:

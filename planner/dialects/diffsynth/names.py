@@ -90,7 +90,7 @@ ENCODERS = ("t5", "clip", "text_encoder", "gemma", "qwen3-vl", "qwen2.5")
 
 SPLIT_COST = (
     "two commands: first the same one with --task sft:data_process writes every sample's latents and prompts to "
-    "--output_path, then this one reads them (--dataset_base_path); disk for the cache, no seconds a step"
+    "--output_path, then this one reads them (--dataset_base_path); disk for the cache, not part of the step time"
 )
 OFFLOAD_NOTE = (
     "--enable_model_cpu_offload: frozen weights, encoders and VAE wait in host RAM; 2 to 10 times slower, which the "

@@ -167,7 +167,7 @@ def targets(settings: Settings) -> Fields:
     names = str(settings.get("--lora_target_modules", ",".join(WAN_LAYERS))).split(",")
     unknown = [name for name in names if name.strip() not in WAN_LAYERS]
     if unknown:
-        fix = f"we price adapters on {','.join(WAN_LAYERS)}"
+        fix = f"supported: adapters on {','.join(WAN_LAYERS)}"
         raise VplanError(f"--lora_target_modules: {', '.join(unknown)} of Wan is not known here", fix)
     ours = {WAN_LAYERS[name.strip()] for name in names}
     if ours == set(profile.lora.targets):
@@ -258,7 +258,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if not (settings.get("--height") and settings.get("--width")):
         yield "without --height and --width every clip keeps its size, up to --max_pixels"
     if _is_wan(profile.name) and not settings.get("--use_gradient_checkpointing"):
-        yield f"checkpointing is on although no flag asks for it: forced for Wan since 72af7122 (2025-12-04, {AT})"
+        yield f"checkpointing is on without a flag: forced for Wan since 72af7122 (2025-12-04, {AT})"
     if settings.get("--enable_model_cpu_offload"):
         yield OFFLOAD_NOTE
     elif fields["text_encoder"] == fields["vae"] == "resident":
@@ -266,10 +266,10 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         names = ", ".join(encoder.name for encoder in profile.text_encoders)
         yield f"{names} and VAE ({format_gib(2 * parameters)}) stay on the GPU beside the model in task sft"
     if settings.get("--enable_optimizer_cpu_offload"):
-        yield "--enable_optimizer_cpu_offload is not priced: this is what it needs without"
-    yield "one sample a step: there is no batch-size flag"
+        yield "--enable_optimizer_cpu_offload is not estimated: this is the estimate without it"
+    yield "one sample per step: there is no batch-size flag"
     if not _is_wan(profile.name) and fields["method"] == "lora":
-        yield "LoRA priced on the model's usual layers"
+        yield "LoRA estimated on the model's usual layers"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
@@ -300,7 +300,7 @@ def _table(*own: Binding | When) -> tuple[Binding | When, ...]:
         Value("height", "--height", None),
         Value("width", "--width", None),
         Fixed("batch_size", 1, "its dataloader gives one sample at a time (diffsynth/diffusion/runner.py)"),
-        Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
+        Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),
         Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
         EXPANDABLE,
         GPUS,
@@ -386,7 +386,7 @@ DIALECT = Dialect(
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"gradient_checkpointing": "offload"}, OFFLOAD_COST),
         Move({"text_encoder": "cached", "vae": "cached"}, SPLIT_COST, said=_split_words),
-        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move({"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several),
         Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several),
     ),

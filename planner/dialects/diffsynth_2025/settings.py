@@ -97,7 +97,7 @@ def _say_sharding(fields: Fields) -> Settings:
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     strategy = str(settings.get("--training_strategy", ""))
     if strategy.startswith("deepspeed") and fields["sharding"] in ("none", "ddp"):
-        yield Remark("--training_strategy", f"{strategy} on one GPU shards nothing: there is nobody to share with")
+        yield Remark("--training_strategy", f"{strategy} on one GPU shards nothing")
     if "--num_frames" in settings:
         yield Remark("--num_frames", "--task train reads cached tensors, of the frames they were cached with")
 
@@ -160,8 +160,8 @@ DIALECT = Dialect(
         ),
         Fixed("batch_size", 1, "its dataloader has batch_size=1"),
         Fixed("optimizer", "adamw", "torch.optim.AdamW is written into the script"),
-        Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
-        Fixed("grad_buckets", "copy", "torch's DDP as it comes"),
+        Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),
+        Fixed("grad_buckets", "copy", "default torch DDP"),
         EXPANDABLE,
         GPUS,
         NODES,

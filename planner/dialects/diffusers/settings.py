@@ -241,16 +241,16 @@ def _say_vae_dtype(fields: Fields) -> Settings:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if "--train_batch_size" not in settings:
-        yield f"{fields['batch_size']} samples a step and GPU, the default of --train_batch_size"
+        yield f"{fields['batch_size']} samples per step and GPU, the default of --train_batch_size"
     if fields["text_encoder"] == "cached" and "text_to_image" in str(settings["script"]):
         yield f"prompts and latents are computed before training ({AT})"
     elif fields["text_encoder"] == "cached":
         yield f"prompts are encoded once and their encoders deleted, as with one instance prompt ({AT})"
     if settings.get("--train_text_encoder"):
-        yield "--train_text_encoder is not priced: this is what it needs without"
+        yield "--train_text_encoder is not estimated: this is the estimate without it"
     for flag in ("--do_fp8_training", "--bnb_quantization_config_path", "--fsdp_text_encoder"):
         if settings.get(flag):
-            yield f"{flag} is not priced: this is what it needs without"
+            yield f"{flag} is not estimated: this is the estimate without it"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
@@ -330,7 +330,7 @@ DIALECT = Dialect(
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
             context=lambda fields: {"script": _script(fields)},
         ),
-        Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
+        Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),
         Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
         EXPANDABLE,
         GPUS,
@@ -353,17 +353,17 @@ DIALECT = Dialect(
         Move({"expandable_segments": True}, "free"),
         Move({"vae": "cached"}, "latents are encoded once", when=lambda fields: fields["vae"] != "cached"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
-        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move({"vae_tiling": True}, "tiles are blended where they meet"),
         Move({"vae_slicing": True}, "one sample at a time"),
         Move(
             {"sharding": "zero-2", **DEEPSPEED},
-            "gradients and states are split over the GPUs, with an fp32 master",
+            "gradients and states are sharded across the GPUs, with an fp32 master",
             when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
         ),
         Move(
             {"sharding": "zero-3", **DEEPSPEED},
-            "weights too are split over the GPUs and gathered for every block",
+            "weights too are sharded across the GPUs and gathered for every block",
             when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
         ),
     ),

@@ -226,7 +226,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "record_stream was wrong until 0.36.0 (#12721), with another fix in 0.37.0 (#13211)"
     blocks = settings.get(f"{CODE}transformer.num_blocks_per_group", 1)
     if kind == "block" and not stream and blocks != 1:
-        yield f"num_blocks_per_group {blocks} of the transformer is priced as 1"
+        yield f"num_blocks_per_group {blocks} of the transformer is estimated as 1"
     if f"{CODE}num_frames" not in settings and lookup.model(fields["model"]).kind == "video":
         yield f"{fields['frames']} frames, the model's usual length: the call does not say"
     if fields["vae_dtype"] == "fp32":
@@ -319,20 +319,20 @@ DIALECT = Dialect(
         ),
         Move(
             {"text_encoder": "cached", "vae": "swapped"},
-            "each part comes to the GPU for its turn",
+            "each component moves to the GPU only while it runs",
             said=lambda given: ["pipe.enable_model_cpu_offload()"],
             when=lambda fields: fields["group_offload"] == "none",
         ),
         Move(
             {"group_offload_stream": False},
-            "slower: nothing is fetched ahead",
+            "slower: no prefetch",
             said=lambda given: ["use_stream=False"],
             when=lambda fields: bool(fields["group_offload_stream"]),
         ),
         *(
             Move(
                 {"group_offload": kind, "text_encoder": "cached", "vae": "cached"},
-                "weights wait in host RAM and come for their turn",
+                "weights stay in host RAM and are loaded when needed",
                 said=lambda given, kind=kind: [  # type: ignore[misc]  # mypy infers none with a default
                     f"pipe.transformer.enable_group_offload(torch.device('cuda'), offload_type='{kind}_level')"
                 ],

@@ -49,7 +49,7 @@ def model_of(given: Settings) -> Fields:
     kind = given.get("config:model.type")
     candidates = [name for name, (own, _) in TYPES.items() if own == kind]
     if not candidates:
-        raise VplanError(f"model.type {quoted(kind)} is not priced here", f"we price {', '.join(TYPES)}")
+        raise VplanError(f"model.type {quoted(kind)} is not supported here", f"supported: {', '.join(TYPES)}")
     paths = [given.get(f"config:model.{name}") for name in PATHS]
     named = given.get("model") or known_model(*reversed(paths), *paths)
     model = named if named in candidates else None
@@ -67,7 +67,7 @@ def say_model(fields: Fields) -> Settings:
     """What names a model, or a NotSaidError."""
     model = fields["model"]
     if model not in TYPES:
-        why = f"of our models it trains {', '.join(TYPES)}"
+        why = f"of the known models it trains {', '.join(TYPES)}"
         raise NotSaidError(Inexpressible("model", model, next(iter(TYPES)), why))
     kind, path = TYPES[model]
     said: Settings = {"config:model.type": kind, f"config:model.{path}": f"models/{model}"}

@@ -110,7 +110,7 @@ def _say_formats(fields: Fields) -> Settings:
 def _method_of(given: Settings) -> Fields:
     kind = given.get("config:adapter.type")
     if kind not in (None, "lora"):
-        raise VplanError(f"adapter.type {quoted(kind)} is not priced here", "we price lora, and no adapter at all")
+        raise VplanError(f"adapter.type {quoted(kind)} is not supported here", "supported: lora, and no adapter at all")
     return {
         "method": "lora" if kind else "full",
         "lora_rank": whole(given.get("config:adapter.rank", 16), "adapter.rank"),
@@ -177,7 +177,7 @@ def _say_steps(fields: Fields) -> Settings:
 def _spread_of(given: Settings) -> Fields:
     stages = whole(given.get("config:pipeline_stages", 1), "pipeline_stages")
     if stages > 1:
-        fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not priced here"
+        fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not supported here"
         raise VplanError(fault, "write pipeline_stages = 1")
     world = given.get("gpus", 1) * given.get("nodes", 1)
     return {
@@ -273,7 +273,7 @@ def gather(script: Script) -> Given | None:
         path = str(parsed.given["--config"])
         config = script.document(path)
         if config is None:
-            raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where it is")
+            raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where the file is")
     said = flat(config, script.name)
     if not {"model.type", "optimizer.type"} <= said.keys():
         return None
@@ -284,7 +284,7 @@ def gather(script: Script) -> Given | None:
     path = str(config.get("dataset", ""))
     data = script.document(path) if path else None
     if data is None:
-        notes.append(f"the dataset {path} is not here: priced at the model's usual shape")
+        notes.append(f"the dataset {path} is not here: estimated at the model's default shape")
     else:
         settings["dataset"] = True
         settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
@@ -311,9 +311,9 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     if fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED:
         yield "adapters over a quantised base are counted in fp32"
     if str(given.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
-        yield "priced with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
+        yield "estimated with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
     if rows_of(given, "dataset:resolutions") and not rows_of(given, BUCKETS):
-        yield "resolutions are areas: priced as squares, and buckets of other sides have as many pixels"
+        yield "resolutions are areas: estimated as squares, and buckets of other sides have as many pixels"
 
 
 def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
@@ -340,13 +340,13 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     """dataset.toml, config.toml and train.sh."""
     said = config_text.carried(DIALECT, settings, CARRIES)
     data = {"size_buckets": settings[BUCKETS], "directory": [{"path": "data/my_set", "num_repeats": 1}]}
-    head = "The dataset. Behind each line: the Plan field that it carries. The folder is yours to fill in."
+    head = "The dataset. The comment after each line names its plan field. Fill in the folder."
     dataset = config_text.toml(data, config_text.comments(said, "dataset:"), head)
     own = config_text.tree(settings, "config:")
     config: Settings = {"output_dir": "out", "dataset": "dataset.toml", "epochs": 100, "warmup_steps": 10}
     config |= {"gradient_clipping": 1.0, "save_every_n_epochs": 5, "checkpoint_every_n_minutes": 120, **own}
     config["optimizer"] |= {"lr": 2e-5, "betas": [0.9, 0.99], "weight_decay": 0.01}
-    head = "Behind each line: the Plan field that it carries. Paths are yours to fill in."
+    head = "The comment after each line names its plan field. Fill in the paths."
     nodes = f" --num_nodes={plan.machine.nodes}" if plan.machine.nodes > 1 else ""
     lines = ["#!/bin/bash", "set -e"]
     if plan.strategy.expandable_segments:

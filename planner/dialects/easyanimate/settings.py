@@ -179,18 +179,18 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if "--video_sample_n_frames" not in settings and not _is_image(fields["model"]):
         yield "17 frames, the default of --video_sample_n_frames"
     if "--train_batch_size" not in settings:
-        yield "16 samples a step and GPU, the default of --train_batch_size"
+        yield "16 samples per step and GPU, the default of --train_batch_size"
     if fields["validation_mode"] == "on":
-        yield "an error in validation is printed and passed over: running out of memory there is silent"
+        yield "an error in validation is printed and ignored: running out of memory there is silent"
     else:
         yield "no validation: --validation_prompts is not given"
     modules = settings.get("--trainable_modules")
     if fields["method"] == "full" and modules not in (None, ["."], "."):
-        yield "--trainable_modules is priced as training everything: it needs at most this"
+        yield "--trainable_modules is estimated as training everything: it needs at most this"
     if fields["method"] == "lora":
-        yield "adapters are priced on the model's usual layers, whatever --target_name says"
+        yield "adapters are estimated on the model's usual layers, whatever --target_name says"
     if settings.get("--enable_text_encoder_in_dataloader"):
-        yield "--enable_text_encoder_in_dataloader is not priced: the text encoder counts as on the GPU"
+        yield "--enable_text_encoder_in_dataloader is not estimated: the text encoder counts as on the GPU"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
@@ -253,7 +253,7 @@ def _table(say_model: Callable[[Fields], Settings], *own: Binding | When) -> tup
             {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
             with_deepspeed={"--use_deepspeed": True},
         ),
-        Fixed("optimizer_step", "foreach", "torch.optim.AdamW as it comes"),
+        Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),
         Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
         EXPANDABLE,
         GPUS,
@@ -284,10 +284,10 @@ MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
     Move({"text_encoder": "swapped", "vae": "swapped"}, "encoders move for every step"),
-    Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+    Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
     Move(
         {"sharding": "zero-2", **DEEPSPEED},
-        "gradients and states are split over the GPUs, with an fp32 master",
+        "gradients and states are sharded across the GPUs, with an fp32 master",
         said=lambda settings: [ZERO_2],
         when=_several,
     ),
@@ -354,7 +354,7 @@ VIDEOX_FUN = replace(
         *MOVES,
         Move(
             {"sharding": "zero-3", **DEEPSPEED},
-            "weights too are split over the GPUs and gathered for every block",
+            "weights too are sharded across the GPUs and gathered for every block",
             said=lambda settings: [ZERO_3],
             when=_several,
         ),

@@ -175,7 +175,7 @@ DIALECT = Dialect(
         _flag("run.enable_gradient_checkpointing", "gradient_checkpointing", "full", "none"),
         _flag("run.mixed_precision_training", "autocast", "fp16", "none"),
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {EIGHT: True}}, "torch.optim.AdamW is written into the script"),
-        Choice("optimizer_step", {"foreach": {}, "fused": {FUSED: True}}, "torch.optim.AdamW as it comes"),
+        Choice("optimizer_step", {"foreach": {}, "fused": {FUSED: True}}, "default torch.optim.AdamW"),
         Choice("sharding", {"ddp": {}, "none": {ALONE: True}}, "it wraps the model in DDP itself"),
         Choice("vae_slicing", {False: {}, True: {SLICE: True}}),
         Choice("validation_mode", {"on": {}, "off": {SKIP: True}}, "validation is one branch with saving"),
@@ -205,7 +205,7 @@ DIALECT = Dialect(
         Move({"version": "zeroed"}, "the gradients are gone before validation", said=lambda settings: [ZERO]),
         Move({"sharding": "none"}, "no second copy of the gradients", when=_one_gpu),
         Move({"optimizer_step": "fused"}, "no copy of the weights at the step"),
-        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits"),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"expandable_segments": True}, "free"),
         Move(

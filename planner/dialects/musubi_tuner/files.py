@@ -50,7 +50,7 @@ def _dataset(carried: Mapping[str, tuple[str, ...]], plan: Plan, settings: Setti
     first |= {"frame_extraction": "head"} if kind == "video" else {}
     general = {**data["general"], "caption_extension": ".txt", "enable_bucket": True}
     said = config_text.comments(carried, "dataset:")
-    head = "The dataset. Behind each line: the Plan field that it carries. The folders are yours to fill in."
+    head = "The dataset. The comment after each line names its plan field. Fill in the folders."
     return config_text.toml({"general": general, "datasets": [first]}, said, head)
 
 

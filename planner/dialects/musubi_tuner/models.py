@@ -80,7 +80,7 @@ def model_of(given: Settings) -> Fields:
     named = given.get("model") or known_model(given.get("--dit"))
     if not candidates:
         said = given.get("--task") or given.get("--model_version") or given.get("script")
-        fix = "we price " + ", ".join(FAMILIES)
+        fix = "supported: " + ", ".join(FAMILIES)
         raise VplanError(f"which model {quoted(said)} trains is not known here", fix)
     model = named if named in candidates else candidates[0]
     fields: Fields = {"model": model, "experts": None, "inactive_expert": "absent"}
@@ -96,7 +96,7 @@ def say_model(fields: Fields) -> Settings:
     """What names a model, or a NotSaidError."""
     model, experts, inactive = fields["model"], fields["experts"], fields["inactive_expert"]
     if model not in FAMILIES:
-        why = f"of our models it trains {', '.join(FAMILIES)}"
+        why = f"of the known models it trains {', '.join(FAMILIES)}"
         raise NotSaidError(Inexpressible("model", model, next(iter(FAMILIES)), why))
     family, words = FAMILIES[model]
     said: Settings = {"script": SCRIPT.format(family), **words, "--dit": f"models/{model}.safetensors"}

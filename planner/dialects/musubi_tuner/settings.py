@@ -273,7 +273,7 @@ def gather(script: Script) -> Given | None:
     if path := settings.get("--dataset_config"):
         inside = script.document(str(path))
         if inside is None:
-            notes.append(f"{path} is not here: priced at the model's usual shape, one sample at a time")
+            notes.append(f"{path} is not here: estimated at the model's default shape, one sample at a time")
         else:
             settings |= {f"dataset:{key}": value for key, value in flat(inside, str(path)).items()}
     for name in ("--sample_prompts", "--sample_every_n_epochs"):
@@ -306,9 +306,9 @@ def notes(given: Settings, fields: Fields) -> Iterator[str]:
     if not given.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":
-        yield "samples are priced as large as the clips: the file of --sample_prompts may say otherwise"
+        yield "samples are estimated as large as the clips: the file of --sample_prompts may say otherwise"
     if not any(given.get(word) for word in ATTENTION):
-        yield "no attention that trains is asked for, without which it ends at once: priced as with --sdpa"
+        yield "no attention backend is set, without which it exits at once: estimated as with --sdpa"
     if given.get("--block_swap_h2d_only"):
         yield "--block_swap_h2d_only holds a ring of two blocks more than is counted"
     if dataset_key(given, "frame_extraction") == "full":

@@ -86,7 +86,7 @@ def _with_dataset(given: Given, script: Script) -> Given:
         return given
     document = script.document(str(path))
     if document is None:
-        note = f"{path} is not here: priced at the model's usual size, one sample a step"
+        note = f"{path} is not here: estimated at the model's default size, one sample per step"
         return Given(given.trainer, given.settings, given.unknown, given.gone, (*given.notes, note))
     inside = {f"{DATASET}{name}": value for name, value in flat(document, str(path)).items()}
     return Given(given.trainer, given.settings | inside, given.unknown, given.gone, given.notes)
@@ -116,7 +116,7 @@ def _sides(value: Any) -> tuple[int, int]:
     try:
         numbers = [int(part) for part in parts]
     except ValueError:
-        raise VplanError(f"resolution {value!r} is no size", "write 1024, or width,height") from None
+        raise VplanError(f"resolution {value!r} is not a size", "write 1024, or width,height") from None
     return numbers[-1], numbers[0]
 
 
@@ -234,7 +234,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         what = f"weights, gradients and {fields['optimizer']} states"
         yield f"{what} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"
     if fields["method"] == "lora":
-        yield "LoRA priced on the model's usual layers"
+        yield "LoRA estimated on the model's usual layers"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
@@ -376,7 +376,7 @@ DIALECT = Dialect(
         Move({"expandable_segments": True}, "free"),
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
-        Move({"optimizer": "adamw-8bit"}, "the optimizer's states have 8 bits", said=_rate),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states", said=_rate),
         Move({"grad_buckets": "view"}, "free", when=_several),
         Move(
             {"optimizer": "adafactor", "optimizer_step": "backward"},
@@ -388,7 +388,7 @@ DIALECT = Dialect(
             {"swap_blocks": 0}, "blocks move for every step", values=tuple(swapped(count) for count in range(4, 36, 4))
         ),
         *(
-            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are split over the GPUs", when=_several)
+            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=_several)
             for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
         ),
         Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits", when=lambda fields: not _full(fields)),

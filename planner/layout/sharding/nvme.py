@@ -31,7 +31,7 @@ def check_buffers(run: Run) -> None:
         return
     largest = max(-(-elements // run.machine.world) for elements in run.elements.values())
     if largest > PARAM_BUFFER_ELEMENTS:
-        fault = f"offload_params nvme: a share of {largest:,} numbers, and DeepSpeed's buffers hold 100,000,000"
+        fault = f"offload_params nvme: a shard has {largest:,} elements, but DeepSpeed's buffers hold 100,000,000"
         raise VplanError(fault, "use more GPUs, or --offload-params cpu")
 
 

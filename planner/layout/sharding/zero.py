@@ -270,7 +270,7 @@ def _states(run: Run, share: int) -> list[int]:
     nbytes = FULL * share
     if run.strategy.optimizer == "adamw-8bit" and share >= SMALLEST_8_BIT:
         if share > MOST_8_BIT:
-            fault = f"adamw-8bit over a share of {share:,} numbers: bitsandbytes counts to {MOST_8_BIT:,}"
+            fault = f"adamw-8bit over a shard of {share:,} elements: bitsandbytes supports up to {MOST_8_BIT:,}"
             raise NotEstimatedError(fault, "use more GPUs, or --optimizer adamw")
         nbytes = share + FULL * -(-share // 256)
     return [run.new(nbytes, "optimizer", name) for name in ("exp_avg", "exp_avg_sq")]

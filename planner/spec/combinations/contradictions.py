@@ -36,12 +36,12 @@ _METHOD = (
     ),
     _row(
         lambda s: s.both_experts and s.strategy.inactive_expert == "absent" and s.job.method == "sample",
-        "both experts are used, and the one that does not run must be somewhere",
+        "both experts are used, so the inactive one must be kept somewhere",
         "use --inactive-expert cpu",
     ),
     _row(
         lambda s: s.both_experts and s.strategy.inactive_expert == "absent" and s.job.method != "sample",
-        "both experts are trained, and the one that does not run must be somewhere",
+        "both experts are trained, so the inactive one must be kept somewhere",
         "use --inactive-expert cpu",
     ),
     _row(
@@ -90,18 +90,18 @@ def _asked_to_sample(field: str, unasked: object) -> Callable[[Proposal], bool]:
 _SAMPLING = (
     _row(
         lambda s: s.job.method == "sample" and _another_shape(s),
-        "to sample makes samples of the job's own shape, and validation names another",
+        "method sample uses the job's own shape, but validation sets another",
         "leave out --validation",
     ),
     _row(
         lambda s: s.job.method == "sample" and s.strategy.sharding != "none",
-        "sharding {0.strategy.sharding} is for training; to sample, every GPU works alone",
+        "sharding {0.strategy.sharding} is for training; in sampling every GPU works alone",
         "leave out --sharding",
     ),
     *(
         _row(
             _asked_to_sample(field, unasked),
-            f"{field} means nothing with method sample, which trains nothing",
+            f"{field} has no effect with method sample",
             f"leave out --{field.replace('_', '-')}",
         )
         for field, unasked in _OF_TRAINING.items()
@@ -111,12 +111,12 @@ _SAMPLING = (
 _CHECKPOINTING = (
     _row(
         lambda s: s.strategy.gradient_checkpointing == "partial" and s.strategy.checkpointed_blocks is None,
-        "gradient_checkpointing partial needs to know how many blocks",
+        "gradient_checkpointing partial needs a number of blocks",
         "add --checkpointed-blocks N",
     ),
     _row(
         lambda s: s.strategy.gradient_checkpointing != "partial" and s.strategy.checkpointed_blocks is not None,
-        "checkpointed_blocks says nothing with gradient_checkpointing {0.strategy.gradient_checkpointing}",
+        "checkpointed_blocks has no effect with gradient_checkpointing {0.strategy.gradient_checkpointing}",
         "use --gradient-checkpointing partial, or leave out --checkpointed-blocks",
     ),
 )
@@ -144,7 +144,7 @@ _SWAPPING = (
             s.strategy.gradient_checkpointing == "partial"
             and s.strategy.swap_blocks > (s.strategy.checkpointed_blocks or 0)
         ),
-        "swap_blocks {0.strategy.swap_blocks} is more than the blocks that are checkpointed",
+        "swap_blocks {0.strategy.swap_blocks} exceeds the number of checkpointed blocks",
         "use --swap-blocks {0.strategy.checkpointed_blocks} at most, or --gradient-checkpointing full",
     ),
     _swapping(
@@ -159,7 +159,7 @@ _SWAPPING = (
     ),
     _swapping(
         lambda s: s.strategy.compile == "cudagraphs",
-        "CUDA graphs need weights that stay where they are, and swap_blocks moves them",
+        "CUDA graphs need weights that stay in place, but swap_blocks moves them",
         "use --compile blocks",
     ),
 )
@@ -167,12 +167,12 @@ _SWAPPING = (
 _IN_BACKWARD = (
     _row(
         lambda s: s.strategy.optimizer_step == "backward" and s.strategy.gradient_accumulation > 1,
-        "optimizer_step backward frees each gradient at once, so there is nothing to accumulate",
+        "optimizer_step backward frees each gradient at once, so none can accumulate",
         "use --gradient-accumulation 1, or --optimizer-step foreach",
     ),
     _row(
         lambda s: s.strategy.optimizer_step == "backward" and s.zero,
-        "with {0.strategy.sharding} DeepSpeed does the step itself, after backward",
+        "with {0.strategy.sharding} DeepSpeed runs the optimizer step itself, after backward",
         "use --optimizer-step foreach",
     ),
     _row(
@@ -244,7 +244,7 @@ _OFFLOADING = (
     ),
     _row(
         lambda s: s.strategy.offload_gradients != "none" and s.strategy.offload_optimizer == "none",
-        "offload_gradients sends gradients where no optimizer is",
+        "offload_gradients needs an offloaded optimizer",
         "add --offload-optimizer cpu, or leave out --offload-gradients",
     ),
     _row(
@@ -254,7 +254,7 @@ _OFFLOADING = (
     ),
     _row(  # torchao's CPUOffloadOptimizer says the same
         lambda s: s.strategy.offload_gradients != "none" and not s.zero and s.strategy.gradient_accumulation > 1,
-        "offload_gradients clears the gradients in every backward, so there is nothing to accumulate",
+        "offload_gradients clears the gradients in every backward, so none can accumulate",
         "leave out --offload-gradients",
     ),
 )
@@ -276,7 +276,7 @@ _PARALLEL = (
     # attention runs outside it and refuses the mix (attention_dispatch.py, ``_native_attention_backward_op``).
     _split_samples(
         lambda s: s.strategy.autocast != "none" and s.job.method != "sample",
-        "context_parallel under autocast: queries are fp32 there and values are not, which no backward takes",
+        "context_parallel under autocast: queries are fp32 but values are not, which no backward kernel supports",
         "use --autocast none, with --{0.trained_flag}-dtype bf16",
     ),
     _split_samples(
@@ -299,7 +299,7 @@ _PARALLEL = (
         lambda s: (
             s.machine.world > s.strategy.context_parallel and s.strategy.sharding == "none" and s.job.method != "sample"
         ),
-        "sharding none on {0.machine.world} GPUs would train as many different models",
+        "sharding none on {0.machine.world} GPUs would train that many different models",
         "use --sharding ddp",
     ),
     _row(
@@ -334,7 +334,7 @@ _ENGINES = (
     ),
     _row(  # bitsandbytes' kernels take plain tensors (bitsandbytes#1633)
         lambda s: s.strategy.sharding == "fsdp" and s.strategy.optimizer == "adamw-8bit",
-        "adamw-8bit does not step over fsdp's shares (DTensors)",
+        "adamw-8bit does not support fsdp's sharded parameters (DTensors)",
         "use --optimizer adamw",
     ),
     _row(

@@ -78,10 +78,10 @@ _IN_HOST_RAM = (
     _host_row(_on_host("muon"), "is two optimizers, one for what is no matrix, and in host RAM all are stepped by one"),
     _host_row(_on_host("adafactor", zero=True), "has no CPU kernel in DeepSpeed"),
     _host_row(_on_host("came", split=True), "has no CPU kernel in DeepSpeed, and over fsdp's shares no row is whole"),
-    _host_row(_on_host(*_GPU_ONLY), "steps with bitsandbytes' kernels, which are the GPU's"),
+    _host_row(_on_host(*_GPU_ONLY), "uses bitsandbytes kernels, which run on the GPU only"),
     _host_row(
         lambda s: _on_host("lion")(s) and not s.zero,
-        "steps with bitsandbytes' kernels, which are the GPU's",
+        "uses bitsandbytes kernels, which run on the GPU only",
     ),
 )
 
@@ -104,8 +104,7 @@ ESTIMATE_GAPS = (
     ),
     _row(  # SimpleTuner, documentation/quickstart/KREA2.md: 20.4 -> 58.7 GiB
         lambda s: s.strategy.compile == "cudagraphs",
-        "compile cudagraphs keeps pools of its own, which took 10 to 38 GiB where they were measured; no recording "
-        "shows them",
+        "compile cudagraphs keeps its own memory pools, 10 to 38 GiB where measured; no recording shows them",
         "use --compile blocks, or none",
     ),
     _row(

@@ -32,19 +32,19 @@ JOB_LIMITS: tuple[Combination[ModelJob], ...] = (
     Combination(
         "model cannot",
         lambda s: s.job.references > 0 and not (s.model.references or s.model.takes_references),
-        "{0.model.title} takes no reference images",
+        "{0.model.title} does not take reference images",
         "leave out --references",
     ),
     Combination(
         "model cannot",
         lambda s: s.model.references > 0 and not s.job.references and "references" in s.job.model_fields_set,
-        "{0.model.title} changes an image it is given, and references 0 gives none",
+        "{0.model.title} changes an image it is given, and references 0 provides none",
         "write --references {0.model.references} or more, or leave it out",
     ),
     Combination(
         "model cannot",
         lambda s: s.job.experts is not None and s.model.experts == 1,
-        "{0.model.title} is one model, without experts",
+        "{0.model.title} is one model, has no experts",
         "leave out --experts",
     ),
 )

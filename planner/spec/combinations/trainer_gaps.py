@@ -108,7 +108,7 @@ _NOBODY = (
     _row(
         lambda s: s.job.references not in s.usual_references,
         "references {0.job.references}",
-        "write references = {0.model.references}",
+        "set references = {0.model.references}",
     ),
     _row(
         lambda s: s.strategy.inactive_expert != "absent" and not s.both_experts,
@@ -214,7 +214,7 @@ _VALIDATION = (
     ),
     _validating(
         lambda s: s.model.has_sound,
-        "a sample of {0.model.title}, whose pipeline is not diffusers' and finds the face in a picture first,",
+        "a sample of {0.model.title}, whose pipeline is not from diffusers and detects faces first,",
         "use --validation-mode off",
     ),
 )

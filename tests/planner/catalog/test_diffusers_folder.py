@@ -56,27 +56,27 @@ def wrote(place: Path, content: object) -> Path:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (json.dumps(WAN)[:200], "is not JSON, or not all of it is there (line 1)"),
+        (json.dumps(WAN)[:200], "is not JSON, or is incomplete (line 1)"),
         ("", "is not JSON"),
         ("nonsense", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("9" * 5000, "is not JSON"),
-        ("[1, 2]", "holds no JSON object"),
+        ("[1, 2]", "does not hold a JSON object"),
         (b"\x80\x02PK\x03\x04" + bytes(range(256)), "is not text"),
         ('{"a": 1}' + " " * diffusers_folder.MAX_FILE_BYTES, "larger than any config"),
-        ({}, "does not say its _class_name"),
-        ({"_class_name": ["WanTransformer3DModel"]}, "does not say its _class_name"),
+        ({}, "has no _class_name"),
+        ({"_class_name": ["WanTransformer3DModel"]}, "has no _class_name"),
         ({"_class_name": "LlamaForCausalLM"}, "supported are CogVideoXTransformer3DModel, "),
         ({"_class_name": "os.system"}, "class 'os.system' cannot be recorded"),
         ({"_class_name": "AutoModel"}, '"Adding a model family"'),
-        ({**WAN, "auto_map": {"AutoModel": "evil.Model"}}, "names code of its own (auto_map)"),
+        ({**WAN, "auto_map": {"AutoModel": "evil.Model"}}, "refers to custom code (auto_map)"),
         ({**WAN, "num_layers": 10**9}, "num_layers 1000000000 is larger than any model's"),
         ({**WAN, "num_layers": 600}, "num_layers 600 is deeper than any model"),
         ({**WAN, "ffn_dim": 10**12}, "ffn_dim 1000000000000 is larger"),
         ({**WAN, "num_attention_heads": -12}, "num_attention_heads -12 is negative"),
         (json.dumps(WAN).replace("1e-06", "NaN"), "NaN is not a number"),
         (json.dumps(WAN).replace("1e-06", "-Infinity"), "-Infinity is not a number"),
-        (json.dumps(WAN).replace("1e-06", "1e999"), "eps inf is not a number any model has"),
+        (json.dumps(WAN).replace("1e-06", "1e999"), "eps inf is out of range"),
         ({**WAN, "patch_size": [1, 2, 10**8]}, "patch_size 100000000 is larger"),
         ({**WAN, "rope_max_seq_len": [[[[[[[[1]]]]]]]]}, "holds more than any config"),
         ({**WAN, "patch_size": [1] * 20_000}, "holds more than any config"),
@@ -102,13 +102,13 @@ def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_a_path_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no config.json of a model" in refused(missing) or "is not known" in refused(missing)
+    assert "no model config.json" in refused(missing) or "is not known" in refused(missing)
 
 
 def test_an_empty_folder_and_one_with_pickles_only(tmp_path: Path) -> None:
-    assert "no config.json of a model" in refused(tmp_path)
+    assert "no model config.json" in refused(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02evil")
-    assert "no config.json of a model" in refused(tmp_path)
+    assert "no model config.json" in refused(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
@@ -117,10 +117,10 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     outside.write_text(json.dumps(WAN))
     (tmp_path / "mine" / "transformer").mkdir(parents=True)
     (tmp_path / "mine" / "transformer" / "config.json").symlink_to(outside)
-    assert "transformer/config.json leads out of its folder" in refused(tmp_path / "mine")
+    assert "transformer/config.json points outside its folder" in refused(tmp_path / "mine")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "transformer").symlink_to(tmp_path / "mine" / "transformer")
-    assert "leads out of its folder" in refused(tmp_path / "other")
+    assert "points outside its folder" in refused(tmp_path / "other")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
@@ -163,8 +163,8 @@ def test_a_name_that_comes_with_vplan(tmp_path: Path, name: str) -> None:
         (["wan-14b", "--name", "mine"], "--name is for one folder"),
         (["./mine", "./other", "--name", "mine"], "--name is for one folder"),
         (["--name", "mine"], "--name is for one folder"),
-        (["./mine", "--check"], "--check is for what is recorded"),
-        (["./mine", "-o", "tapes"], "-o is not for your own models"),
+        (["./mine", "--check"], "--check is for recorded models"),
+        (["./mine", "-o", "tapes"], "-o is not supported for your own models"),
     ],
 )
 def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
@@ -225,7 +225,7 @@ def test_an_own_profile_that_is_damaged_is_named(own_home: Path) -> None:
     (own_home / "models").mkdir(parents=True)
     for text in ("{", "[]", "{}", '{"name": "mine"}'):
         (own_home / "models" / "mine.json").write_text(text)
-        with pytest.raises(ValueError, match=r"profile mine.json of your own is damaged"):
+        with pytest.raises(ValueError, match=r"your own profile mine.json is damaged"):
             lookup.model("mine")
 
 

@@ -27,15 +27,15 @@ def refused(call: Callable[..., object], *arguments: object) -> VplanError:
         ("wan2.1-t2v-1.3b", 2, 480, 832, "frames 2 is not 4n+1", "--frames 1 or 5"),
         ("ltx-video-2b", 50, 512, 768, "frames 50 is not 8n+1", "49 or 57"),
         ("mochi-1", 50, 480, 848, "frames 50 is not 6n+1", "49 or 55"),
-        ("wan2.1-t2v-1.3b", 81, 490, 832, "height 490 is no multiple of 16", "--height 480 or 496"),
-        ("wan2.1-t2v-1.3b", 81, 480, 8, "width 8 is no multiple of 16", "--width 16"),
+        ("wan2.1-t2v-1.3b", 81, 490, 832, "height 490 is not a multiple of 16", "--height 480 or 496"),
+        ("wan2.1-t2v-1.3b", 81, 480, 8, "width 8 is not a multiple of 16", "--width 16"),
         ("ltx-video-2b", 49, 500, 700, "height 500 and width 700", "--height 480 or 512 and --width 672 or 704"),
-        ("sd1.5", 1, 500, 512, "height 500 is no multiple of 64", "448 or 512"),
-        ("wan2.2-ti2v-5b", 121, 720, 1280, "height 720 is no multiple of 32", "--height 704 or 736"),
+        ("sd1.5", 1, 500, 512, "height 500 is not a multiple of 64", "448 or 512"),
+        ("wan2.2-ti2v-5b", 121, 720, 1280, "height 720 is not a multiple of 32", "--height 704 or 736"),
         ("wan2.2-ti2v-5b", 1, 704, 1280, "frames 1 is too few", "--frames 5"),
-        ("cogvideox-5b-i2v", 49, 512, 768, "takes no clips of 512x768", "--height 480 --width 720"),
+        ("cogvideox-5b-i2v", 49, 512, 768, "does not support clips of 512x768", "--height 480 --width 720"),
         ("flux.1-dev", 81, 1024, 1024, "makes images", "--frames 1"),
-        ("latentsync-1.6-stage1", 17, 256, 256, "more than LatentSync 1.6, stage 1 sees", "--frames 16"),
+        ("latentsync-1.6-stage1", 17, 256, 256, "more than LatentSync 1.6, stage 1 takes", "--frames 16"),
         ("wan2.1-t2v-1.3b", 0, 480, 832, "--frames 0 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", -3, 480, 832, "--frames -3 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", 10**12, 480, 832, "--frames 1000000000000 is too large", "from 1 to"),
@@ -57,13 +57,13 @@ def test_the_values_a_fix_names_work(name: str) -> None:
         try:
             check_shape(profile, frames, *usual)
         except VplanError as error:
-            for other in error.fix.removeprefix("write --frames ").split(" or "):
+            for other in error.fix.removeprefix("use --frames ").split(" or "):
                 check_shape(profile, int(other), *usual)
     for height in range(1, 300, 7):
         try:
             check_shape(profile, 1, height, usual[1])
         except VplanError as error:
-            for other in error.fix.removeprefix("write --height ").split(" or "):
+            for other in error.fix.removeprefix("use --height ").split(" or "):
                 check_shape(profile, 1, int(other), usual[1])
 
 
@@ -107,7 +107,7 @@ def test_every_bucket_and_the_validation_shape_are_checked() -> None:
         {"validation": {"frames": 80, "height": 480, "width": 832}},
     ):
         assert "frames 80" in refused(check_job, wan, job.replace(**wrong)).message
-    assert "without experts" in refused(check_job, wan, job.replace(experts="high")).message
+    assert "has no experts" in refused(check_job, wan, job.replace(experts="high")).message
 
 
 def test_strategies_that_count_blocks_the_model_has_not() -> None:
@@ -160,14 +160,14 @@ def test_sound_has_25_tokens_a_second(frames: int, tokens: int) -> None:
 
 
 def test_a_model_without_references_takes_none() -> None:
-    with pytest.raises(VplanError, match="takes no reference images"):
+    with pytest.raises(VplanError, match="does not take reference images"):
         job_for(model("flux.1-dev"), {"references": 1})
 
 
 def test_a_model_that_changes_an_image_is_given_one() -> None:
     edit = model("qwen-image-edit")
     assert job_for(edit, {}).references == 1
-    with pytest.raises(VplanError, match="references 0 gives none") as refusal:
+    with pytest.raises(VplanError, match="references 0 provides none") as refusal:
         job_for(edit, {"references": 0})
     assert "--references 1" in refusal.value.fix
     assert job_for(model("flux.1-dev"), {"references": 0}).references == 0

@@ -120,9 +120,9 @@ def test_every_fault_is_named_and_the_rest_is_used_when_asked(tmp_path: Path) ->
     assert reasons["blank.mp4"].startswith("caption missing")
     assert "UTF-8" in reasons["latin.mp4"]
     assert "longer than" in reasons["novel.mp4"]
-    assert "leads out" in reasons["bare.mp4"]
+    assert "points outside" in reasons["bare.mp4"]
     assert reasons["short.mp4"].startswith("too short: 3 frames")
-    assert "leads out" in reasons["outside.mp4"]
+    assert "points outside" in reasons["outside.mp4"]
     assert "cannot be read" in reasons["dangling.mp4"]
     assert "line breaks" in reasons["'line\\nbreak.mp4'"]
     assert [reasons[f"{name}.mp4"].partition(" (")[0] for name in ("cut", "words", "empty")] == ["corrupt video"] * 3
@@ -152,12 +152,12 @@ def test_faults_of_a_table(tmp_path: Path) -> None:
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join([*lines, "{broken"]))
     reasons = dict(scan.scan(tmp_path / "data").faults)
     assert "several rows" in reasons["1.mp4"]
-    assert "leads out" in reasons["../outside.mp4"]
-    assert "leads out" in reasons["3.mp4"]
+    assert "points outside" in reasons["../outside.mp4"]
+    assert "points outside" in reasons["3.mp4"]
     assert sum("absolute" in reason for reason in reasons.values()) == 2
     assert "absolute" in reasons["C:\\0.mp4"]
     assert "cannot be read" in reasons["gone.mp4"]
-    assert "not called like" in reasons["0.txt"]
+    assert "not named like" in reasons["0.txt"]
     assert "no row in metadata.jsonl" in reasons["2.mp4"]
     assert reasons["metadata.jsonl line 10"] == "no file_name in the row"
     assert reasons["metadata.jsonl line 11"] == reasons["metadata.jsonl line 13"] == "not a JSON object"

@@ -147,7 +147,7 @@ def test_a_damaged_file_is_named(text: str, says: str, tmp_path: Path, monkeypat
 
 
 def test_a_trainer_nobody_read_is_refused_with_the_list() -> None:
-    with pytest.raises(VplanError, match=r"not read; those read are .*diffsynth"):
+    with pytest.raises(VplanError, match=r"not supported; supported: .*diffsynth"):
         flags.scripts("../models/sdxl")
 
 

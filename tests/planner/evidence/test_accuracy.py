@@ -197,7 +197,7 @@ def test_crash_says_nothing_about_memory(tmp_path: Path) -> None:
         ({"machine": {"gpu": "tpu-v5"}}, "'tpu-v5' is neither a card"),
         ({"strategy": {"swap_blocks": 40, "gradient_checkpointing": "full"}}, "swap_blocks 40 of the 30"),
         ({"strategy": {"offload_params": "cpu"}}, "offload_params needs zero-3"),
-        ({"strategy": {"optimizer": "sophia"}}, "optimizer 'sophia' is not in our vocabulary"),
+        ({"strategy": {"optimizer": "sophia"}}, "optimizer 'sophia' is not in the vocabulary"),
     ],
 )
 def test_what_we_do_not_know_is_a_row_and_no_error(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
@@ -320,7 +320,7 @@ def test_a_publisher_saw_the_phases_its_counter_ran_in(
 def test_blank_lines_and_a_torn_last_line(tmp_path: Path) -> None:
     rows, notes = read_rows(write(tmp_path, line(), tail="\n  \r\n" + json.dumps(own()) + '\n\n{"id": "b", "jo'))
     assert [row.id for row in rows] == ["a-1", "own-1"]
-    assert notes == ["rows.jsonl:6 is unfinished and left out"]
+    assert notes == ["rows.jsonl:6 is incomplete and skipped"]
 
 
 def test_a_last_line_without_newline_counts_when_it_is_whole(tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_command_reads_files_and_prints_one_object(tmp_path: Path) -> None:
     assert done.exit_code == 0
     found = json.loads(done.stdout)
     assert [row["error_pct"] for row in found["rows"]] == pytest.approx([-10.0, -10.0])
-    assert "rows.jsonl:2 is unfinished" in done.stderr
+    assert "rows.jsonl:2 is incomplete" in done.stderr
 
 
 @pytest.mark.usefixtures("estimator")
@@ -545,5 +545,5 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
     for part in ("diffusers", "-10.0 %", "ran out", "missed", "17.00..19.00", "after step", "wan models", "hidream-i1"):
         assert part in text
     assert "unsupported rows: 1\nwho: model 'hidream-i1' is not known\n" in text
-    assert "verdicts of 7 runs: 1 said fits and ran out, 0 said no and ran\n" in text
-    assert "low..high of 4 peaks: 25.0 % hold the measured one, median width 7.5 %\n" in text
+    assert "verdicts of 7 runs: 1 said to fit but ran out, 0 said not to fit but ran\n" in text
+    assert "low..high of 4 peaks: 25.0 % contain the measured value, median width 7.5 %\n" in text

@@ -148,8 +148,8 @@ def test_the_command_says_where(events: list[tuple[str, list[Row]]], tmp_path: P
     path = written(tmp_path, events, grow)
     done = CliRunner().invoke(cli, ["accuracy", "--history", str(path)])
     assert done.exit_code == 0, done.output
-    assert "torch 2.11.0+cu130 ran, and the tape is of 2.13.0" in done.stdout
-    assert "the first difference, in train at event" in done.stdout and "another size; " in done.stdout
+    assert "the run used torch 2.11.0+cu130, the tape 2.13.0" in done.stdout
+    assert "the first difference, in train at event" in done.stdout and "different size; " in done.stdout
     answer = json.loads(CliRunner().invoke(cli, ["accuracy", "--history", str(path), "--json"]).stdout)
     assert answer["first"]["what"] == "size" and answer["first"]["phase"] == "train"
 

@@ -75,7 +75,7 @@ def test_the_card_that_is_here_is_planned_for_as_it_is_now(monkeypatch: pytest.M
     assert found["machine"]["host_ram"] == 48 * GIB
     assert found["budget_bytes"] == listed.allocatable_bytes - GIB - round(0.3 * GIB)
     assert asked("--gpu", "auto", "--reserve", "2GiB")["budget_bytes"] == listed.allocatable_bytes - 3 * GIB
-    assert any("in use by others" in words for words in found["assumptions"])
+    assert any("in use by other processes" in words for words in found["assumptions"])
 
 
 def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(doctor, "package_version", {"torch": torch}.get)
         found = asked(*plain)
         assert found["machine"]["torch"] == torch[:4]
-        assert f"torch {torch[:4]}, which is installed" in found["assumptions"]
+        assert f"torch {torch[:4]} (installed)" in found["assumptions"]
         peaks[torch] = found["phases"]["train"]["allocated_bytes"]
         assert asked(*plain, "--torch", "2.12")["phases"]["train"]["allocated_bytes"] == peaks["2.13.0"]
     assert peaks["2.11.0+cu130"] < 0.95 * peaks["2.13.0"]
@@ -117,8 +117,8 @@ def test_a_card_nobody_knows_is_its_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_nvml_auto_says_what_to_type() -> None:
     error = asked("--gpu", "auto")["error"]
-    assert "--gpu auto asks NVML" in error["message"]
-    assert error["fix"] == "name one: --gpu 24GB"
+    assert "--gpu auto found no card" in error["message"]
+    assert error["fix"] == "pass one: --gpu 24GB"
 
 
 def test_what_was_calibrated_takes_the_place_of_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_worker_that_dies_is_exit_4_with_its_last_words(monkeypatch: pytest.Mo
         measure_device("cuda")
     assert failure.value.exit_code == 4
     monkeypatch.setattr(probe, "vplan_command", lambda *words: [sys.executable, "-c", "import time; time.sleep(60)"])
-    with pytest.raises(VplanError, match="ended at its time limit"):
+    with pytest.raises(VplanError, match="stopped at its time limit"):
         measure_device("cuda", time_limit=0.5)
 
 

@@ -109,7 +109,9 @@ def test_simulated_and_shrunk_rows_claim_nothing(tmp_path: Path) -> None:
     rows.append(row(OTHER[0], details={"config": {"layers_per_block": 1}}))
     compared = told(tmp_path, rows, 10.0)
     assert set(halves(compared)) == {"simulated"} and halves(compared)["simulated"]["all"]["rows"] == 1
-    assert sum("says nothing of a GPU" in (entry.unsupported or "") for entry in compared if entry.judges is False) == 6
+    assert (
+        sum("says nothing about a GPU" in (entry.unsupported or "") for entry in compared if entry.judges is False) == 6
+    )
 
 
 def test_a_probe_that_encodes_nothing_is_not_refused_for_it(tmp_path: Path) -> None:

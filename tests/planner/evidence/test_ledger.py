@@ -62,7 +62,7 @@ def test_what_is_no_row_stays_and_is_passed_over(tmp_path: Path, tail: bytes) ->
     assert ledger.path.read_bytes().startswith(before + b"\n")
     assert [entry.job.frames for entry in ledger.rows()] == [5, 9]
     assert len(ledger.notes) == 1
-    assert ledger.notes[0].startswith("ledger.jsonl:2 is passed over: ")
+    assert ledger.notes[0].startswith("ledger.jsonl:2 is skipped: ")
 
 
 def test_a_newer_row_is_passed_over_by_its_schema(tmp_path: Path) -> None:

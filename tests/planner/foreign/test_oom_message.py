@@ -164,7 +164,7 @@ def test_the_tensor_and_the_moment_are_found_in_the_job() -> None:
     assert found.asked[0].nbytes == 2 * X and "temporary" in found.asked[0].tensor
     assert abs(found.asked[0].allocated_bytes - before) < X
     assert found.asked[0].phase in ("first_step", "train") and "blocks." in found.asked[0].moment
-    assert any("Of this job" in line for line in render(found))
+    assert any("In this job" in line for line in render(found))
     assert not any("checkpointing" in advice for advice in found.advice), "it checkpoints already"
     strange = explain(parse(told.replace(format_size(2 * X), "777.00 MiB")), stages)
     assert strange.asked == () and any("No tensor of this job" in line for line in render(strange))

@@ -130,7 +130,9 @@ def test_what_a_card_does_not_tell_is_null(monkeypatch: pytest.MonkeyPatch) -> N
     assert (cards[0]["known_as"], cards[0]["total_bytes"], cards[0]["ecc"]) == ("gb10", None, None)
     assert (cards[1]["known_as"], cards[1]["reserved_bytes"]) == ("rtx4060ti-16gb", None)
     assert cards[2]["name"] is None
-    assert [finding.what for finding in look(monkeypatch, {"Name": "NVIDIA GB10"}, old, {})] == ["GPU 2 tells nothing"]
+    assert [finding.what for finding in look(monkeypatch, {"Name": "NVIDIA GB10"}, old, {})] == [
+        "GPU 2 does not respond"
+    ]
 
 
 RTX = {
@@ -146,7 +148,7 @@ RTX = {
     [
         (None, {}, "error", "shows no GPU", "nvidia-smi -L"),
         (H100, {"torch_build": {"for": "cpu", "cuda": None}}, "error", "torch was built for cpu", "--index-url"),
-        (H100, {"torch_build": {"for": "cuda", "cuda": "13.0"}}, "error", "this driver goes up to 12.8", "update"),
+        (H100, {"torch_build": {"for": "cuda", "cuda": "13.0"}}, "error", "this driver supports up to 12.8", "update"),
         (H100, {"environment": {**EXPANDABLE, "CUDA_VISIBLE_DEVICES": ""}}, "error", "hides all GPUs", "unset"),
         (H100, {"environment": {}}, "warning", "expandable segments are off", "export PYTORCH_CUDA_ALLOC_CONF=exp"),
         (
@@ -160,13 +162,13 @@ RTX = {
             H100,
             {"environment": {**EXPANDABLE, "PYTORCH_CUDA_ALLOC_CONF": "x:1"}},
             "warning",
-            "both names",
+            "both allocator variables",
             "unset",
         ),
         (H100, {"expandable_segments": False}, "note", "no expandable segments", "--no-expandable-segments"),
-        (RTX, {}, "warning", "2.0 GiB are held already", "--reserve 2.0GiB"),
+        (RTX, {}, "warning", "2.0 GiB are already in use", "--reserve 2.0GiB"),
         ({**H100, "MigMode": (1, 1)}, {}, "note", "MIG slices", "--gpu 79.1GiB"),
-        ({**H100, "Name": "NVIDIA X1"}, {}, "note", "no figures for this card", "--gpu 79.10GiB"),
+        ({**H100, "Name": "NVIDIA X1"}, {}, "note", "this card is not known", "--gpu 79.10GiB"),
         ({**H100, "CudaComputeCapability": (7, 5)}, {}, "warning", "bf16 is emulated", "--autocast fp16"),
         (
             H100,

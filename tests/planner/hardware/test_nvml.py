@@ -218,8 +218,8 @@ def test_peaks_above_the_estimate_and_retries_are_said_at_once(tmp_path: Any, ca
         return str(capsys.readouterr().err)
 
     assert step(1, 10 * GIB, 2) == ""
-    assert "took 11.0 GiB on the device, and the plan expects at most 10.0 GiB" in step(2, 11 * GIB, 0)
-    assert "step 3 made the allocator empty its cache 2 times" in step(3, 12 * GIB, 2)
+    assert "used 11.0 GiB on the device; the plan expects at most 10.0 GiB" in step(2, 11 * GIB, 0)
+    assert "step 3 emptied the allocator's cache 2 times" in step(3, 12 * GIB, 2)
     assert "warning" not in step(4, 13 * GIB, 2)
     assert len(follower.warnings) == 2
 

@@ -121,15 +121,15 @@ def test_shares_of_fsdp_are_of_all_gpus() -> None:
 @pytest.mark.parametrize(
     ("name", "parts", "gpus", "said", "fields", "fault", "fix"),
     [
-        ("cogvideox-2b", 2, 2, {}, {}, "diffusers has no plan", "--context-parallel 1"),
-        ("ltx-2", 2, 2, {}, {}, "its text mask is made for all heads", "--context-parallel 1"),
-        ("ltx-video-2b", 2, 2, {}, {}, "its text mask is made for all heads", "--context-parallel 1"),
+        ("cogvideox-2b", 2, 2, {}, {}, "diffusers has no parallel plan", "--context-parallel 1"),
+        ("ltx-2", 2, 2, {}, {}, "its text mask is per head", "--context-parallel 1"),
+        ("ltx-video-2b", 2, 2, {}, {}, "its text mask is per head", "--context-parallel 1"),
         (WAN, 5, 5, CLIP, {}, "does not divide the 12 attention heads", "--context-parallel 1"),
         (WAN, 4, 4, {"frames": 5, "height": 464, "width": 848}, {}, "tokens of the clip", "--height"),
         (FLUX, 2, 2, {"text_tokens": 511}, {}, "does not divide the 511 tokens of the text", "--text-tokens"),
         (WAN, 2, 3, CLIP, {}, "does not divide 3 GPU", "--gpus 4"),
         (WAN, 2, 2, CLIP, {"sharding": "zero-3"}, "DeepSpeed splits sequences in its own way", "--sharding fsdp"),
-        (WAN, 2, 2, CLIP, {"autocast": "bf16"}, "queries are fp32 there", "--autocast none"),
+        (WAN, 2, 2, CLIP, {"autocast": "bf16"}, "queries are fp32 but", "--autocast none"),
         (WAN, 2, 2, CLIP, {"validation_mode": "on"}, "validation under context_parallel", "--validation-mode off"),
     ],
 )

@@ -145,7 +145,7 @@ def test_an_expert_that_a_sample_needs_is_somewhere() -> None:
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"inactive_expert": "absent"}, "must be somewhere"),
+        ({"inactive_expert": "absent"}, "must be kept somewhere"),
         ({"gradient_accumulation": 2, "master_weights": "fp32", "adapter_dtype": "bf16"}, "over both experts"),
     ],
 )

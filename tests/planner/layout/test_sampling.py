@@ -218,7 +218,7 @@ def test_swapped_blocks_offload_nothing_twice_when_validation_moves_the_model() 
     [
         ({}, {"sharding": "ddp"}, "every GPU works alone"),
         ({}, {"sharding": "zero-3"}, "every GPU works alone"),
-        ({"validation": {"frames": 5, "height": 480, "width": 832}}, {}, "names another"),
+        ({"validation": {"frames": 5, "height": 480, "width": 832}}, {}, "sets another"),
         ({}, {"group_offload_stream": True}, "needs group_offload"),
     ],
 )

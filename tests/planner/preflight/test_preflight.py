@@ -91,7 +91,7 @@ def test_a_card_that_others_hold_is_named_with_them_and_the_phases(monkeypatch: 
     assert f"(pid {2**22 + 1}) holds 16.0 GiB" in told
     assert levels(answer)["GPU 0"] == "ok" and answer["verdict"] == "no"
     text = run("plan.toml")
-    assert text.exit_code == 3 and "error: GPU 1" in text.stderr and "fix: end what else" in text.stderr
+    assert text.exit_code == 3 and "error: GPU 1" in text.stderr and "fix: stop other programs" in text.stderr
 
 
 def test_held_out_of_sight_and_just_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,20 +103,20 @@ def test_held_out_of_sight_and_just_enough(monkeypatch: pytest.MonkeyPatch) -> N
     result = run("plan.toml", "--json")
     assert result.exit_code == 0
     (check,) = [check for check in json.loads(result.stdout)["checks"] if check["level"] == "warning"]
-    assert "may need" in check["message"] and "somebody who cannot be seen from here" in check["message"]
+    assert "may need" in check["message"] and "an invisible process" in check["message"]
 
 
 @pytest.mark.parametrize(
     ("shown", "visible", "code", "told"),
     [
-        (None, None, 1, "NVML says"),
-        ([], None, 1, "the plan is for 1 GPUs, and this machine shows 0"),
+        (None, None, 1, "NVML reports"),
+        ([], None, 1, "the plan is for 1 GPU, but this machine shows 0"),
         ([RTX], "", 1, "shows 0"),
         ([held(20 * GIB), RTX], "1", 0, ""),
         ([held(20 * GIB), RTX], "GPU-1,GPU-0", 0, ""),
         ([RTX, held(20 * GIB)], "MIG-1", 3, "GPU 0"),
         ([RTX], "7,0", 1, "shows 0"),
-        ([{}], None, 4, "GPU 0 does not answer"),
+        ([{}], None, 4, "GPU 0 does not respond"),
         ([{**RTX, "MigMode": (1, 1)}], None, 0, ""),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_jobs_own_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert ram["available_bytes"] == 3 * GIB // 2
     result = run("plan.toml", "--device", "cpu")
     assert result.exit_code == 3
-    assert "needs 3.0 GiB of host RAM, and this machine gives 2.0 GiB (the limit of this" in result.stderr
+    assert "needs 3.0 GiB of host RAM, but this machine gives 2.0 GiB (the limit of this" in result.stderr
 
 
 def test_disk_for_checkpoints(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_what_ran_out_of_memory_here_is_no_proof(monkeypatch: pytest.MonkeyPatch
     [
         ({"outcome": "ok", "device_bytes": 12 * GIB, "step_seconds": 1.0}, 0, "12.0 GiB of a GPU"),
         ({"outcome": "ok", "device_bytes": 30 * GIB, "step_seconds": 1.0}, 3, "are free"),
-        ({"outcome": "ok", "device_bytes": 12 * GIB, "step_seconds": 1.0, "retries": 2}, 3, "at the edge"),
+        ({"outcome": "ok", "device_bytes": 12 * GIB, "step_seconds": 1.0, "retries": 2}, 3, "at the limit"),
         ({"outcome": "oom", "phase": "train"}, 3, "ran out of GPU memory in train"),
         ({"outcome": "host-oom"}, 3, "ran out of host memory"),
         ({"outcome": "timeout"}, 4, "ended with timeout"),

@@ -129,7 +129,7 @@ def test_caps_are_where_the_verdict_changes() -> None:
         verdicts[cap] = told.verdict
     assert verdicts == {"under": "no", "over": "fits"}
     small = candidate(capped["over"], Machine(gpu="24GB"))
-    assert small.skip and "is no cap on a card of" in small.skip
+    assert small.skip and "does not cap a card of" in small.skip
 
 
 def test_what_cannot_run_says_why() -> None:
@@ -221,7 +221,7 @@ def test_a_campaign_goes_on_where_it_stopped(files: tuple[str, Path]) -> None:
     first = measured(grid, rows)
     assert (first["code"], len(first["probes"]), first["known"], first["left"]) == (0, 2, 0, [])
     assert [entry["why"] for entry in first["refused"]] == [
-        "text_encoder resident is not applied by vplan's training step yet, so it cannot be measured"
+        "text_encoder resident is not supported by vplan's training step yet, so it cannot be measured"
     ]
     assert "[1/2] sd1.5 lora 256x256: gradient-checkpointing none: about " in first["talk"]
     lines = rows.read_text().splitlines()
@@ -238,7 +238,7 @@ def test_a_campaign_goes_on_where_it_stopped(files: tuple[str, Path]) -> None:
     told = json.loads(CliRunner().invoke(cli, ["accuracy", str(rows), "--json"]).stdout)
     assert set(told["halves"]) == {"simulated"} and told["halves"]["simulated"]["all"]["rows"] == 2
     shown = CliRunner().invoke(cli, ["accuracy", str(rows)]).stdout
-    assert "nothing is said of its accuracy" in shown and "a simulated machine: a rehearsal" in shown
+    assert "its accuracy is not reported" in shown and "a simulated machine: a rehearsal" in shown
 
 
 def test_time_crashes_and_words(files: tuple[str, Path]) -> None:
@@ -252,13 +252,13 @@ def test_time_crashes_and_words(files: tuple[str, Path]) -> None:
     assert measured(grid, rows)["known"] == 2
     assert len(measured(grid, rows, "--retry")["probes"]) == 1
     for words, fault in (
-        (["--grid", grid], "nobody said where they go"),
+        (["--grid", grid], "--grid needs an output file"),
         (["--grid", grid, "-o", "rows.jsonl", "sd1.5"], "MODEL means nothing with --grid"),
         (["--grid", grid, "-o", "rows.jsonl", "--no-probes"], "--probes means nothing with --grid"),
-        (["--grid", "on-gpu", "-o", "rows.jsonl"], "or one that comes with vplan: one-gpu"),
+        (["--grid", "on-gpu", "-o", "rows.jsonl"], "or a bundled grid: one-gpu"),
         (["--grid", grid, "-o", "no/rows.jsonl"], "there is no folder"),
-        (["--max-minutes", "3"], "--max-minutes goes with --grid"),
-        (["--grid", grid, "-o", "rows.jsonl", "--gpu", "4090"], "a card to simulate"),
+        (["--max-minutes", "3"], "--max-minutes needs --grid"),
+        (["--grid", grid, "-o", "rows.jsonl", "--gpu", "4090"], "for simulated runs"),
     ):
         done = CliRunner().invoke(cli, ["calibrate", *words])
         assert done.exit_code in (1, 2) and fault in done.stderr

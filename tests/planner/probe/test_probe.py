@@ -415,12 +415,12 @@ def test_open_fields_are_filled_in() -> None:
     [
         (
             {"sharding": "zero-2", "gpus": 2, "nodes": 2},
-            "for 2 computers, and what is measured is one of them; write nodes = 1",
+            "for 2 nodes, but only one is measured; set nodes = 1",
         ),
         ({"sharding": "fsdp", "gpus": 2, "weights_dtype": "nf4"}, "nf4"),
-        ({"text_encoder": "resident"}, "text_encoder resident is not applied"),
+        ({"text_encoder": "resident"}, "text_encoder resident is not supported"),
         ({"weights_dtype": "int4"}, "weights_dtype int4 has no backward"),
-        ({"method": "sample"}, "method sample is not applied"),
+        ({"method": "sample"}, "method sample is not supported"),
         ({"trainer": "diffsynth"}, "the plan is for diffsynth"),
         ({"frames": 6}, "frames 6 is not 4n[+]1"),
     ],

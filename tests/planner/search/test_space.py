@@ -75,8 +75,8 @@ def test_typed_contradictions_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("typed", "fault"),
     [
-        ({"swap_blocks": 3, "offload_gradients": "cpu"}, "offload_gradients sends gradients where no optimizer is"),
-        ({"checkpointed_blocks": 3}, "checkpointed_blocks says nothing with gradient_checkpointing none"),
+        ({"swap_blocks": 3, "offload_gradients": "cpu"}, "offload_gradients needs an offloaded optimizer"),
+        ({"checkpointed_blocks": 3}, "checkpointed_blocks has no effect with gradient_checkpointing none"),
         ({"swap_blocks": 3, "sharding": "zero-3"}, "swap_blocks and zero-3 would both move the weights"),
     ],
 )

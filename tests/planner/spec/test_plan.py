@@ -129,7 +129,7 @@ def test_a_plan_holds_the_estimate_of_its_own_job() -> None:
     assert "[ladder.strategy]" in text
     assert "[estimate.strategy]" not in text
     assert plan_from_toml(text) == plan
-    with pytest.raises(VplanError, match="estimate is of another job"):
+    with pytest.raises(VplanError, match="estimate's job differs"):
         plan.replace(job=job(frames=77))
 
 
@@ -203,7 +203,7 @@ def test_a_damaged_plan_is_named_with_its_fault(text: str, line: str) -> None:
 def test_a_file_that_is_no_text_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(VplanError, match="it is not text"):
+    with pytest.raises(VplanError, match="it is not a text file"):
         read_plan(path)
 
 

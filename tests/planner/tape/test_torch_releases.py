@@ -50,5 +50,5 @@ def test_before_there_was_a_kernel_nothing_is_said() -> None:
 
 @pytest.mark.parametrize("version", ["", "x", "2", "2.", "2.x", "nightly 2.11", "2.1234"])
 def test_what_is_no_version_is_refused(version: str) -> None:
-    with pytest.raises(VplanError, match="is no version"):
+    with pytest.raises(VplanError, match="is not a version"):
         Machine.read({"gpu": "24GB", "torch": version})

@@ -161,9 +161,9 @@ def test_a_damaged_journal_is_refused(study: Study) -> None:
 @pytest.mark.parametrize(
     ("storage", "said"),
     [
-        ("postgresql+psycopg2://me:secret@127.0.0.1:1/db", "does not answer|needs psycopg2"),
-        ("nodb://host/db", "does not answer"),
-        ("sqlite:////no/such/folder/study.db", "does not answer"),
+        ("postgresql+psycopg2://me:secret@127.0.0.1:1/db", "does not respond|needs psycopg2"),
+        ("nodb://host/db", "does not respond"),
+        ("sqlite:////no/such/folder/study.db", "does not respond"),
         ("/proc/nowhere/study.journal", "cannot use the storage"),
     ],
 )

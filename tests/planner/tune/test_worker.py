@@ -176,7 +176,7 @@ def test_a_disk_that_fills_up_is_one_line_and_loses_nothing(whole: tuple[Path, T
         process.join(60)
         assert process.exitcode == 3
         said = (tmp_path / "said.txt").read_text()
-        assert "File too large; make room there" in said and "\n" not in said
+        assert "File too large; free some space there" in said and "\n" not in said
         text = ledger.path.read_text() if ledger.path.exists() else ""
         assert text.startswith(told) and (not text or text.endswith("\n"))
         told = text

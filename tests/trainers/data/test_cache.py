@@ -327,16 +327,16 @@ def spoil(model: Path, how: str) -> None:
 
 
 REFUSED = {
-    "pickle": "vae/ of model has its weights as pickles only",
+    "pickle": "vae/ of model has its weights only as pickles",
     "no weights": "vae/ of model has no weights",
     "shard": "diffusion_pytorch_model-00002-of-00002.safetensors of model is missing",
     "shard elsewhere": "names '../../secret.safetensors' as a shard",
     "cut": "vae/ of model cannot be loaded",
-    "class": "vae/ of model is 'AutoencoderKL', and this model is trained with a AutoencoderKLWan",
+    "class": "vae/ of model is 'AutoencoderKL', but this model is trained with a AutoencoderKLWan",
     "no part": "model has no vae/",
     "no tokenizer": "model has no tokenizer/",
     "other channels": r"give latents of \[4, 3, 6, 8\], and wan2.1-t2v-1.3b takes \[16, 3, 6, 8\]",
-    "overflow": "latents that are no numbers",
+    "overflow": "latents that are not finite",
 }
 
 

@@ -267,7 +267,7 @@ def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: 
     reasons = [fault.reason for fault in scan.scan(pairs).faults]
     assert reasons[0] == "its reference before-0.png: not an image, or broken"
     assert "its reference before-1.png: cannot be read" in reasons[1]
-    assert reasons[2] == "its reference ../before-2.png: the name leads out of the folder (..)"
+    assert reasons[2] == "its reference ../before-2.png: the name points outside the folder (..)"
 
 
 # ---- packed encoders

@@ -184,7 +184,7 @@ def test_clips_that_say_nothing_are_named(place: Place, tmp_path: Path, more: di
 
 def test_samples_are_refused_before_anything_is_encoded(place: Place) -> None:
     plan = place.plan.replace(strategy=PLAIN.replace(validation_mode="on"))
-    with pytest.raises(VplanError, match="a sample of tiny-lips, whose pipeline is not diffusers'"):
+    with pytest.raises(VplanError, match="a sample of tiny-lips, whose pipeline is not from diffusers"):
         settled(plan, trained=True)
 
 

@@ -87,7 +87,7 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(output: Path, damage: s
 
 def test_another_runs_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:
     theirs = checkpoints.run_id(tmp_path)
-    with pytest.raises(VplanError, match="of another run"):
+    with pytest.raises(VplanError, match="from another run"):
         checkpoints.check(output / "checkpoints" / "step-00000006", theirs)
 
 
@@ -134,7 +134,7 @@ def test_a_disk_that_fills_up_stops_the_run_with_a_line(place: runs.Place, tmp_p
         told = runs.train(place.request(disk, steps=99, checkpoint_every=1, keep=99))
         assert told["outcome"] == "refused" and told["exit_code"] == 4, told
         assert "the disk is full" in told["message"] or "No space left" in told["message"]
-        assert "\n" not in told["message"] and "goes on from the last checkpoint" in told["fix"]
+        assert "\n" not in told["message"] and "resumes from the last checkpoint" in told["fix"]
         assert told["saved"] >= 1
         found, faults = checkpoints.newest(disk, checkpoints.run_id(disk))
         assert found is not None and found.name == f"step-{told['saved']:08d}" and not faults

@@ -48,8 +48,8 @@ def test_what_waits_in_host_ram_is_gathered_there() -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks", "sharding", "backend", "named"),
     [
-        (DistributedType.NO, 1, "ddp", "fake", "the plan is for 2 processes, and accelerate found 1"),
-        (DistributedType.MULTI_CPU, 4, "ddp", "fake", "the plan is for 2 processes, and accelerate found 4"),
+        (DistributedType.NO, 1, "ddp", "fake", "the plan is for 2 processes, but accelerate found 1"),
+        (DistributedType.MULTI_CPU, 4, "ddp", "fake", "the plan is for 2 processes, but accelerate found 4"),
         (DistributedType.NO, 2, "ddp", "fake", "sharding ddp needs distributed type MULTI_CPU or MULTI_GPU, not NO"),
         (DistributedType.FSDP, 2, "fsdp", "fake", "not FSDP"),
         (DistributedType.DEEPSPEED, 2, "ddp", "fake", "not DEEPSPEED"),

@@ -134,7 +134,7 @@ def test_an_operator_nobody_compared_with_cuda_is_named(tmp_path: Path, monkeypa
     place = wrote(tmp_path / "mine", "transformer", published("wan2.1-t2v-1.3b", **SMALL))
     done = vplan("record", place, "--variant", ADAMW)
     assert done.exit_code == 0
-    assert "so less sure: aten._foreach_addcdiv_\n" in done.stdout
+    assert "so less certain: aten._foreach_addcdiv_\n" in done.stdout
 
 
 def test_another_folder_of_the_same_name_needs_a_name(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_another_folder_of_the_same_name_needs_a_name(tmp_path: Path) -> None:
     user_data.write_profile("mine", first.to_json())
     done = vplan("record", other)
     assert done.exit_code == 1
-    assert "you have a model 'mine' of another folder" in done.stderr
+    assert "you have a model 'mine' from another folder" in done.stderr
     assert own_model.read(str(other), "mine")[1] == "mine"  # said so: it replaces the first
 
 
@@ -261,7 +261,7 @@ def test_a_text_encoder_cannot_name_code(tmp_path: Path, monkeypatch: pytest.Mon
         ("vae", {"_class_name": "EvilVae"}, "vae/config.json: class 'EvilVae' is not known"),
         ("vae", {"_class_name": "AutoencoderKLWan", "base_dim": "wide"}, "base_dim 'wide' is not a whole number"),
         ("vae", {"_class_name": "AutoencoderKLWan", "z_dim": 10**9}, "z_dim 1000000000 is larger"),
-        ("vae", {"_class_name": "AutoencoderKLWan", "temperal_downsample": [True] * 3}, "is not that of any VAE"),
+        ("vae", {"_class_name": "AutoencoderKLWan", "temperal_downsample": [True] * 3}, "does not match any known VAE"),
         ("vae", {"_class_name": "AutoencoderKLWan", "evil": 1}, "has no 'evil'"),
         ("text_encoder", {"architectures": ["UMT5EncoderModel"], "d_model": "wide"}, "d_model 'wide' is not a whole"),
         ("text_encoder", {"architectures": ["UMT5EncoderModel"], "d_model": -64}, "text_encoder/config.json"),
@@ -281,10 +281,14 @@ def test_a_pipelines_other_configs_are_checked_too(
     ("name", "changes", "message"),
     [
         ("wan2.1-t2v-1.3b", {"num_layer": 30}, "has no 'num_layer'; did you mean num_layers"),
-        ("wan2.1-t2v-1.3b", {"pretrained_path": "../../x"}, "has no 'pretrained_path'; a newer diffusers may know it"),
+        (
+            "wan2.1-t2v-1.3b",
+            {"pretrained_path": "../../x"},
+            "has no 'pretrained_path'; a newer diffusers may support it",
+        ),
         ("wan2.1-t2v-1.3b", {"num_layers": "thirty"}, "num_layers 'thirty' is not a whole number"),
-        ("wan2.1-t2v-1.3b", {"num_layers": None}, "num_layers None is no number of blocks"),
-        ("wan2.1-t2v-1.3b", {"num_layers": 0}, "num_layers 0 is no number of blocks"),
+        ("wan2.1-t2v-1.3b", {"num_layers": None}, "num_layers None is not a number of blocks"),
+        ("wan2.1-t2v-1.3b", {"num_layers": 0}, "num_layers 0 is not a number of blocks"),
         ("wan2.1-t2v-1.3b", {"num_attention_heads": 10**6, "attention_head_dim": 10**6}, "cannot be built from"),
         ("wan2.1-t2v-1.3b", {"num_attention_heads": 4096, "num_layers": 500}, "parameters"),
         ("wan2.1-t2v-1.3b", {"rope_max_seq_len": 10**6, "attention_head_dim": 10**5}, "config.json"),

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_check_accepts_what_was_written(folder: Path) -> None:
     done = run("wan2.1-t2v-1.3B", "--variant", VARIANT, "--check", "-o", str(folder))
     assert done.exit_code == 0
-    assert "tapes as recorded now: 1, " in " ".join(done.stdout.split())
+    assert "tapes unchanged: 1, " in " ".join(done.stdout.split())
 
 
 def changed(folder: Path, tmp_path: Path, change: Any) -> Result:
@@ -68,7 +68,7 @@ def test_check_names_the_first_difference_and_exits_1(folder: Path, tmp_path: Pa
     done = changed(folder, tmp_path, lambda data: data["tape"]["sizes"].__setitem__(0, [7, [0] * 6]))
     assert done.exit_code == 1
     said, fix = done.stderr.splitlines()[-2:]
-    assert said.startswith(f"error: tape {VARIANT} of {MODEL} is not what is recorded now: ")
+    assert said.startswith(f"error: tape {VARIANT} of {MODEL} differs from a new recording: ")
     assert "now: tape.sizes[0][0] is 7, recorded " in said
     assert fix == f"fix: vplan record {MODEL} --variant {VARIANT}"
 
@@ -133,7 +133,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     done = run(MODEL)
     assert done.exit_code == 1
     assert done.stderr.splitlines() == [
-        "error: recording needs torch, diffusers, not installed here",
+        "error: recording needs torch, diffusers: not installed",
         "fix: pip install 'vplan[train]'",
     ]
 

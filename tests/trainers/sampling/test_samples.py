@@ -150,7 +150,7 @@ def test_samples_that_do_not_fit_are_left_out_and_it_says_so() -> None:
     plan = settled(Plan(job=job, strategy=strategy, machine=Machine(gpu="8GB")), trained=True)
     found, note = validation.fitted(plan)
     assert note is not None
-    assert note.startswith("no samples are made, they do not fit: decoding takes")
+    assert note.startswith("no samples are made because they do not fit: decoding takes")
     assert (found.strategy.validation_mode, found.strategy.group_offload) == ("off", "none")
     small = plan.replace(machine=Machine(gpu="80GB"))
     assert validation.fitted(small) == (small, None)
