@@ -21,6 +21,7 @@ import profiles
 from planner.catalog import lookup
 from planner.commands import cli
 from planner.errors import VplanError
+from planner.tape.codec import write_tape
 from planner.tape.variants import OptimizerVariant, StepVariant
 from trainers import families
 from trainers.recording import tapes
@@ -76,7 +77,7 @@ def recorded(folder: Path, name: str) -> None:
     profile = lookup.model(name)
     variants = (*StepVariant.all(profile), *OptimizerVariant.all(profile))
     for variant in (one for one in variants if one.name in (STEP, OPTIMIZER)):
-        tapes.write(tapes.record(profile, variant), folder / "tapes" / name / f"{variant.name}.json.gz")
+        write_tape(tapes.record(profile, variant), folder / "tapes" / name / f"{variant.name}.json.gz")
 
 
 def estimated(name: str) -> dict[str, Any]:
