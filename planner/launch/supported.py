@@ -35,7 +35,7 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
         check_computers(plan.machine)
     what_for = "training yet" if trained else "training step yet, so it cannot be measured"
     for reason, fix in trainer_gaps(profile, plan.job, strategy, plan.machine, trained=trained):
-        raise VplanError(f"{reason} is not applied by vplan's {what_for}", fix)
+        raise VplanError(f"{reason} is not supported by vplan's {what_for}", fix)
     return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
 
 

@@ -31,7 +31,7 @@ _METHOD = (
     ),
     _row(
         lambda s: bool(s.job.trainable) and s.job.method != "full",
-        "trainable patterns mean nothing with method {0.job.method}",
+        "trainable patterns have no effect with method {0.job.method}",
         "use --method full, or --lora-targets",
     ),
     _row(

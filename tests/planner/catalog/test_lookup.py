@@ -348,7 +348,7 @@ def test_several_cards() -> None:
         ("infGiB", "is not a finite number", "23.5GiB"),
         ("-24GB", "is negative", "23.5GiB"),
         ("", "neither a card nor a size", "from `vplan gpus`"),
-        ("x" * 100_000, "is not known", "from `vplan gpus`"),
+        ("x" * 100_000, "is not known", "`vplan gpus` lists"),
     ],
 )
 def test_bad_cards_are_refused(typed: str, fault: str, fix: str) -> None:

@@ -183,7 +183,7 @@ def test_a_model_that_changes_an_image_is_given_one() -> None:
 def test_the_fix_of_a_shape_is_about_the_flag_that_gave_it(said: dict[str, Any], flag: str) -> None:
     with pytest.raises(VplanError, match=f"{flag}: frames 80 is not 4n[+]1") as refusal:
         job_for(model("wan2.1-t2v-1.3b"), said)
-    assert refusal.value.fix == f"write frames 77 or 81 in {flag}"
+    assert refusal.value.fix == f"use frames 77 or 81 in {flag}"
 
 
 def test_reference_images_count_at_the_samples_own_size() -> None:

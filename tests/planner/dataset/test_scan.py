@@ -358,7 +358,7 @@ def test_notes_say_what_is_not_used() -> None:
     assert "4 of 17x480x832" in text
     assert "4 clips are longer than their shape: 79% of all frames" in text
     assert "1 clips lose more than a tenth" in text
-    assert "enlarged" in text
+    assert "upscaled" in text
     assert "1 clips have fewer than 16 frames a second" in text
 
 

@@ -86,7 +86,7 @@ def test_argparse_rules_hold() -> None:
 
 @pytest.mark.parametrize("words", ["--width forty", "--width", "--log_with no", "--network 3"])
 def test_what_the_script_refuses_is_refused(words: str) -> None:
-    with pytest.raises(VplanError, match=r"wan_train_network\.py refuses"):
+    with pytest.raises(VplanError, match=r"wan_train_network\.py rejects"):
         flags.script("musubi-tuner", "wan_train_network.py").parse(words.replace("width", "seed").split())
 
 

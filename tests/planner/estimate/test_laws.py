@@ -55,9 +55,9 @@ Chosen = tuple[Machine, dict[str, Any]]
 
 def allowed(machine: Machine, strategy: dict[str, Any]) -> bool:
     try:
-        known = Strategy.read(strategy)
-        check(JOB, known, machine)
-        refuse_unpriced(JOB, resolve(JOB, known, machine), machine)
+        resolved = resolve(JOB, Strategy.read(strategy), machine)
+        check(JOB, resolved, machine)
+        refuse_unpriced(JOB, resolved, machine)
     except VplanError:
         return False
     return True

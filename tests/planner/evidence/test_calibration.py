@@ -222,7 +222,7 @@ def test_the_command_keeps_shows_and_shares(monkeypatch: pytest.MonkeyPatch, tmp
 def test_without_a_gpu_it_says_what_it_needs_and_what_works() -> None:
     done = CliRunner().invoke(cli, ["calibrate"])
     assert done.exit_code == 1
-    assert done.stderr.startswith("error: calibrate needs a GPU, and NVML says ")
+    assert done.stderr.startswith("error: calibrate needs a GPU; NVML reports: ")
     assert "vplan estimate" in done.stderr and "--device cpu" in done.stderr
 
 

@@ -74,8 +74,8 @@ def test_the_cause_is_told_on_all(pair: tuple[Peers, Peers]) -> None:
     assert second.settle(0, Outcome("oom", "no memory", exit_code=3, shape=shape)).name == "oom"
     assert told() == Outcome("oom", "no memory", exit_code=3, shape=shape)
     told = later(lambda: first.settle(1, Outcome("crash", "reset")))
-    assert second.settle(1, Outcome("crash", "KeyError: x")).message == "computer 0: reset; computer 1: KeyError: x"
-    assert told().message == "computer 0: reset; computer 1: KeyError: x"
+    assert second.settle(1, Outcome("crash", "KeyError: x")).message == "node 0: reset; node 1: KeyError: x"
+    assert told().message == "node 0: reset; node 1: KeyError: x"
 
 
 def test_a_failure_elsewhere_ends_the_ranks_here(

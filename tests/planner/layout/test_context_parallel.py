@@ -32,9 +32,10 @@ def cards(count: int) -> Machine:
 
 def settled(name: str, parts: int, gpus: int, said: dict[str, Any], **fields: Any) -> tuple[Job, Strategy, Machine]:
     job, machine = job_for(lookup.model(name), said), cards(gpus)
-    strategy = Strategy.read({"context_parallel": parts, "gradient_checkpointing": "full", **fields})
+    typed = Strategy.read({"context_parallel": parts, "gradient_checkpointing": "full", **fields})
+    strategy = resolve(job, typed, machine)
     check(job, strategy, machine)
-    return job, resolve(job, strategy, machine), machine
+    return job, strategy, machine
 
 
 def laid_out(name: str, parts: int, gpus: int = 0, said: dict[str, Any] | None = None, **fields: Any) -> Run:

@@ -127,6 +127,6 @@ def test_what_a_script_encodes_for_validation_is_gone_once_it_is_over(mode: str)
 
 def test_the_other_expert_is_another_run_in_training_and_loaded_in_turn_in_a_sample() -> None:
     model = lookup.model("wan2.2-t2v-a14b")
-    for method, word in (("lora", "a run each"), ("full", "a run each"), ("sample", "at a time")):
+    for method, word in (("lora", "one run each"), ("full", "one run each"), ("sample", "at a time")):
         said = expert_assumption(model, job_for(model, {"model": model.name, "method": method, "frames": 17}))
         assert said and word in said

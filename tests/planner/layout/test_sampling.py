@@ -241,7 +241,7 @@ def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str
     unknown = replace(found, around={key: tape for key, tape in found.around.items() if "decode" not in key})
     told = estimate(job, known, MACHINE, unknown)
     assert told.verdict == "tight"
-    assert any("AutoencoderKLWan takes to decode is not recorded" in note for note in told.assumptions)
+    assert any("AutoencoderKLWan has no recording to decode" in note for note in told.assumptions)
 
 
 # ---- the search

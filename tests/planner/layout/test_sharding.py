@@ -150,7 +150,7 @@ def test_what_deepspeed_does_not_hide_waits() -> None:
 def test_a_share_larger_than_a_buffer_on_a_drive_is_refused() -> None:
     offloaded = laid_out(ONE, **zero("zero-3", offload_optimizer="cpu", offload_params="nvme"))
     offloaded.elements["stem.weight"] = 10**8 + 1
-    with pytest.raises(VplanError, match=r"a share of 100,000,001 numbers"):
+    with pytest.raises(VplanError, match=r"a shard has 100,000,001 elements"):
         check_buffers(offloaded)
     offloaded.elements["stem.weight"] = 10**8
     check_buffers(offloaded)

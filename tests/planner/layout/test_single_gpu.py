@@ -261,8 +261,8 @@ def test_other_optimizers_in_host_ram_keep_fewer_states_there(optimizer: str, sh
     ("optimizer", "sharding", "why"),
     [
         ("prodigy", "none", "one rate over all parameters"),
-        ("adamw-8bit", "none", "bitsandbytes' kernels"),
-        ("lion", "none", "bitsandbytes' kernels"),
+        ("adamw-8bit", "none", "bitsandbytes kernels"),
+        ("lion", "none", "bitsandbytes kernels"),
         ("adafactor", "zero-2", "no CPU kernel"),
     ],
 )

@@ -161,7 +161,7 @@ SD = "schema = 1\n[[jobs]]\nmodel = 'sd1.5'\nframes = 1\nheight = 64\nwidth = 64
         ("", "schema 1"),
         ("schema = 1", "has 0 plans"),
         ("schema = 1\nplans = []", "a grid has no 'plans'"),
-        ("schema = 1\njobs = 3", "job 1 is no table"),
+        ("schema = 1\njobs = 3", "job 1 is not a table"),
         ("schema = ", "not TOML"),
         ("schema = 1\n[[jobs]]\nmodel = 'sd1.5'", "frames is missing"),
         (SD, "has no list of plans"),
@@ -184,7 +184,7 @@ def test_a_grid_that_is_not_there_or_too_large(tmp_path: Path, monkeypatch: pyte
     assert "one-gpu" in failure.value.fix
     monkeypatch.setattr(grid_file, "LARGEST_BYTES", 10)
     (tmp_path / "grid.toml").write_text("schema = 1\n" * 10)
-    with pytest.raises(VplanError, match="is larger than"):
+    with pytest.raises(VplanError, match="is too large for a grid"):
         read_grid(tmp_path / "grid.toml")
 
 
@@ -253,8 +253,8 @@ def test_time_crashes_and_words(files: tuple[str, Path]) -> None:
     assert len(measured(grid, rows, "--retry")["probes"]) == 1
     for words, fault in (
         (["--grid", grid], "--grid needs an output file"),
-        (["--grid", grid, "-o", "rows.jsonl", "sd1.5"], "MODEL means nothing with --grid"),
-        (["--grid", grid, "-o", "rows.jsonl", "--no-probes"], "--probes means nothing with --grid"),
+        (["--grid", grid, "-o", "rows.jsonl", "sd1.5"], "MODEL cannot be used with --grid"),
+        (["--grid", grid, "-o", "rows.jsonl", "--no-probes"], "--probes cannot be used with --grid"),
         (["--grid", "on-gpu", "-o", "rows.jsonl"], "or a bundled grid: one-gpu"),
         (["--grid", grid, "-o", "no/rows.jsonl"], "there is no folder"),
         (["--max-minutes", "3"], "--max-minutes needs --grid"),

@@ -527,7 +527,7 @@ def test_a_grid_goes_on_where_it_was_stopped(measuring: list[int], tmp_path: Pat
     before = rows.read_bytes()
     second = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5, 9, 13), "-o", str(rows), "--json"])
     assert measuring == [5, 9, 13]
-    assert "is in" in second.stderr
+    assert "already in" in second.stderr
     assert rows.read_bytes().startswith(before)
     assert [row["measured"]["outcome"] for row in json.loads(second.stdout)["rows"]] == ["ok", "oom", "crash"]
 

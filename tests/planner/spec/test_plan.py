@@ -177,7 +177,7 @@ def test_a_pipe_may_take_a_plan() -> None:
     [
         ("schema = ", "p.toml is not TOML"),
         ("", "p.toml has no schema; this vplan reads schema 1"),
-        ("schema = 2", "p.toml has schema 2; this vplan reads schema 1; it is of another version: update vplan"),
+        ("schema = 2", "p.toml has schema 2; this vplan reads schema 1; it is from another version: update vplan"),
         (
             'schema = 1\n[machine]\ngpu = "24GB"\n[strategi]\n[job]\nmodel = "m"\nframes = 1\nheight = 8\nwidth = 8',
             "p.toml: plan has no field 'strategi'; did you mean strategy?",

@@ -125,7 +125,7 @@ def test_another_batch_than_recorded_says_what_to_do() -> None:
 
 
 def test_a_shape_outside_the_regime_is_refused_by_name() -> None:
-    with pytest.raises(VplanError, match="tiny is recorded with prompts of 11 tokens, not of 12") as caught:
+    with pytest.raises(VplanError, match="tiny is recorded with prompts of 11 tokens, not 12") as caught:
         parsed(tiny()).values({**GRID, "T": 12})
     assert "--text-tokens 11" in caught.value.fix
 
