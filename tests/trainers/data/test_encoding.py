@@ -255,7 +255,7 @@ def test_the_video_that_steers_a_sample_is_encoded_as_the_pipeline_does(tmp_path
 
 def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:
     klein, kontext = tiny.profile("flux.2-klein-4b"), tiny.profile("flux.1-kontext-dev")
-    with pytest.raises(VplanError, match="2 reference images a sample"):
+    with pytest.raises(VplanError, match="2 reference images per sample"):
         cache.CacheBuild(setting(model, tmp_path / "cache", klein, job=job_for(klein, {"references": 2})))
     with pytest.raises(VplanError, match="no reference_file_name in its row"):
         scan.read(clips, kontext, job_for(kontext, {"height": 64, "width": 64}))

@@ -69,7 +69,7 @@ def test_check_names_the_first_difference_and_exits_1(folder: Path, tmp_path: Pa
     assert done.exit_code == 1
     said, fix = done.stderr.splitlines()[-2:]
     assert said.startswith(f"error: tape {VARIANT} of {MODEL} differs from a new recording: ")
-    assert "now: tape.sizes[0][0] is 7, recorded " in said
+    assert "recording: tape.sizes[0][0] is 7, recorded " in said
     assert fix == f"fix: vplan record {MODEL} --variant {VARIANT}"
 
 
