@@ -140,8 +140,8 @@ def test_a_rank_that_dies_takes_the_others_with_it(place: runs.Place, tmp_path: 
 
 def test_what_cannot_be_is_said_in_two_lines(place: runs.Place, tmp_path: Path) -> None:
     cases = [
-        (("--learning-rate", "1e30", "--steps", "5"), 4, "no number"),
-        (("--resume", str(tmp_path)), 1, "is no checkpoint"),
+        (("--learning-rate", "1e30", "--steps", "5"), 4, "is not a number"),
+        (("--resume", str(tmp_path)), 1, "is not a checkpoint"),
         (("--attention", "cudnn"), 1, "attention cudnn has no kernel for the CPU"),
     ]
     for number, (more, code, named) in enumerate(cases):
