@@ -335,7 +335,7 @@ REFUSED = {
     "class": "vae/ of model is 'AutoencoderKL', but this model is trained with a AutoencoderKLWan",
     "no part": "model has no vae/",
     "no tokenizer": "model has no tokenizer/",
-    "other channels": r"give latents of \[4, 3, 6, 8\], and wan2.1-t2v-1.3b takes \[16, 3, 6, 8\]",
+    "other channels": r"give latents of \[4, 3, 6, 8\], but wan2.1-t2v-1.3b takes \[16, 3, 6, 8\]",
     "overflow": "latents that are not finite",
 }
 
