@@ -80,7 +80,7 @@ def read_profile(name: str) -> dict[str, Any] | None:
         fault = f"your own profile {path.name} is damaged ({type(error).__name__})"
         raise VplanError(fault, f"remove it and record the model again: {path}") from None
     if not isinstance(profile, dict):
-        raise VplanError(f"profile {path.name} of your own is damaged", f"remove it and record the model again: {path}")
+        raise VplanError(f"your own profile {path.name} is damaged", f"remove it and record the model again: {path}")
     return profile
 
 

@@ -225,7 +225,7 @@ def test_an_own_profile_that_is_damaged_is_named(own_home: Path) -> None:
     (own_home / "models").mkdir(parents=True)
     for text in ("{", "[]", "{}", '{"name": "mine"}'):
         (own_home / "models" / "mine.json").write_text(text)
-        with pytest.raises(ValueError, match=r"mine.json"):
+        with pytest.raises(ValueError, match=r"your own profile mine.json is damaged"):
             lookup.model("mine")
 
 
