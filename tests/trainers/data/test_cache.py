@@ -249,7 +249,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_is_there(model: Path, clips: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
     assert "\n" not in str(caught.value)
-    assert "stays" in caught.value.fix
+    assert "is kept" in caught.value.fix
     assert before.items() <= files(tmp_path / "cache").items()
     assert not list((tmp_path / "cache").glob("*/*.part"))
     whole(tmp_path / "cache")
