@@ -24,7 +24,7 @@ from planner.commands._shared.verb import (
     verdict_exit_code,
     write_report,
 )
-from planner.dialects.base.script import Script, of_file, of_words
+from planner.dialects.base.script import Script, from_file, from_words
 from planner.errors import VplanError
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, Fix, check_case
@@ -82,7 +82,7 @@ def command(
     assert script is not None
     if not said.get("gpu"):
         raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
-    dialect, given = dialects.recognise(script)
+    dialect, given = dialects.read_script(script)
     found = check_case(settle(dialect, given, told, said), search)
     plan = Plan.of(found.outcome.estimate, trainer=found.case.trainer)
     if output:
@@ -99,10 +99,10 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
     if path is None and len(words) == 1 and (words[0].lower().endswith(FILES) or Path(words[0]).is_file()):
         path = words[0]
     if path:
-        return of_file(Path(path))
+        return from_file(Path(path))
     if not words:
         raise VplanError("nothing to check", "pass a file, or the command after --", USAGE)
-    return of_words(words)
+    return from_words(words)
 
 
 # ---- for people
@@ -126,7 +126,7 @@ def _print(console: Console, found: Checked) -> None:
     console.print(
         f"step {format_seconds(estimate.step_seconds)} (estimated), host RAM {format_gib(estimate.host_ram_bytes)}"
     )
-    _print_remarks(console, "no longer exists", case.given.gone)
+    _print_remarks(console, "no longer exists", case.given.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
     if case.given.unknown:
         console.print(f"unknown option of this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from planner.errors import VplanError, did_you_mean
 
 if TYPE_CHECKING:
-    from planner.dialects.base.bindings import Dialect, Given
+    from planner.dialects.base.bindings import Dialect, Invocation
     from planner.dialects.base.script import Script
 
 TRAINERS = (
@@ -48,47 +48,51 @@ UNREAD = {
 
 
 @functools.cache
-def spoken() -> dict[str, Dialect]:
+def all_dialects() -> dict[str, Dialect]:
     """The dialects that we read or write, by name."""
-    spoken: tuple[Dialect, ...] = tuple(module(name).DIALECT for name in (*TRAINERS, *FORMER))
-    return {dialect.name: dialect for dialect in spoken}
+    table: tuple[Dialect, ...] = tuple(module(name).DIALECT for name in (*TRAINERS, *FORMER))
+    return {dialect.name: dialect for dialect in table}
 
 
 def dialect(name: str) -> Dialect:
     """The dialect of a trainer; a VplanError names those there are."""
-    known = spoken()
-    name = name if name in known else name.partition("@")[0]
-    if name not in known:
-        listed = "supported trainers: " + ", ".join(known)
-        raise VplanError(f"trainer {name} is not supported", did_you_mean(name, known, listed))
-    return known[name]
+    table = all_dialects()
+    name = name if name in table else name.partition("@")[0]
+    if name not in table:
+        listed = "supported trainers: " + ", ".join(table)
+        raise VplanError(f"trainer {name} is not supported", did_you_mean(name, table, listed))
+    return table[name]
 
 
-def recognise(script: Script) -> tuple[Dialect, Given]:
+def read_script(script: Script) -> tuple[Dialect, Invocation]:
     """Whose script, config or Python file was given, and what it says; a VplanError names those we read."""
     import profiles
     from planner.dialects.base import flags
 
-    readers = [dialect for dialect in spoken().values() if dialect.gather is not None]
+    readers = [dialect for dialect in all_dialects().values() if dialect.read_script is not None]
     for reader in readers:
-        assert reader.gather is not None
-        given = reader.gather(script)
-        if given is not None:
-            return reader, given
-    what = ", ".join(dict.fromkeys(program.script for program in script.programs)) or script.name
-    said = " ".join([what, *(word for program in script.programs for word in program.arguments)])
-    title = next((title for mark, title in UNREAD.items() if mark in said), "")
+        assert reader.read_script is not None
+        invocation = reader.read_script(script)
+        if invocation is not None:
+            return reader, invocation
+    scripts = ", ".join(dict.fromkeys(program.script for program in script.programs)) or script.name
+    text = " ".join([scripts, *(word for program in script.programs for word in program.arguments)])
+    title = next((title for mark, title in UNREAD.items() if mark in text), "")
     for reader in readers:
         for program in script.programs:
-            found = flags.find(reader.name, program.script) if reader.name in profiles.trainer_names() else None
+            entry_point = flags.find(reader.name, program.script) if reader.name in profiles.trainer_names() else None
             folder = program.script.rpartition("/")[0]
-            if found is not None and program.script.endswith(found.path) and not (found.path == "train.py" and folder):
-                fault = f"{found.path} of {reader.title} is not supported"
+            if (
+                entry_point is not None
+                and program.script.endswith(entry_point.path)
+                and not (entry_point.path == "train.py" and folder)
+            ):
+                fault = f"{entry_point.path} of {reader.title} is not supported"
                 raise VplanError(fault, f"supported scripts: {', '.join(reader.scripts)}")
     fault = (
-        f"{what} belongs to {title}, which is not supported"
+        f"{scripts} belongs to {title}, which is not supported"
         if title
-        else f"{what} does not belong to a supported trainer"
+        else f"{scripts} does not belong to a supported trainer"
     )
     raise VplanError(fault, f"supported: {', '.join(reader.title for reader in readers)}")
 

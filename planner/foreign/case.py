@@ -11,7 +11,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
-from planner.dialects.base.bindings import Dialect, Fields, Given, NotSaidError, Settings, Translation, read
+from planner.dialects.base.bindings import Dialect, Fields, InexpressibleError, Invocation, Settings, Translation, read
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
@@ -23,7 +23,7 @@ class Case:
     """One command on one machine, in our words."""
 
     dialect: Dialect
-    given: Given
+    given: Invocation
     reading: Translation
     job: Job
     strategy: Strategy
@@ -57,7 +57,7 @@ class Case:
         )
 
 
-def settle(dialect: Dialect, given: Given, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
+def settle(dialect: Dialect, given: Invocation, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
     """The case of what was given. `told` says what the command does not (model, frames, height, width); `machine`
     holds the fields of Machine that were typed, its card among them."""
     settings = dict(given.settings)
@@ -112,8 +112,8 @@ def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
     for flag, value in _ASKED.findall(fix):
         field = flag.replace("-", "_")
         for binding in (each for each in dialect.bindings if field in each.fields and field in Strategy.model_fields):
-            with contextlib.suppress(NotSaidError):
-                said = binding.say(fields | {field: int(value) if value.isdigit() else value})
+            with contextlib.suppress(InexpressibleError):
+                said = binding.to_settings(fields | {field: int(value) if value.isdigit() else value})
                 words = (name if value is True else f"{name} {value}" for name, value in said.items())
                 if typed := " ".join(word.removeprefix("launch:") for word in words):
                     return f"add {typed}"

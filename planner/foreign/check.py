@@ -20,8 +20,8 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
+    InexpressibleError,
     Move,
-    NotSaidError,
     Remark,
     Settings,
     is_edit,
@@ -103,7 +103,7 @@ class Checked:
             "phase": self.outcome.phase,
             "moment": self.outcome.moment,
             "ineffective": [each._asdict() for each in self.ineffective],
-            "gone": [each._asdict() for each in case.given.gone],
+            "gone": [each._asdict() for each in case.given.removed],
             "unknown": list(case.given.unknown),
             "fixes": [
                 {
@@ -306,7 +306,7 @@ def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricin
         cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
         try:
             words = tuple(word for move in moves for word in _words(case, other, move))
-        except NotSaidError:  # this script of the trainer has no word for it
+        except InexpressibleError:  # this script of the trainer has no word for it
             return None
         return Fix(words, cost, lossy, other, outcome)
     return None
@@ -341,8 +341,8 @@ def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
 
 def _words(case: Case, other: Case, move: Move) -> Iterator[str]:
     """One entry: what the move's own bindings write anew, and what goes with it."""
-    if move.said is not None:
-        said = move.said(case.given.settings)
+    if move.words_for is not None:
+        said = move.words_for(case.given.settings)
     else:
         said = list(changed_words(case, other.fields, frozenset(move.changes)))
     if words := [*said, *move.words]:
@@ -356,9 +356,9 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
     for binding in case.dialect.bindings:
         if not fields & set(binding.fields):
             continue
-        with contextlib.suppress(NotSaidError):  # what it is now has no word: it came about by itself
-            old |= binding.say(case.fields)
-        new |= binding.say(after)
+        with contextlib.suppress(InexpressibleError):  # what it is now has no word: it came about by itself
+            old |= binding.to_settings(case.fields)
+        new |= binding.to_settings(after)
     typed = {
         name: _typed(_where(name, case.given.settings), value, case.dialect.assigns)
         for name, value in new.items()

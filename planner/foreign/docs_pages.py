@@ -82,12 +82,12 @@ def trainers_page() -> str:
     """What each trainer can be told of a plan, from the tables by which its commands are read and written."""
     from planner import dialects
 
-    spoken = [dialect for name, dialect in dialects.spoken().items() if "@" not in name]
-    words = {dialect.name: bindings.expressed(dialect) for dialect in spoken}
+    all_dialects = [dialect for name, dialect in dialects.all_dialects().items() if "@" not in name]
+    words = {dialect.name: bindings.capabilities(dialect) for dialect in all_dialects}
     lines = [
         "# Trainers",
         "",
-        f"The {len(spoken)} trainers whose words vplan speaks. Made from `planner/dialects/` by",
+        f"The {len(all_dialects)} trainers whose words vplan speaks. Made from `planner/dialects/` by",
         "`vplan export --markdown`.",
         "",
         "*Read* is `vplan check`, *written* is `vplan export`. Flags and keys were read in their sources at the commit",
@@ -96,8 +96,8 @@ def trainers_page() -> str:
         *_table(
             ("trainer", "name", "read", "written", "source"),
             [
-                [each.title, f"`{each.name}`", _yes(each.gather), _yes(each.files), _text(each.source)]
-                for each in spoken
+                [each.title, f"`{each.name}`", _yes(each.read_script), _yes(each.files), _text(each.source)]
+                for each in all_dialects
             ],
         ),
         "",
@@ -106,11 +106,14 @@ def trainers_page() -> str:
         "`+` can be told, with other values than one; `=` is always the same there; empty: its script decides.",
         "",
         *_table(
-            ("field", *(f"{dialect.name}" for dialect in spoken)),
-            [[f"`{name}`", *(_mark(words[each.name].get(name)) for each in spoken)] for name in Strategy.model_fields],
+            ("field", *(f"{dialect.name}" for dialect in all_dialects)),
+            [
+                [f"`{name}`", *(_mark(words[each.name].get(name)) for each in all_dialects)]
+                for name in Strategy.model_fields
+            ],
         ),
     ]
-    for dialect in spoken:
+    for dialect in all_dialects:
         told = {name: text for name, text in words[dialect.name].items() if not text.startswith("always")}
         always = {name: text for name, text in words[dialect.name].items() if text.startswith("always")}
         lines += ["", f"## {dialect.title}", ""]

@@ -13,7 +13,7 @@ from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.shapes import check_blocks, check_job
 from planner.dialects.base import bindings, config_text
-from planner.dialects.base.bindings import Dialect, Fields, NotSaidError, Settings
+from planner.dialects.base.bindings import Dialect, Fields, InexpressibleError, Settings
 from planner.errors import NotEstimatedError, VplanError, quoted
 from planner.estimate.estimate import assess
 from planner.launch.slurm import slurm_script
@@ -60,7 +60,7 @@ class Exported:
 
 def targets() -> tuple[str, ...]:
     """Names that a plan can be exported to."""
-    return (*sorted(name for name, dialect in dialects.spoken().items() if dialect.files is not None), SLURM)
+    return (*sorted(name for name, dialect in dialects.all_dialects().items() if dialect.files is not None), SLURM)
 
 
 def fields_of(plan: Plan) -> Fields:
@@ -85,17 +85,17 @@ def idle(plan: Plan) -> frozenset[str]:
 
 
 def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
-    """What the trainer is told for this plan, and the fields that says; a NotSaidError names what it cannot express
-    and that matters."""
+    """What the trainer is told for this plan, and the fields that says; an InexpressibleError names what it cannot
+    express and that matters."""
     fields, nothing = fields_of(plan), idle(plan)
     for _ in fields:
         try:
             return bindings.write(dialect, fields), fields
-        except NotSaidError as error:
-            matters = [each for each in error.refused if each.field not in nothing]
+        except InexpressibleError as error:
+            matters = [each for each in error.values if each.field not in nothing]
             if matters:
-                raise NotSaidError(*matters) from None
-            fields = fields | {each.field: each.instead for each in error.refused}
+                raise InexpressibleError(*matters) from None
+            fields = fields | {each.field: each.instead for each in error.values}
     raise AssertionError(f"{dialect.name} has no setting for what it does instead")
 
 
@@ -140,9 +140,9 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     plan = plan_with(plan, before)
     try:
         settings, fields = said_by(dialect, plan)
-    except NotSaidError as error:
-        faults = "; ".join(each.message for each in error.refused)
-        if any(each.field in ("model", "method") for each in error.refused):  # another job is no plan near this one
+    except InexpressibleError as error:
+        faults = "; ".join(each.message for each in error.values)
+        if any(each.field in ("model", "method") for each in error.values):  # another job is no plan near this one
             fix = f"export supports {', '.join(targets())}"
             raise VplanError(f"{dialect.title} does not support this plan: {faults}", fix) from None
         near = nearest(dialect, plan)
@@ -159,7 +159,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         fault = f"it does not fit as {dialect.title} trains it: at least {format_gib(found.low_bytes)}"
         raise VplanError(fault, _that_fits(dialect, plan, name), 3)
     own = dialects.module(name)
-    carried = config_text.carried(dialect, settings, getattr(own, "CARRIES", None), fields)
+    carried = config_text.fields_by_setting(dialect, settings, getattr(own, "CARRIES", None), fields)
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
     left = getattr(own, "left_to_the_script", None)
     done = Plan.of(found, trainer=trainer) if found else plan
@@ -229,7 +229,7 @@ def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
         try:
             changed = plan_with(plan, wanted)
             said_by(dialect, changed)
-        except (NotSaidError, VplanError):  # it cannot be said, or contradicts what the plan has
+        except (InexpressibleError, VplanError):  # it cannot be said, or contradicts what the plan has
             continue
         found = priced(changed, dialect.name)
         if found is not None and found.verdict != "no":

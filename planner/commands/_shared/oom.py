@@ -32,7 +32,7 @@ def explained(path: str, script: Script | None, told: Mapping[str, Any], machine
         if message.capacity_bytes is None:
             raise VplanError("the message does not state the card's capacity, and no card is given", "add --gpu 80GB")
         machine = {**machine, "gpu": f"{message.capacity_bytes / GIB:.2f}GiB"}
-    dialect, given = dialects.recognise(script)
+    dialect, given = dialects.read_script(script)
     case = settle(dialect, given, told, machine)
     known = load_facts(case.job, case.strategy, case.machine, case.model, case.gpu)
     _, played = replay(case.job, case.strategy, case.machine, known, case.trainer)

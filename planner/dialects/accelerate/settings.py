@@ -11,7 +11,15 @@ import json
 from typing import Any
 
 from planner.dialects.base import config_text
-from planner.dialects.base.bindings import Dialect, Fields, Inexpressible, NotSaidError, Settings, Several, Value
+from planner.dialects.base.bindings import (
+    Dialect,
+    Fields,
+    FunctionPair,
+    InexpressibleError,
+    Settings,
+    UnsupportedValue,
+    Value,
+)
 from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED as FORMATS
@@ -28,7 +36,7 @@ KINDS = {"none": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
 _KIND, _MIXED = "config:distributed_type", "config:mixed_precision"
 _ZERO = "deepspeed:zero_optimization."
 _FSDP = "config:fsdp_config.fsdp_"
-CARRIES: config_text.Carries = {
+CARRIES: config_text.FieldsBySetting = {
     _KIND: ("sharding",),
     _MIXED: ("autocast", "compute_dtype"),
     "config:num_processes": ("gpus", "nodes"),
@@ -48,12 +56,12 @@ CARRIES: config_text.Carries = {
 SETTINGS = tuple(CARRIES)
 
 
-def _of(given: Settings) -> Fields:
-    kind, nodes = given[_KIND], given.get("config:num_machines", 1)
-    mixed = given.get(_MIXED, "no")
+def _of(settings: Settings) -> Fields:
+    kind, nodes = settings[_KIND], settings.get("config:num_machines", 1)
+    mixed = settings.get(_MIXED, "no")
     fields: Fields = {
         "sharding": next((name for name, word in KINDS.items() if word == kind), "none"),
-        "gpus": given["config:num_processes"] // nodes,
+        "gpus": settings["config:num_processes"] // nodes,
         "nodes": nodes,
         "autocast": "none" if mixed == "no" else mixed,
         "compute_dtype": "bf16",
@@ -63,32 +71,32 @@ def _of(given: Settings) -> Fields:
         **dict.fromkeys(("offload_optimizer", "offload_gradients", "offload_params"), "none"),
     }
     if kind == "FSDP":
-        where = "cpu" if given.get(f"{_FSDP}offload_params") else "none"
+        where = "cpu" if settings.get(f"{_FSDP}offload_params") else "none"
         compute = "fp32" if mixed == "no" else mixed
         fields |= {"autocast": "none", "compute_dtype": compute, "offload_optimizer": where, "offload_params": where}
     if kind == "DEEPSPEED":
-        stage = given[f"{_ZERO}stage"]
-        optimizer = given.get(f"{_ZERO}offload_optimizer.device", "none")
+        stage = settings[f"{_ZERO}stage"]
+        optimizer = settings.get(f"{_ZERO}offload_optimizer.device", "none")
         fields |= {
             "sharding": f"zero-{stage}",
             "autocast": "none",
             "master_weights": "fp32",
-            "compute_dtype": "fp16" if given.get("deepspeed:fp16.enabled") else "bf16",
+            "compute_dtype": "fp16" if settings.get("deepspeed:fp16.enabled") else "bf16",
             "offload_optimizer": optimizer,
             "offload_gradients": optimizer if stage > 1 else "none",
-            "offload_params": given.get(f"{_ZERO}offload_param.device", "none"),
-            "gradient_accumulation": given["deepspeed:gradient_accumulation_steps"],
-            "batch_size": given["deepspeed:train_micro_batch_size_per_gpu"],
+            "offload_params": settings.get(f"{_ZERO}offload_param.device", "none"),
+            "gradient_accumulation": settings["deepspeed:gradient_accumulation_steps"],
+            "batch_size": settings["deepspeed:train_micro_batch_size_per_gpu"],
         }
     return fields
 
 
-def _say(fields: Fields) -> Settings:
+def _write(fields: Fields) -> Settings:
     sharding, world = fields["sharding"], fields["gpus"] * fields["nodes"]
     alone = sharding in ("none", "ddp")
     if alone and (sharding == "ddp") != (world > 1):
         why = f"it wraps a model in DDP on several GPUs, and only there ({AT} Accelerator.prepare_model)"
-        raise NotSaidError(Inexpressible("sharding", sharding, "ddp" if world > 1 else "none", why))
+        raise InexpressibleError(UnsupportedValue("sharding", sharding, "ddp" if world > 1 else "none", why))
     settings: Settings = {_KIND: KINDS.get(sharding, "DEEPSPEED"), "config:num_processes": world}
     if fields["nodes"] > 1:
         settings["config:num_machines"] = fields["nodes"]
@@ -99,26 +107,26 @@ def _say(fields: Fields) -> Settings:
         settings |= _fsdp(fields)
     else:
         settings |= _deepspeed(fields)
-    said = _of(settings)
+    result = _of(settings)
     carries = set(ENGINE) - ({"gradient_accumulation", "batch_size", "master_weights"} if sharding == "fsdp" else set())
-    wrong = [name for name in ENGINE if name in carries and said[name] != fields[name]]
+    wrong = [name for name in ENGINE if name in carries and result[name] != fields[name]]
     if wrong:
         why = f"{AT} does it so with {sharding}"
-        raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
+        raise InexpressibleError(*(UnsupportedValue(name, fields[name], result[name], why) for name in wrong))
     return settings
 
 
 def _fsdp(fields: Fields) -> Settings:
-    found: Settings = {f"{_FSDP}version": 2}
-    found[_MIXED] = {"fp32": "no"}.get(fields["compute_dtype"], fields["compute_dtype"])
+    settings: Settings = {f"{_FSDP}version": 2}
+    settings[_MIXED] = {"fp32": "no"}.get(fields["compute_dtype"], fields["compute_dtype"])
     if fields["offload_params"] == "cpu":
-        found[f"{_FSDP}offload_params"] = True
-    return found
+        settings[f"{_FSDP}offload_params"] = True
+    return settings
 
 
 def _deepspeed(fields: Fields) -> Settings:
     stage = int(fields["sharding"][-1])
-    found: Settings = {
+    settings: Settings = {
         "config:deepspeed_config.deepspeed_config_file": "deepspeed.json",
         "config:deepspeed_config.zero3_init_flag": False,
         f"{_ZERO}stage": stage,
@@ -128,10 +136,10 @@ def _deepspeed(fields: Fields) -> Settings:
         "deepspeed:train_micro_batch_size_per_gpu": fields["batch_size"],
     }
     if fields["offload_optimizer"] != "none":
-        found[f"{_ZERO}offload_optimizer.device"] = fields["offload_optimizer"]
+        settings[f"{_ZERO}offload_optimizer.device"] = fields["offload_optimizer"]
     if fields["offload_params"] != "none" and stage == 3:  # no other stage splits parameters
-        found[f"{_ZERO}offload_param.device"] = fields["offload_params"]
-    return found
+        settings[f"{_ZERO}offload_param.device"] = fields["offload_params"]
+    return settings
 
 
 _WORDS = {
@@ -151,28 +159,28 @@ _WORDS = {
 DYNAMO = "config:dynamo_config."
 
 
-def _compile_of(given: Settings) -> Fields:
-    if given.get(f"{DYNAMO}dynamo_backend", "NO") == "NO":
+def _compile_of(settings: Settings) -> Fields:
+    if settings.get(f"{DYNAMO}dynamo_backend", "NO") == "NO":
         return {"compile": "none"}
-    return {"compile": "blocks" if given.get(f"{DYNAMO}dynamo_use_regional_compilation") else "full"}
+    return {"compile": "blocks" if settings.get(f"{DYNAMO}dynamo_use_regional_compilation") else "full"}
 
 
-def _compile_say(fields: Fields) -> Settings:
+def _compile_write(fields: Fields) -> Settings:
     if fields["compile"] == "none":
         return {}
-    found: Settings = {f"{DYNAMO}dynamo_backend": "INDUCTOR"}
+    settings: Settings = {f"{DYNAMO}dynamo_backend": "INDUCTOR"}
     if fields["compile"] == "blocks":
-        found[f"{DYNAMO}dynamo_use_regional_compilation"] = True
-    return found
+        settings[f"{DYNAMO}dynamo_use_regional_compilation"] = True
+    return settings
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
     """accelerate.yaml, deepspeed.json where an engine of it is asked for, and launch.sh, which starts a script."""
-    said = config_text.carried(DIALECT, settings, CARRIES)
+    carries = config_text.fields_by_setting(DIALECT, settings, CARRIES)
     config = config_text.tree(settings, "config:")
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     if "deepspeed_config" in config:
-        found["deepspeed.json"] = json.dumps(_json(settings), indent=2) + "\n"
+        texts["deepspeed.json"] = json.dumps(_json(settings), indent=2) + "\n"
         config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
         config.pop("mixed_precision", None)  # accelerate refuses it beside a file of DeepSpeed's
     if "fsdp_config" in config:
@@ -184,9 +192,9 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         }
     config = {"compute_environment": "LOCAL_MACHINE", **config, "machine_rank": 0, "main_training_function": "main"}
     head = "accelerate's config. The comment after each line names its plan field."
-    found["accelerate.yaml"] = config_text.yaml(config, config_text.comments(said, "config:"), head)
-    found["launch.sh"] = _script(plan, said, settings)
-    return found
+    texts["accelerate.yaml"] = config_text.yaml(config, config_text.comments(carries, "config:"), head)
+    texts["launch.sh"] = _script(plan, carries, settings)
+    return texts
 
 
 def _json(settings: Settings) -> dict[str, Any]:
@@ -226,26 +234,28 @@ def left_to_the_script(plan: Plan) -> dict[str, object]:
     if plan.strategy.sharding in ("none", "ddp"):
         bound -= {"offload_optimizer", "offload_gradients", "offload_params"}
     formats = FORMATS if plan.strategy.sharding.startswith("zero") else {}
-    found: dict[str, object] = {}
+    left: dict[str, object] = {}
     for title, record in (("job", plan.job), ("strategy", plan.strategy)):
         for name, info in type(record).model_fields.items():
             value = getattr(record, name)
             usual = formats.get(name, info.get_default() if not info.is_required() else None)
             if name in bound or (plan.job.method == "full" and name in _ADAPTERS):
                 continue
-            needed = name in _SAID or (name == "grad_buckets" and plan.strategy.sharding == "ddp")
-            if needed or value not in (usual, ()):
-                found[f"{title}.{name}"] = value
-    return found
+            always = name in _SAID or (name == "grad_buckets" and plan.strategy.sharding == "ddp")
+            if always or value not in (usual, ()):
+                left[f"{title}.{name}"] = value
+    return left
 
 
-def _script(plan: Plan, said: dict[str, tuple[str, ...]], settings: Settings) -> str:
+def _script(plan: Plan, carries: dict[str, tuple[str, ...]], settings: Settings) -> str:
     lines = ["#!/bin/bash", "# Starts your own training script: bash launch.sh train.py --its flags", "set -e"]
     lines += ["# What the script must do itself to match the plan:"]
     lines += [f"#   {name} = {json.dumps(value, default=str)}" for name, value in left_to_the_script(plan).items()]
     if "deepspeed:gradient_accumulation_steps" in settings:
         lines += ["# deepspeed.json takes no comments. It carries:"]
-        lines += [f"#   {name[10:]}: {', '.join(own)}" for name, own in said.items() if name.startswith("deepspeed:")]
+        lines += [
+            f"#   {name[10:]}: {', '.join(fields)}" for name, fields in carries.items() if name.startswith("deepspeed:")
+        ]
     if plan.strategy.expandable_segments:
         lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # strategy.expandable_segments"]
     words = "accelerate launch --config_file accelerate.yaml"
@@ -263,12 +273,12 @@ DIALECT = Dialect(
     scripts=(),
     user_loop=True,
     table=(
-        Several(ENGINE, SETTINGS, _of, _say, _WORDS),
-        Several(
+        FunctionPair(ENGINE, SETTINGS, _of, _write, _WORDS),
+        FunctionPair(
             ("compile",),
             (f"{DYNAMO}dynamo_backend", f"{DYNAMO}dynamo_use_regional_compilation"),
             _compile_of,
-            _compile_say,
+            _compile_write,
             {"compile": "none, blocks, full"},
         ),
         Value("expandable_segments", "env:expandable_segments", False),

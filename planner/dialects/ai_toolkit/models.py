@@ -7,12 +7,12 @@ import math
 from planner.catalog import lookup
 from planner.dialects.base.bindings import (
     Fields,
-    Inexpressible,
-    NotSaidError,
+    InexpressibleError,
     Settings,
+    UnsupportedValue,
 )
-from planner.dialects.base.launchers import known_model
-from planner.dialects.base.values import listed, number, whole
+from planner.dialects.base.launchers import find_model
+from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
 from planner.spec.job import QUANTISED, Bucket, ValidationShape
@@ -43,129 +43,133 @@ NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_
 """Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
 
 
-def model_of(given: Settings) -> Fields:
+def model_of(settings: Settings) -> Fields:
     """The model that the settings mean, and its expert."""
-    arch = str(given.get(f"{MODEL}arch") or "").partition(":")[0]
-    path = given.get(f"{MODEL}name_or_path")
-    candidates = [name for name, (own, _) in ARCHES.items() if own == arch]
-    by_path = next((name for name, (_, own) in ARCHES.items() if own == path), None)
-    named = given.get("model") or by_path or known_model(path)
-    model = named if named in (candidates or ARCHES) else next(iter(candidates), None)
+    arch = str(settings.get(f"{MODEL}arch") or "").partition(":")[0]
+    path = settings.get(f"{MODEL}name_or_path")
+    candidates = [name for name, (known, _) in ARCHES.items() if known == arch]
+    by_path = next((name for name, (_, known) in ARCHES.items() if known == path), None)
+    name_given = settings.get("model") or by_path or find_model(path)
+    model = name_given if name_given in (candidates or ARCHES) else next(iter(candidates), None)
     if model is None:
-        what = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
-        raise VplanError(f"{what} is not supported here", f"supported: {', '.join(ARCHES)}")
-    return {"model": model, **_experts_of(given, model)}
+        label = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
+        raise VplanError(f"{label} is not supported here", f"supported: {', '.join(ARCHES)}")
+    return {"model": model, **_experts_of(settings, model)}
 
 
-def _experts_of(given: Settings, model: str) -> Fields:
+def _experts_of(settings: Settings, model: str) -> Fields:
     """Both experts are always loaded; with `low_vram` the one that does not run waits in host RAM."""
     if lookup.model(model).experts == 1:
         return {"experts": None, "inactive_expert": "absent"}
-    trained = [expert for expert, key in NOISE.items() if given.get(key, True)]
+    trained = [expert for expert, key in NOISE.items() if settings.get(key, True)]
     if not trained:
         raise VplanError("neither expert is trained", "leave train_high_noise and train_low_noise out of model_kwargs")
-    away = "cpu" if given.get(f"{MODEL}low_vram") else "gpu"
+    away = "cpu" if settings.get(f"{MODEL}low_vram") else "gpu"
     return {"experts": trained[0] if len(trained) == 1 else "both", "inactive_expert": away}
 
 
-def version_of(given: Settings, fields: Fields) -> str:
+def version_of(settings: Settings, fields: Fields) -> str:
     """Whether the model goes to the GPU whole before it is quantised."""
-    whole = given.get(f"{MODEL}quantize") and not given.get(f"{MODEL}low_vram")
+    quantised_on_gpu = settings.get(f"{MODEL}quantize") and not settings.get(f"{MODEL}low_vram")
     decides = lookup.model(fields["model"]).trained_with("ai-toolkit", "moved-whole-without-low-vram")
-    return QUANTISED_WHOLE if whole and decides else ""
+    return QUANTISED_WHOLE if quantised_on_gpu and decides else ""
 
 
-def say_model(fields: Fields) -> Settings:
-    """What names a model, or a NotSaidError."""
+def write_model(fields: Fields) -> Settings:
+    """What names a model, or an InexpressibleError."""
     model = fields["model"]
     if model not in ARCHES:
         why = f"of the known models it trains {', '.join(ARCHES)}"
-        raise NotSaidError(Inexpressible("model", model, next(iter(ARCHES)), why))
+        raise InexpressibleError(UnsupportedValue("model", model, next(iter(ARCHES)), why))
     arch, path = ARCHES[model]
-    said: Settings = {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}
+    settings: Settings = {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}
     experts, away = fields["experts"], fields["inactive_expert"]
     if lookup.model(model).experts == 1:
         if away != "absent":
-            raise NotSaidError(Inexpressible("inactive_expert", away, "absent", "there is no other expert"))
-        return said
+            raise InexpressibleError(UnsupportedValue("inactive_expert", away, "absent", "there is no other expert"))
+        return settings
     if experts is None or away == "absent":
         why = f"both experts are loaded, whichever trains ({AT} wan22_14b_model.py)"
-        found = [Inexpressible("experts", None, "both", why)] if experts is None else []
-        found += [Inexpressible("inactive_expert", away, "cpu", why)] if away == "absent" else []
-        raise NotSaidError(*found)
-    said |= {key: False for expert, key in NOISE.items() if experts not in ("both", expert)}
+        unsupported = [UnsupportedValue("experts", None, "both", why)] if experts is None else []
+        unsupported += [UnsupportedValue("inactive_expert", away, "cpu", why)] if away == "absent" else []
+        raise InexpressibleError(*unsupported)
+    settings |= {key: False for expert, key in NOISE.items() if experts not in ("both", expert)}
     if away == "cpu":
-        return said | {f"{MODEL}low_vram": True}
+        return settings | {f"{MODEL}low_vram": True}
     if fields["weights_dtype"] in QUANTISED:  # quantised a block at a time, which keeps the other expert away too
-        raise NotSaidError(Inexpressible("inactive_expert", "gpu", "cpu", "low_vram, which quantising needs, moves it"))
-    return said
+        raise InexpressibleError(
+            UnsupportedValue("inactive_expert", "gpu", "cpu", "low_vram, which quantising needs, moves it")
+        )
+    return settings
 
 
 # ---- shapes: sides of squares, whose area a sample of any other shape gets
 
 
-def shape_of(given: Settings) -> Fields:
+def shape_of(settings: Settings) -> Fields:
     """The samples' shapes."""
-    frames = whole(given.get(f"{DATA}num_frames", 1), "num_frames")
-    step = lookup.model(model_of(given)["model"]).shape.size_multiple  # buckets are made of multiples
-    sides = [whole(side, "resolution") for side in listed(given.get(f"{DATA}resolution") or 512)]
+    frames = integer(settings.get(f"{DATA}num_frames", 1), "num_frames")
+    step = lookup.model(model_of(settings)["model"]).shape.size_multiple  # buckets are made of multiples
+    sides = [integer(side, "resolution") for side in as_list(settings.get(f"{DATA}resolution") or 512)]
     sizes = sorted({side // step * step or step for side in sides})
     shapes = tuple(Bucket.read({"frames": frames, "height": side, "width": side}, "the dataset") for side in sizes)
-    batch = whole(given.get(f"{DATA}batch_size") or given.get(f"{TRAIN}batch_size") or 1, "batch_size")
+    batch = integer(settings.get(f"{DATA}batch_size") or settings.get(f"{TRAIN}batch_size") or 1, "batch_size")
     shape = {"frames": frames, "height": sizes[-1], "width": sizes[-1], "batch_size": batch}
     return {**shape, "buckets": shapes if len(shapes) > 1 else ()}
 
 
-def say_shape(fields: Fields) -> Settings:
-    """What says the samples' shapes, or a NotSaidError."""
+def write_shape(fields: Fields) -> Settings:
+    """What says the samples' shapes, or an InexpressibleError."""
     buckets = fields["buckets"]
     if buckets:
         why = "resolutions are a list of sides"
-        raise NotSaidError(Inexpressible("buckets", buckets, (), why))
+        raise InexpressibleError(UnsupportedValue("buckets", buckets, (), why))
     height, width = fields["height"], fields["width"]
     if height != width:
         step = lookup.model(fields["model"]).shape.size_multiple
         side = max(step, math.isqrt(height * width) // step * step)
         why = f"resolution is one side: samples of every shape get the area of {side}x{side}"
-        wrong = (Inexpressible(name, fields[name], side, why) for name in ("height", "width") if fields[name] != side)
-        raise NotSaidError(*wrong)
+        wrong = (
+            UnsupportedValue(name, fields[name], side, why) for name in ("height", "width") if fields[name] != side
+        )
+        raise InexpressibleError(*wrong)
     video = lookup.model(fields["model"]).kind == "video"
-    said: Settings = {f"{DATA}resolution": [height], f"{TRAIN}batch_size": fields["batch_size"]}
-    return said | ({f"{DATA}num_frames": fields["frames"]} if video else {})
+    settings: Settings = {f"{DATA}resolution": [height], f"{TRAIN}batch_size": fields["batch_size"]}
+    return settings | ({f"{DATA}num_frames": fields["frames"]} if video else {})
 
 
-def validation_of(given: Settings) -> Fields:
+def validation_of(settings: Settings) -> Fields:
     """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``)."""
-    if given.get(f"{TRAIN}disable_sampling"):
+    if settings.get(f"{TRAIN}disable_sampling"):
         return {"validation_mode": "off", "validation": None}
-    shape = shape_of(given)
-    guided = number(given.get(f"{SAMPLE}guidance_scale", 7), "guidance_scale") > 1
-    sizes = {name: whole(given.get(f"{SAMPLE}{name}", 512), f"sample.{name}") for name in ("width", "height")}
-    rules = lookup.model(model_of(given)["model"]).shape
+    shape = shape_of(settings)
+    guided = number(settings.get(f"{SAMPLE}guidance_scale", 7), "guidance_scale") > 1
+    sizes = {name: integer(settings.get(f"{SAMPLE}{name}", 512), f"sample.{name}") for name in ("width", "height")}
+    rules = lookup.model(model_of(settings)["model"]).shape
     sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
-    frames = whole(given.get(f"{SAMPLE}num_frames", 1), "sample.num_frames")
+    frames = integer(settings.get(f"{SAMPLE}num_frames", 1), "sample.num_frames")
     frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
-    found = ValidationShape.read({"frames": frames, "cfg": guided, **sizes})
-    own = ValidationShape.read({name: shape[name] for name in ("frames", "height", "width")})
-    return {"validation_mode": "on", "validation": None if found == own else found}
+    sample = ValidationShape.read({"frames": frames, "cfg": guided, **sizes})
+    trained = ValidationShape.read({name: shape[name] for name in ("frames", "height", "width")})
+    return {"validation_mode": "on", "validation": None if sample == trained else sample}
 
 
-def say_validation(fields: Fields) -> Settings:
-    """What says whether and of which shape samples are made, or a NotSaidError."""
+def write_validation(fields: Fields) -> Settings:
+    """What says whether and of which shape samples are made, or an InexpressibleError."""
     mode, shape = fields["validation_mode"], fields["validation"]
-    own = ValidationShape.read({name: fields[name] for name in ("frames", "height", "width")})
+    trained = ValidationShape.read({name: fields[name] for name in ("frames", "height", "width")})
     if mode == "off":
         if shape is not None:
-            raise NotSaidError(Inexpressible("validation", shape, None, "no sample is made"))
+            raise InexpressibleError(UnsupportedValue("validation", shape, None, "no sample is made"))
         return {f"{TRAIN}disable_sampling": True}
     refused = []
     if mode == "offload":
-        refused.append(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
-    if shape == own:
-        refused.append(Inexpressible("validation", shape, None, "that is the job's own shape"))
+        refused.append(UnsupportedValue("validation_mode", mode, "on", "it samples with the model where it is"))
+    if shape == trained:
+        refused.append(UnsupportedValue("validation", shape, None, "that is the job's own shape"))
     if refused:
-        raise NotSaidError(*refused)
-    wanted = shape or own
-    said: Settings = {f"{SAMPLE}width": wanted.width, f"{SAMPLE}height": wanted.height}
-    said[f"{SAMPLE}guidance_scale"] = 5 if wanted.cfg else 1
-    return said | {f"{SAMPLE}num_frames": wanted.frames}
+        raise InexpressibleError(*refused)
+    sample = shape or trained
+    settings: Settings = {f"{SAMPLE}width": sample.width, f"{SAMPLE}height": sample.height}
+    settings[f"{SAMPLE}guidance_scale"] = 5 if sample.cfg else 1
+    return settings | {f"{SAMPLE}num_frames": sample.frames}

@@ -17,12 +17,12 @@ from planner.dialects.ai_toolkit.models import (
     SAMPLE,
     TRAIN,
     model_of,
-    say_model,
-    say_shape,
-    say_validation,
     shape_of,
     validation_of,
     version_of,
+    write_model,
+    write_shape,
+    write_validation,
 )
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
@@ -31,18 +31,18 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     When,
 )
-from planner.dialects.base.launchers import EXPANDABLE, one_of, usual, word_for
+from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, word_for
 from planner.dialects.base.script import Script
-from planner.dialects.base.values import number, whole
+from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
@@ -77,127 +77,127 @@ LAYERS = f"{MODEL}layer_offloading_transformer_percent"
 DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}
 
 
-def _formats_of(given: Settings) -> Fields:
-    dtype = one_of(DTYPES, "train.dtype")(given.get(f"{TRAIN}dtype", "fp32"))
+def _formats_of(settings: Settings) -> Fields:
+    dtype = one_of(DTYPES, "train.dtype")(settings.get(f"{TRAIN}dtype", "fp32"))
     weights = dtype
-    if given.get(f"{MODEL}quantize"):
-        qtype = str(given.get(f"{MODEL}qtype", "qfloat8")).partition("|")[0]
+    if settings.get(f"{MODEL}quantize"):
+        qtype = str(settings.get(f"{MODEL}qtype", "qfloat8")).partition("|")[0]
         weights = one_of(QTYPES, "model.qtype")(qtype)
     encoder = "bf16"
-    if given.get(f"{MODEL}quantize_te", given.get(f"{MODEL}quantize")):
-        encoder = one_of(QTYPES, "model.qtype_te")(given.get(f"{MODEL}qtype_te", "qfloat8"))
+    if settings.get(f"{MODEL}quantize_te", settings.get(f"{MODEL}quantize")):
+        encoder = one_of(QTYPES, "model.qtype_te")(settings.get(f"{MODEL}qtype_te", "qfloat8"))
     autocast = dtype if dtype != "fp32" else "none"
     return {
         "weights_dtype": weights, "compute_dtype": dtype, "autocast": autocast, "text_encoder_dtype": encoder
     }  # fmt: skip
 
 
-def _say_formats(fields: Fields) -> Settings:
+def _write_formats(fields: Fields) -> Settings:
     compute, weights, encoder = fields["compute_dtype"], fields["weights_dtype"], fields["text_encoder_dtype"]
     refused = []
     if weights not in (compute, "fp8"):
-        refused.append(Inexpressible("weights_dtype", weights, compute, "weights are train.dtype, or qtype's"))
+        refused.append(UnsupportedValue("weights_dtype", weights, compute, "weights are train.dtype, or qtype's"))
     if encoder not in ("bf16", "fp8"):
-        refused.append(Inexpressible("text_encoder_dtype", encoder, "bf16", "bf16, or qtype_te's"))
+        refused.append(UnsupportedValue("text_encoder_dtype", encoder, "bf16", "bf16, or qtype_te's"))
     if fields["autocast"] != (compute if compute != "fp32" else "none"):
         instead = compute if compute != "fp32" else "none"
-        refused.append(Inexpressible("autocast", fields["autocast"], instead, "it computes in train.dtype"))
+        refused.append(UnsupportedValue("autocast", fields["autocast"], instead, "it computes in train.dtype"))
     if refused:
-        raise NotSaidError(*refused)
-    said: Settings = {f"{TRAIN}dtype": word_for(DTYPES, "compute_dtype", "bf16")(compute)}
-    said |= {f"{MODEL}quantize": True, f"{MODEL}qtype": "qfloat8"} if weights == "fp8" else {}
+        raise InexpressibleError(*refused)
+    settings: Settings = {f"{TRAIN}dtype": word_for(DTYPES, "compute_dtype", "bf16")(compute)}
+    settings |= {f"{MODEL}quantize": True, f"{MODEL}qtype": "qfloat8"} if weights == "fp8" else {}
     if weights == "fp8" and lookup.model(fields["model"]).experts == 1:
-        said[f"{MODEL}low_vram"] = True  # else the model lies on the GPU whole in 16 bits before it is quantised
+        settings[f"{MODEL}low_vram"] = True  # else the model lies on the GPU whole in 16 bits before it is quantised
     if encoder == "fp8":
-        return said | {f"{MODEL}quantize_te": True, f"{MODEL}qtype_te": "qfloat8"}
-    return said | ({f"{MODEL}quantize_te": False} if weights == "fp8" else {})  # it follows `quantize` otherwise
+        return settings | {f"{MODEL}quantize_te": True, f"{MODEL}qtype_te": "qfloat8"}
+    return settings | ({f"{MODEL}quantize_te": False} if weights == "fp8" else {})  # it follows `quantize` otherwise
 
 
-def _encoders_of(given: Settings) -> Fields:
-    away = given.get(f"{TRAIN}cache_text_embeddings") or given.get(f"{TRAIN}unload_text_encoder")
-    cached = given.get(f"{DATA}cache_latents_to_disk") or given.get(f"{DATA}cache_latents")
+def _encoders_of(settings: Settings) -> Fields:
+    away = settings.get(f"{TRAIN}cache_text_embeddings") or settings.get(f"{TRAIN}unload_text_encoder")
+    cached = settings.get(f"{DATA}cache_latents_to_disk") or settings.get(f"{DATA}cache_latents")
     return {"text_encoder": "cached" if away else "resident", "vae": "cached" if cached else "resident"}
 
 
-def _say_encoders(fields: Fields) -> Settings:
+def _write_encoders(fields: Fields) -> Settings:
     wrong = [name for name in ("text_encoder", "vae") if fields[name] == "swapped"]
     if wrong:
         why = "it is cached, or stays on the GPU"
-        raise NotSaidError(*(Inexpressible(name, "swapped", "cached", why) for name in wrong))
-    said: Settings = {f"{TRAIN}cache_text_embeddings": True} if fields["text_encoder"] == "cached" else {}
-    return said | ({f"{DATA}cache_latents_to_disk": True} if fields["vae"] == "cached" else {})
+        raise InexpressibleError(*(UnsupportedValue(name, "swapped", "cached", why) for name in wrong))
+    settings: Settings = {f"{TRAIN}cache_text_embeddings": True} if fields["text_encoder"] == "cached" else {}
+    return settings | ({f"{DATA}cache_latents_to_disk": True} if fields["vae"] == "cached" else {})
 
 
-def _targets_of(given: Settings) -> Fields:
-    profile = lookup.model(model_of(given)["model"])
-    return {"lora_targets": on_all_linear(profile, _formats_of(given)["weights_dtype"])}
+def _targets_of(settings: Settings) -> Fields:
+    profile = lookup.model(model_of(settings)["model"])
+    return {"lora_targets": on_all_linear(profile, _formats_of(settings)["weights_dtype"])}
 
 
-def _say_targets(fields: Fields) -> Settings:
-    own = on_all_linear(lookup.model(fields["model"]), fields["weights_dtype"])
-    if fields["lora_targets"] != own:
+def _write_targets(fields: Fields) -> Settings:
+    targets = on_all_linear(lookup.model(fields["model"]), fields["weights_dtype"])
+    if fields["lora_targets"] != targets:
         why = f"adapters are on every linear layer of the transformer's blocks ({AT} toolkit/lora_special.py)"
-        raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], own, why))
+        raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], targets, why))
     return {}
 
 
-def _rank_of(given: Settings) -> Fields:
-    kind = given.get(f"{NETWORK}type", "lora")
-    if not any(name.startswith(NETWORK) for name in given) or kind != "lora":
+def _rank_of(settings: Settings) -> Fields:
+    kind = settings.get(f"{NETWORK}type", "lora")
+    if not any(name.startswith(NETWORK) for name in settings) or kind != "lora":
         raise VplanError(f"network.type {quoted(kind)} is not supported here", "supported: network.type lora")
-    rank = given.get(f"{NETWORK}linear", given.get(f"{NETWORK}rank")) or 4
+    rank = settings.get(f"{NETWORK}linear", settings.get(f"{NETWORK}rank")) or 4
     return {
-        "lora_rank": whole(rank, "linear"),
-        "lora_dropout": number(given.get(f"{NETWORK}dropout") or 0.0, "dropout"),
+        "lora_rank": integer(rank, "linear"),
+        "lora_dropout": number(settings.get(f"{NETWORK}dropout") or 0.0, "dropout"),
     }
 
 
-def _say_rank(fields: Fields) -> Settings:
-    said: Settings = {f"{NETWORK}type": "lora", f"{NETWORK}linear": fields["lora_rank"]}
-    return said | ({f"{NETWORK}dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
+def _write_rank(fields: Fields) -> Settings:
+    settings: Settings = {f"{NETWORK}type": "lora", f"{NETWORK}linear": fields["lora_rank"]}
+    return settings | ({f"{NETWORK}dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
 
 
-def _accumulation_of(given: Settings) -> Fields:
-    steps = given.get(f"{TRAIN}gradient_accumulation", given.get(f"{TRAIN}gradient_accumulation_steps")) or 1
-    return {"gradient_accumulation": whole(steps, "gradient_accumulation")}
+def _accumulation_of(settings: Settings) -> Fields:
+    steps = settings.get(f"{TRAIN}gradient_accumulation", settings.get(f"{TRAIN}gradient_accumulation_steps")) or 1
+    return {"gradient_accumulation": integer(steps, "gradient_accumulation")}
 
 
-def _say_accumulation(fields: Fields) -> Settings:
+def _write_accumulation(fields: Fields) -> Settings:
     return {f"{TRAIN}gradient_accumulation": fields["gradient_accumulation"]}
 
 
-def _optimizer_of(given: Settings) -> Fields:
-    return {"optimizer": one_of(OPTIMIZERS, "train.optimizer")(given.get(f"{TRAIN}optimizer", "adamw"))}
+def _optimizer_of(settings: Settings) -> Fields:
+    return {"optimizer": one_of(OPTIMIZERS, "train.optimizer")(settings.get(f"{TRAIN}optimizer", "adamw"))}
 
 
-def _say_optimizer(fields: Fields) -> Settings:
+def _write_optimizer(fields: Fields) -> Settings:
     return {f"{TRAIN}optimizer": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
 
 
-def _layers_of(given: Settings) -> Fields:
+def _layers_of(settings: Settings) -> Fields:
     """Its share of all linear layers, as so many blocks."""
-    asked = given.get(f"{MODEL}layer_offloading", given.get(f"{MODEL}auto_memory"))
-    if not asked or not given.get(f"{TRAIN}gradient_checkpointing", True):
+    offloads = settings.get(f"{MODEL}layer_offloading", settings.get(f"{MODEL}auto_memory"))
+    if not offloads or not settings.get(f"{TRAIN}gradient_checkpointing", True):
         return {"swap_blocks": 0}
-    share = number(given.get(LAYERS, 1.0), "layer_offloading_transformer_percent")
-    blocks = lookup.model(model_of(given)["model"]).blocks
+    share = number(settings.get(LAYERS, 1.0), "layer_offloading_transformer_percent")
+    blocks = lookup.model(model_of(settings)["model"]).blocks
     return {"swap_blocks": min(blocks - 1, round(min(max(share, 0.0), 1.0) * blocks))}
 
 
-def _say_layers(fields: Fields) -> Settings:
+def _write_layers(fields: Fields) -> Settings:
     blocks, swapped = lookup.model(fields["model"]).blocks, int(fields["swap_blocks"])
     if not swapped:
         return {}
     if swapped >= blocks:
-        raise NotSaidError(Inexpressible("swap_blocks", swapped, blocks - 1, f"the model has {blocks} blocks"))
+        raise InexpressibleError(UnsupportedValue("swap_blocks", swapped, blocks - 1, f"the model has {blocks} blocks"))
     return {f"{MODEL}layer_offloading": True, LAYERS: round(swapped / blocks, 3)}
 
 
-def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
-    return Several(tuple(words), settings, of, say, words)
+def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
+    return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
 
 
-CARRIES: config_text.Carries = {
+CARRIES: config_text.FieldsBySetting = {
     f"{MODEL}arch": ("model",),
     f"{DATA}resolution": ("height", "width"),
     f"{DATA}num_frames": ("frames",),
@@ -219,44 +219,44 @@ TABLE: tuple[Binding | When, ...] = (
     EXPANDABLE,
     Fixed("gpus", 1, f"one run, one GPU ({AT} run.py)"),
     Fixed("nodes", 1, f"one run, one GPU ({AT} run.py)"),
-    _several(model_of, say_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
+    _pair(model_of, write_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
              experts="model_kwargs.train_high_noise, train_low_noise", inactive_expert="gpu, cpu by low_vram"),
     Fixed("method", "lora", "full fine-tuning with it is not supported here"),
-    _several(_rank_of, _say_rank, tuple(f"{NETWORK}{name}" for name in ("type", "linear", "dropout")),
+    _pair(_rank_of, _write_rank, tuple(f"{NETWORK}{name}" for name in ("type", "linear", "dropout")),
              lora_rank="network.linear", lora_dropout="network.dropout"),
-    _several(shape_of, say_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
+    _pair(shape_of, write_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
              frames="num_frames", height="resolution (squares)", width="resolution (squares)",
              batch_size="train.batch_size", buckets="read only"),
-    _several(_formats_of, _say_formats, (
+    _pair(_formats_of, _write_formats, (
         *(f"{MODEL}{name}" for name in ("quantize", "qtype", "quantize_te", "qtype_te", "low_vram")),
         f"{TRAIN}dtype"),
         weights_dtype="train.dtype, fp8 by quantize", compute_dtype="train.dtype", autocast="train.dtype",
         text_encoder_dtype="bf16, fp8 by quantize_te"),
-    _several(_targets_of, _say_targets, (), lora_targets="all linear layers"),
+    _pair(_targets_of, _write_targets, (), lora_targets="all linear layers"),
     Fixed("adapter_dtype", "fp32", f"adapters are fp32 ({AT} jobs/process/BaseSDTrainProcess.py)"),
     Choice("gradient_checkpointing", {
         "full": {f"{TRAIN}gradient_checkpointing": True},
         "none": {f"{TRAIN}gradient_checkpointing": False},
     }, "every block is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
-    _several(_optimizer_of, _say_optimizer, (f"{TRAIN}optimizer",), optimizer="train.optimizer"),
+    _pair(_optimizer_of, _write_optimizer, (f"{TRAIN}optimizer",), optimizer="train.optimizer"),
     Fixed("optimizer_step", "foreach", "it steps after backward"),
-    _several(_accumulation_of, _say_accumulation, (f"{TRAIN}gradient_accumulation",),
+    _pair(_accumulation_of, _write_accumulation, (f"{TRAIN}gradient_accumulation",),
              gradient_accumulation="train.gradient_accumulation"),
     Choice("ema", {"none": {}, "gpu": {f"{TRAIN}ema_config.use_ema": True}}, "its average is on the GPU"),
-    _several(_encoders_of, _say_encoders, (f"{TRAIN}cache_text_embeddings", f"{DATA}cache_latents_to_disk"),
+    _pair(_encoders_of, _write_encoders, (f"{TRAIN}cache_text_embeddings", f"{DATA}cache_latents_to_disk"),
              text_encoder="resident, cached", vae="resident, cached"),
-    _several(validation_of, say_validation, (
+    _pair(validation_of, write_validation, (
         f"{TRAIN}disable_sampling", *(f"{SAMPLE}{name}" for name in (
             "width", "height", "num_frames", "guidance_scale"))),
         validation_mode="off, on", validation="sample.width, height, num_frames, guidance_scale"),
     Fixed("sharding", "none", "one run, one GPU"),
-    _several(_layers_of, _say_layers, (f"{MODEL}layer_offloading", LAYERS),
+    _pair(_layers_of, _write_layers, (f"{MODEL}layer_offloading", LAYERS),
              swap_blocks="layer_offloading_transformer_percent, as blocks"),
     Choice("compile", {"none": {}, "full": {f"{MODEL}compile": True}, "blocks": {
         f"{MODEL}compile": True, f"{MODEL}block_compile": True}}),
     Fixed("attention", "sdpa"),
-    *usual("trainable", "text_tokens", "references", "master_weights", "grad_buckets", "offload_optimizer",
+    *our_defaults("trainable", "text_tokens", "references", "master_weights", "grad_buckets", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "group_offload",
            "group_offload_stream", "context_parallel"),
 )  # fmt: skip
@@ -264,27 +264,29 @@ _DEFAULTS: Settings = {f"{TRAIN}gradient_checkpointing": True}
 """What is on where the file is silent, of settings a choice looks at (toolkit/config_modules.py)."""
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """`python run.py FILE`, or that file itself."""
     config, notes = script.config, list(script.notes)
-    told: Settings = {}
+    allocator: Settings = {}
     if config is None:
-        found = [one for one in script.programs if PurePosixPath(one.script).name == "run.py"]
-        files = [word for one in found for word in one.arguments if word.endswith((".yaml", ".yml", ".json"))]
+        programs = [program for program in script.programs if PurePosixPath(program.script).name == "run.py"]
+        files = [
+            word for program in programs for word in program.arguments if word.endswith((".yaml", ".yml", ".json"))
+        ]
         if not files:
             return None
         config = script.document(files[0])
         if config is None:
             raise VplanError(f"the config {quoted(files[0])} is not here", "run vplan check where the file is")
-        conf = " ".join(value for name, value in found[-1].environment.items() if name.endswith("ALLOC_CONF"))
-        told = {"env:expandable_segments": True} if "expandable_segments:true" in conf.lower() else {}
-    said = flat(config, script.name)
-    if "config.process[0].model.name_or_path" not in said:
+        conf = " ".join(value for name, value in programs[-1].environment.items() if name.endswith("ALLOC_CONF"))
+        allocator = {"env:expandable_segments": True} if "expandable_segments:true" in conf.lower() else {}
+    keys = flat(config, script.name)
+    if "config.process[0].model.name_or_path" not in keys:
         return None
     read = flags.script("ai-toolkit", "config.yaml").parse_config(config)
     unknown = [key for key in read.unknown if not key.startswith(("job", "meta.", "config.name")) and _is_read(key)]
-    settings = {"script": "run.py", **_DEFAULTS, **told, **{f"config:{key}": value for key, value in said.items()}}
-    return Given("ai-toolkit", settings, tuple(unknown), (), tuple(notes))
+    settings = {"script": "run.py", **_DEFAULTS, **allocator, **{f"config:{key}": value for key, value in keys.items()}}
+    return Invocation("ai-toolkit", settings, tuple(unknown), (), tuple(notes))
 
 
 def _is_read(key: str) -> bool:
@@ -292,35 +294,35 @@ def _is_read(key: str) -> bool:
     return any(f"].{table}" in key for table in ("model.", "train.", "network.", "datasets[", "sample.", "save."))
 
 
-def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
+def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     """What does nothing, or nothing any more."""
-    if f"{MODEL}auto_memory" in given:
+    if f"{MODEL}auto_memory" in settings:
         yield Remark("model.auto_memory", f"it is layer_offloading now ({AT} toolkit/config_modules.py)")
-    one = lookup.model(fields["model"]).experts == 1  # of two it moves the one that does not run
-    if given.get(f"{MODEL}low_vram") and not given.get(f"{MODEL}quantize") and one:
+    single = lookup.model(fields["model"]).experts == 1  # of two it moves the one that does not run
+    if settings.get(f"{MODEL}low_vram") and not settings.get(f"{MODEL}quantize") and single:
         yield Remark("model.low_vram", "it says where weights are quantised and loaded, and nothing is quantised")
 
 
-def notes(given: Settings, fields: Fields) -> Iterator[str]:
+def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What it does without being asked."""
     yield "resolutions are areas: priced as squares"
-    if said := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
-        yield said
-    if given.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
+    if note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
+        yield note
+    if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
         yield "low_vram tiles the VAE and moves parts away while sampling; not estimated, needs less there"
-    if version_of(given, fields):
+    if version_of(settings, fields):
         yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised"
     if fields["swap_blocks"]:
         yield "layer_offloading is estimated as that share of the blocks; below 1.0 it draws the layers by chance"
-    elif given.get(f"{MODEL}layer_offloading") and fields["gradient_checkpointing"] == "none":
+    elif settings.get(f"{MODEL}layer_offloading") and fields["gradient_checkpointing"] == "none":
         yield "layer_offloading without gradient_checkpointing is not estimated: this is the estimate without it"
     if fields["weights_dtype"] == "nf4":
-        yield f"{given.get(f'{MODEL}qtype')} is estimated as nf4, without what an accuracy recovery adapter takes"
+        yield f"{settings.get(f'{MODEL}qtype')} is estimated as nf4, without what an accuracy recovery adapter takes"
     if fields["text_encoder"] == "resident":
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
-    if f"{DATA}resolution" not in given:
+    if f"{DATA}resolution" not in settings:
         yield "resolution 512, the default of a dataset"
-    if fields["weights_dtype"] in QUANTISED and given.get(f"{MODEL}quantize_te") is None:
+    if fields["weights_dtype"] in QUANTISED and settings.get(f"{MODEL}quantize_te") is None:
         yield "quantize_te follows quantize: the text encoder is quantised too"
 
 
@@ -334,10 +336,10 @@ MOVES = (
     Move({"vae": "cached"}, "disk for the latents"),
     Move({"text_encoder": "cached"}, "disk for the embeddings, and no caption dropout"),
     Move({"validation_mode": "off"}, "no samples while it trains"),
-    Move({"version": ""}, "quantised a block at a time", said=lambda given: [LOW_VRAM],
+    Move({"version": ""}, "quantised a block at a time", words_for=lambda settings: [LOW_VRAM],
          when=lambda fields: fields["version"] == QUANTISED_WHOLE and not _two_on_gpu(fields)),
     Move({"inactive_expert": "cpu", "version": ""}, "slower where the noise level changes sides",
-         said=lambda given: [LOW_VRAM], when=_two_on_gpu),
+         words_for=lambda settings: [LOW_VRAM], when=_two_on_gpu),
     Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),
     Move({"optimizer": "adamw-8bit"}),
     Move({"weights_dtype": "fp8"}),
@@ -349,7 +351,7 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     carries = CARRIES
     if lookup.model(plan.job.model).experts > 1:
         carries = {**CARRIES, f"{MODEL}low_vram": ("inactive_expert",)}
-    said = config_text.comments(config_text.carried(DIALECT, settings, carries), "config:")
+    comments = config_text.comments(config_text.fields_by_setting(DIALECT, settings, carries), "config:")
     tree = config_text.tree(settings, "config:")["config"]["process"][0]
     dataset = {"folder_path": "data/my_set", "caption_ext": "txt", **tree["datasets"][0]}
     train = {"steps": 2000, "lr": 1e-4, "noise_scheduler": "flowmatch", **tree["train"]}
@@ -367,7 +369,7 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     if plan.strategy.expandable_segments:
         lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
     script = "\n".join([*lines, "python run.py config.yaml", ""])
-    return {"config.yaml": config_text.yaml(config, said, head), "train.sh": script}
+    return {"config.yaml": config_text.yaml(config, comments, head), "train.sh": script}
 
 
 DIALECT: Dialect = Dialect(
@@ -376,7 +378,7 @@ DIALECT: Dialect = Dialect(
     source="https://github.com/ostris/ai-toolkit at 27a03a9",
     scripts=("run.py",),
     table=TABLE,
-    gather=gather,
+    read_script=read_script,
     remarks=remarks,
     notes=notes,
     moves=MOVES,

@@ -39,7 +39,7 @@ class Remark(NamedTuple):
     why: str
 
 
-class Inexpressible(NamedTuple):
+class UnsupportedValue(NamedTuple):
     """A field's value that a trainer has no word for, and what it does instead."""
 
     field: str
@@ -53,15 +53,15 @@ class Inexpressible(NamedTuple):
         return f"{self.field} {quoted(self.value)}: {self.why}"
 
 
-class NotSaidError(ValueError):
+class InexpressibleError(ValueError):
     """Raised by a binding's `write` for values it cannot say."""
 
-    def __init__(self, *refused: Inexpressible) -> None:
-        super().__init__("; ".join(each.message for each in refused))
-        self.refused = refused
+    def __init__(self, *values: UnsupportedValue) -> None:
+        super().__init__("; ".join(value.message for value in values))
+        self.values = values
 
 
-def same(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """What is written alike in both."""
     return value
 
@@ -74,10 +74,10 @@ class Value:
     setting: str
     default: Any
     """the field's value where the setting is absent: the trainer's default (`source`)"""
-    read: Callable[[Any], Any] = same
+    read: Callable[[Any], Any] = identity
     """setting -> field; raises a VplanError for what means nothing"""
-    write: Callable[[Any], Any] = same
-    """field -> setting; raises a NotSaidError"""
+    write: Callable[[Any], Any] = identity
+    """field -> setting; raises an InexpressibleError"""
     source: str = ""
 
     @property
@@ -90,16 +90,16 @@ class Value:
         """The setting."""
         return (self.setting,)
 
-    def of(self, given: Settings) -> Fields:
+    def to_fields(self, settings: Settings) -> Fields:
         """The field, as the settings have it."""
-        return {self.field: self.read(given[self.setting]) if self.setting in given else self.default}
+        return {self.field: self.read(settings[self.setting]) if self.setting in settings else self.default}
 
-    def say(self, fields: Fields) -> Settings:
+    def to_settings(self, fields: Fields) -> Settings:
         """The setting, always written unless it is the default."""
         value = fields[self.field]
         return {} if value == self.default else {self.setting: self.write(value)}
 
-    def expressed(self) -> dict[str, str]:
+    def capabilities(self) -> dict[str, str]:
         """What of each field it can say, in words."""
         return {self.field: self.setting}
 
@@ -125,27 +125,31 @@ class Choice:
         """Every setting of any row."""
         return tuple(dict.fromkeys(name for row in self.rows.values() for name in row))
 
-    def of(self, given: Settings) -> Fields:
+    def to_fields(self, settings: Settings) -> Fields:
         """The values of the row that is given in full, the longest if several are."""
-        matching = [key for key, row in self.rows.items() if all(given.get(name) == row[name] for name in row)]
+        matching = [key for key, row in self.rows.items() if all(settings.get(name) == row[name] for name in row)]
         if not matching:
-            said = ", ".join(f"{name} {' '.join(str(given[name]).split())}" for name in self.settings if name in given)
-            known = " or ".join(", ".join(f"{name} {row[name]}" for name in row) for row in self.rows.values())
-            raise VplanError(f"{said or 'nothing'} does not give a known {' and '.join(self.fields)}", f"use {known}")
+            present = ", ".join(
+                f"{name} {' '.join(str(settings[name]).split())}" for name in self.settings if name in settings
+            )
+            options = " or ".join(", ".join(f"{name} {row[name]}" for name in row) for row in self.rows.values())
+            raise VplanError(
+                f"{present or 'nothing'} does not give a known {' and '.join(self.fields)}", f"use {options}"
+            )
         return self._values(max(reversed(matching), key=lambda key: len(self.rows[key])))
 
-    def say(self, fields: Fields) -> Settings:
+    def to_settings(self, fields: Fields) -> Settings:
         """What says the values."""
-        wanted = tuple(fields[name] for name in self.fields)
+        values = tuple(fields[name] for name in self.fields)
         for key, row in self.rows.items():
-            if tuple(self._values(key).values()) == wanted:
+            if tuple(self._values(key).values()) == values:
                 return dict(row)
-        nearest = max(self.rows, key=lambda key: _alike(tuple(self._values(key).values()), wanted))
+        nearest = max(self.rows, key=lambda key: _alike(tuple(self._values(key).values()), values))
         instead = self._values(nearest)
         different = [name for name in self.fields if instead[name] != fields[name]]
-        raise NotSaidError(*(Inexpressible(name, fields[name], instead[name], self.why) for name in different))
+        raise InexpressibleError(*(UnsupportedValue(name, fields[name], instead[name], self.why) for name in different))
 
-    def expressed(self) -> dict[str, str]:
+    def capabilities(self) -> dict[str, str]:
         """What of each field it can say, in words."""
         values = [self._values(key) for key, row in self.rows.items() if not any(map(is_edit, row))]
         return {name: ", ".join(dict.fromkeys(str(value[name]) for value in values)) for name in self.fields}
@@ -154,8 +158,8 @@ class Choice:
         return dict(zip(self.fields, key if isinstance(self.field, tuple) else (key,), strict=True))
 
 
-def _alike(one: Sequence[object], other: Sequence[object]) -> int:
-    return sum(first == second for first, second in zip(one, other, strict=True))
+def _alike(a: Sequence[object], b: Sequence[object]) -> int:
+    return sum(left == right for left, right in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True)
@@ -174,40 +178,40 @@ class Fixed:
 
     settings: tuple[str, ...] = ()
 
-    def of(self, given: Settings) -> Fields:
+    def to_fields(self, settings: Settings) -> Fields:
         """The value."""
         return {self.field: self.value}
 
-    def say(self, fields: Fields) -> Settings:
+    def to_settings(self, fields: Fields) -> Settings:
         """Nothing, if the value is the one, or any where there is no word for it."""
         if self.value is not None and fields[self.field] != self.value:
             why = self.why or f"it is always {self.value}"
-            raise NotSaidError(Inexpressible(self.field, fields[self.field], self.value, why))
+            raise InexpressibleError(UnsupportedValue(self.field, fields[self.field], self.value, why))
         return {}
 
-    def expressed(self) -> dict[str, str]:
+    def capabilities(self) -> dict[str, str]:
         """What of each field it can say, in words."""
         return {self.field: f"always {self.value}"}
 
 
 @dataclass(frozen=True)
-class Several:
+class FunctionPair:
     """What is not one to one: a pair of functions, inverse to each other over what they can say."""
 
     fields: tuple[str, ...]
     settings: tuple[str, ...]
-    of: Callable[[Settings], Fields]
-    say: Callable[[Fields], Settings]
-    """raises a NotSaidError"""
+    to_fields: Callable[[Settings], Fields]
+    to_settings: Callable[[Fields], Settings]
+    """raises an InexpressibleError"""
     words: Mapping[str, str]
     """field -> what of it can be said"""
 
-    def expressed(self) -> dict[str, str]:
+    def capabilities(self) -> dict[str, str]:
         """What of each field it can say, in words."""
         return {name: self.words[name] for name in self.fields}
 
 
-Binding = Value | Choice | Fixed | Several
+Binding = Value | Choice | Fixed | FunctionPair
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ class Move:
     """in words, beside what seconds, host RAM and lossy fields say"""
     words: tuple[str, ...] = ()
     """what goes with it and is no field: a learning rate for another optimizer"""
-    said: Callable[[Settings], list[str]] | None = None
+    words_for: Callable[[Settings], list[str]] | None = None
     """its words for what was given, where they are not what its bindings write"""
     values: tuple[Any, ...] = ()
     """for one field that counts (blocks): values to find the first of that does it, the dearest last"""
@@ -255,14 +259,14 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Given:
+class Invocation:
     """What somebody gave one trainer."""
 
     trainer: str
     settings: Settings
     unknown: tuple[str, ...] = ()
     """flags and keys that the trainer's script does not have"""
-    gone: tuple[Remark, ...] = ()
+    removed: tuple[Remark, ...] = ()
     """those it had once"""
     notes: tuple[str, ...] = ()
 
@@ -292,16 +296,16 @@ class Dialect:
     scripts: tuple[str, ...]
     """tails of the paths of its scripts, or of modules written as paths"""
     table: tuple[Binding | When, ...]
-    gather: Callable[[Any], Given | None] | None = None
+    read_script: Callable[[Any], Invocation | None] | None = None
     """`planner.dialects.base.script.Script` -> what was given, for a script or config that is its own; None: it is
     another's"""
-    remarks: Callable[[Settings, Fields], Iterable[Remark]] = field(default=lambda given, fields: ())
+    remarks: Callable[[Settings, Fields], Iterable[Remark]] = field(default=lambda settings, fields: ())
     """settings that were given and do nothing, and why"""
-    notes: Callable[[Settings, Fields], Iterable[str]] = field(default=lambda given, fields: ())
+    notes: Callable[[Settings, Fields], Iterable[str]] = field(default=lambda settings, fields: ())
     """what it does without being asked, with the source"""
     moves: tuple[Move, ...] = ()
     """what saves memory, the cheapest first"""
-    version: Callable[[Settings, Fields], str] = field(default=lambda given, fields: "")
+    version: Callable[[Settings, Fields], str] = field(default=lambda settings, fields: "")
     """which of the trainer's `OLDER` terms these settings mean; empty: those of what is written"""
     user_loop: bool = False
     """whether the training loop is the user's: fields without a binding are then his to set, and not at our defaults"""
@@ -337,7 +341,7 @@ def is_edit(setting: str) -> bool:
     return setting.startswith(EDIT)
 
 
-def read(dialect: Dialect, given: Given) -> Translation:
+def read(dialect: Dialect, invocation: Invocation) -> Translation:
     """The job, strategy and machine of what was given."""
     fields: Fields = {}
     for entry in dialect.entries:
@@ -345,7 +349,7 @@ def read(dialect: Dialect, given: Given) -> Translation:
             if fields[entry.field] not in entry.values:
                 continue
             entry = entry.binding
-        fields |= entry.of(given.settings)
+        fields |= entry.to_fields(invocation.settings)
     job, strategy, machine = (
         {name: value for name, value in fields.items() if name in record.model_fields}
         for record in (Job, Strategy, Machine)
@@ -354,37 +358,37 @@ def read(dialect: Dialect, given: Given) -> Translation:
         job,
         strategy,
         machine,
-        notes=(*given.notes, *dialect.notes(given.settings, fields)),
-        ineffective=tuple(dialect.remarks(given.settings, fields)),
-        version=dialect.version(given.settings, fields),
+        notes=(*invocation.notes, *dialect.notes(invocation.settings, fields)),
+        ineffective=tuple(dialect.remarks(invocation.settings, fields)),
+        version=dialect.version(invocation.settings, fields),
     )
 
 
 def write(dialect: Dialect, fields: Fields) -> Settings:
-    """The settings that say these fields (Job's, Strategy's after `resolve`, Machine's); a NotSaidError names
+    """The settings that say these fields (Job's, Strategy's after `resolve`, Machine's); an InexpressibleError names
     everything that the trainer cannot express."""
     settings: Settings = {}
-    refused: list[Inexpressible] = []
+    unsupported: list[UnsupportedValue] = []
     for entry in dialect.entries:
         if isinstance(entry, When):
             if fields[entry.field] not in entry.values:
                 continue
             entry = entry.binding
         try:
-            said = entry.say(fields)
-        except NotSaidError as error:
-            refused += error.refused
+            words = entry.to_settings(fields)
+        except InexpressibleError as error:
+            unsupported += error.values
             continue
-        if any(map(is_edit, said)):
-            instead = entry.of({})
+        if any(map(is_edit, words)):
+            instead = entry.to_fields({})
             why = "it has no option for that; it takes a code change"
             changed = [name for name in entry.fields if instead[name] != fields[name]]
-            refused += [Inexpressible(name, fields[name], instead[name], why) for name in changed]
+            unsupported += [UnsupportedValue(name, fields[name], instead[name], why) for name in changed]
             continue
-        assert not settings.keys() & said.keys(), f"two bindings write {settings.keys() & said.keys()}"
-        settings |= said
-    if refused:
-        raise NotSaidError(*refused)
+        assert not settings.keys() & words.keys(), f"two bindings write {settings.keys() & words.keys()}"
+        settings |= words
+    if unsupported:
+        raise InexpressibleError(*unsupported)
     return settings
 
 
@@ -394,14 +398,14 @@ def nearest(dialect: Dialect, fields: Fields) -> Fields:
         try:
             write(dialect, fields)
             return fields
-        except NotSaidError as error:
-            fields = fields | {each.field: each.instead for each in error.refused}
+        except InexpressibleError as error:
+            fields = fields | {value.field: value.instead for value in error.values}
     raise AssertionError(f"{dialect.name} has no way to say what it does instead")
 
 
-def expressed(dialect: Dialect) -> dict[str, str]:
+def capabilities(dialect: Dialect) -> dict[str, str]:
     """Field -> what of it the trainer can be told, in words."""
     words: dict[str, str] = {}
     for binding in dialect.bindings:
-        words |= binding.expressed()
+        words |= binding.capabilities()
     return words

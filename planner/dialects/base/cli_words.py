@@ -28,12 +28,12 @@ def command(verb: str, job: Job, strategy: Strategy, machine: Machine, plan: str
     return shlex.join(words)
 
 
-def _differing(record: Record, usual: Record, said: tuple[str, ...]) -> list[str]:
+def _differing(record: Record, usual: Record, leave_out: tuple[str, ...]) -> list[str]:
     """Flags for the fields that are not as usual."""
     return [
         word
         for name in type(record).model_fields
-        if name not in said and getattr(record, name) not in (getattr(usual, name, None), None)
+        if name not in leave_out and getattr(record, name) not in (getattr(usual, name, None), None)
         for word in _flag(name, getattr(record, name))
     ]
 

@@ -15,55 +15,55 @@ Comments = Mapping[str, str]
 """key, tables joined with dots -> what stands behind its line"""
 
 
-Carries = Mapping[str, tuple[str, ...]]
+FieldsBySetting = Mapping[str, tuple[str, ...]]
 """setting -> fields"""
 
 
 def tree(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The settings of one file as tables: `config:model.dtype` -> {"model": {"dtype": ...}}; `datasets[0].x` is the
     first of a list of tables."""
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for name, value in settings.items():
         if not name.startswith(prefix):
             continue
-        *tables, last = name.removeprefix(prefix).split(".")
-        inner = found
-        for table in tables:
+        *path, last = name.removeprefix(prefix).split(".")
+        inner = document
+        for table in path:
             if table.endswith("[0]"):
                 inner = inner.setdefault(table.removesuffix("[0]"), [{}])[0]
             else:
                 inner = inner.setdefault(table, {})
         inner[last] = value
-    return found
+    return document
 
 
-def carried(
-    dialect: Dialect, settings: Settings, known: Carries | None = None, fields: Fields | None = None
+def fields_by_setting(
+    dialect: Dialect, settings: Settings, listed: FieldsBySetting | None = None, fields: Fields | None = None
 ) -> dict[str, tuple[str, ...]]:
     """Setting -> the Plan fields that it carries, as `job.frames`, of those that were written.
 
     `known`: what a dialect says of settings whose binding has several fields. `fields`: the plan's, from which the
     settings were written; a binding may write more than it lists.
     """
-    found = {}
+    carries = {}
     for entry in dialect.entries:
         binding = entry.binding if isinstance(entry, When) else entry
         applies = fields is not None and not (isinstance(entry, When) and fields[entry.field] not in entry.values)
-        written = binding.say(fields) if applies and fields is not None else {}
+        written = binding.to_settings(fields) if applies and fields is not None else {}
         for setting in dict.fromkeys([*binding.settings, *written]):
             if setting in settings and not is_edit(setting):
-                own = (known or {}).get(setting) or _carries(binding, setting, settings)
-                found[setting] = tuple(_whose(field) for field in own)
-    return found
+                carried_fields = (listed or {}).get(setting) or _carries(binding, setting, settings)
+                carries[setting] = tuple(_whose(field) for field in carried_fields)
+    return carries
 
 
 def _carries(binding: Binding, setting: str, settings: Settings) -> tuple[str, ...]:
     """The fields of a binding that would be others without this setting; all of them if none would be."""
     if len(binding.fields) == 1:
         return binding.fields
-    own = {name: value for name, value in settings.items() if name != setting}
+    others = {name: value for name, value in settings.items() if name != setting}
     try:
-        now, without = binding.of(settings), binding.of(own)
+        now, without = binding.to_fields(settings), binding.to_fields(others)
     except (VplanError, KeyError):  # the setting cannot be left out
         return binding.fields
     return tuple(field for field in binding.fields if now[field] != without[field]) or binding.fields
@@ -77,8 +77,8 @@ def _whose(field: str) -> str:
 def comments(fields: Mapping[str, tuple[str, ...]], prefix: str) -> dict[str, str]:
     """The comments of one file, by key."""
     return {
-        name.removeprefix(prefix).replace("[0]", ""): ", ".join(own)
-        for name, own in fields.items()
+        name.removeprefix(prefix).replace("[0]", ""): ", ".join(carried)
+        for name, carried in fields.items()
         if name.startswith(prefix)
     }
 
@@ -87,22 +87,22 @@ _UNREADABLE = re.compile("[^ -~\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufff
 """PyYAML's reader refuses these, or takes them for ends of lines."""
 
 
-def yaml(value: Mapping[str, Any], said: Comments, head: str) -> str:
+def yaml(value: Mapping[str, Any], comments: Comments, head: str) -> str:
     """A YAML file. Scalars are JSON's, which YAML 1.2 and PyYAML read alike."""
-    return "".join(f"# {line}\n" for line in head.splitlines()) + "\n".join(_yaml(value, said, "", "")) + "\n"
+    return "".join(f"# {line}\n" for line in head.splitlines()) + "\n".join(_yaml(value, comments, "", "")) + "\n"
 
 
-def _yaml(value: Mapping[str, Any], said: Comments, path: str, indent: str) -> Iterator[str]:
+def _yaml(value: Mapping[str, Any], comments: Comments, path: str, indent: str) -> Iterator[str]:
     for key, inner in value.items():
-        here = f"{path}.{key}" if path else key
-        behind = f"  # {said[here]}" if here in said else ""
+        key_path = f"{path}.{key}" if path else key
+        behind = f"  # {comments[key_path]}" if key_path in comments else ""
         if isinstance(inner, Mapping):
             yield f"{indent}{key}:{behind}"
-            yield from _yaml(inner, said, here, indent + "  ")
+            yield from _yaml(inner, comments, key_path, indent + "  ")
         elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
             yield f"{indent}{key}:{behind}"
-            for one in inner:
-                lines = list(_yaml(one, said, here, indent + "    "))
+            for item in inner:
+                lines = list(_yaml(item, comments, key_path, indent + "    "))
                 yield f"{indent}  - {lines[0].lstrip()}"
                 yield from lines[1:]
         else:
@@ -112,34 +112,34 @@ def _yaml(value: Mapping[str, Any], said: Comments, path: str, indent: str) -> I
 def _scalar(value: Any) -> str:
     """JSON, with exponents that PyYAML takes for numbers too (YAML 1.1 wants a point in `1.0e-4`), and what it does not
     read as it stands written as it does."""
-    text = _UNREADABLE.sub(lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
+    text = _UNREADABLE.sub(lambda match: f"\\U{ord(match[0]):08x}", json.dumps(value, ensure_ascii=False))
     if isinstance(value, float) and "e" in text and "." not in text:
         return text.replace("e", ".0e")
     return text
 
 
-def toml(value: Mapping[str, Any], said: Comments, head: str) -> str:
+def toml(value: Mapping[str, Any], comments: Comments, head: str) -> str:
     """A TOML file: plain keys first, then the tables."""
-    return "".join(f"# {line}\n" for line in head.splitlines()) + "\n".join(_toml(value, said, "")) + "\n"
+    return "".join(f"# {line}\n" for line in head.splitlines()) + "\n".join(_toml(value, comments, "")) + "\n"
 
 
-def _toml(value: Mapping[str, Any], said: Comments, path: str) -> Iterator[str]:
+def _toml(value: Mapping[str, Any], comments: Comments, path: str) -> Iterator[str]:
     import tomli_w  # only writers need it
 
     tables: list[tuple[str, str, Any]] = []
     for key, inner in value.items():
-        here = f"{path}.{key}" if path else key
+        key_path = f"{path}.{key}" if path else key
         if isinstance(inner, Mapping):
-            tables.append((f"[{here}]", here, inner))
+            tables.append((f"[{key_path}]", key_path, inner))
         elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
-            tables += [(f"[[{here}]]", here, one) for one in inner]
+            tables += [(f"[[{key_path}]]", key_path, item) for item in inner]
         else:
             name = tomli_w.dumps({key: 0}).partition(" = ")[0]
-            yield f"{name} = {_toml_value(inner)}" + (f"  # {said[here]}" if here in said else "")
-    for title, here, inner in tables:
+            yield f"{name} = {_toml_value(inner)}" + (f"  # {comments[key_path]}" if key_path in comments else "")
+    for title, key_path, inner in tables:
         yield ""
         yield title
-        yield from _toml(inner, said, here)
+        yield from _toml(inner, comments, key_path)
 
 
 def _toml_value(value: Any) -> str:

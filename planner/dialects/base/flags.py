@@ -41,10 +41,10 @@ class Flag(Record):
     def fault(self, value: object) -> str:
         """What is wrong with a config key's value; empty when nothing is. `any` and unknown types take everything."""
         kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-        wanted = kinds.get(self.type)
+        accepted = kinds.get(self.type)
         if self.choices and value not in self.choices:
             return f"is none of {', '.join(map(str, self.choices))}"
-        if not wanted or isinstance(value, (wanted, list | dict)):
+        if not accepted or isinstance(value, (accepted, list | dict)):
             return ""
         return f"is no {self.type}"
 
@@ -52,11 +52,11 @@ class Flag(Record):
 class Parsed(NamedTuple):
     """What a command line or a config file says to one script."""
 
-    given: dict[str, Any]
+    values: dict[str, Any]
     """flag -> value, of those that were given; a repeated flag's last value, as argparse does it"""
     unknown: tuple[str, ...]
     """flags that this script has not, and words that belong to none"""
-    gone: dict[str, str]
+    removed: dict[str, str]
     """flags that it had once -> since when, and what instead"""
 
 
@@ -88,30 +88,30 @@ class EntryPoint(NamedTuple):
         return self._parsed(values, rest), [values.script, *values.words]
 
     def _parsed(self, values: argparse.Namespace, rest: Sequence[str]) -> Parsed:
-        given = {name: getattr(values, name) for name in self.flags if hasattr(values, name)}
-        gone = {name: self.flags[name].gone or "" for name in given if self.flags[name].gone}
-        live = {name: value for name, value in given.items() if name not in gone}
-        return Parsed(live, tuple(_unknown(rest)), gone)
+        present = {name: getattr(values, name) for name in self.flags if hasattr(values, name)}
+        removed = {name: self.flags[name].gone or "" for name in present if self.flags[name].gone}
+        live = {name: value for name, value in present.items() if name not in removed}
+        return Parsed(live, tuple(_unknown(rest)), removed)
 
     def parse_config(self, config: Mapping[str, Any]) -> Parsed:
         """A config file's tables. Of a script with flags, keys are flags without dashes, in whatever table they stand
         (sd-scripts and musubi-tuner read their ``--config_file`` so)."""
         flat = _flags_of(config) if self.format == "argparse" else _flat(config, "")
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         unknown: list[str] = []
-        gone: dict[str, str] = {}
+        removed: dict[str, str] = {}
         for name, value in flat:
             flag = self.flags.get(_any_index(name))
             if flag is None:
                 if not self._holds(name):
                     unknown.append(name)
             elif flag.gone:
-                gone[name] = flag.gone
+                removed[name] = flag.gone
             elif fault := flag.fault(value):
                 raise VplanError(f"{name} {quoted(value)} {fault}", f"{self.trainer} takes {flag.type} there")
             else:
-                given[name] = value
-        return Parsed(given, tuple(unknown), gone)
+                values[name] = value
+        return Parsed(values, tuple(unknown), removed)
 
     def _holds(self, name: str) -> bool:
         """Whether a key lies inside a table that the trainer hands on whole (`optimizer.betas`)."""
@@ -122,8 +122,8 @@ class EntryPoint(NamedTuple):
     def default(self, name: str) -> Any:
         """What a flag is when it is not given. A VplanError for a name this script has not."""
         if name not in self.flags:
-            known = did_you_mean(name, self.flags, f"{self.path} has {len(self.flags)} flags")
-            raise VplanError(f"{self.path} has no {quoted(name)}", known)
+            fix = did_you_mean(name, self.flags, f"{self.path} has {len(self.flags)} flags")
+            raise VplanError(f"{self.path} has no {quoted(name)}", fix)
         return self.flags[name].default
 
 
@@ -140,7 +140,7 @@ _SWITCHES = {"store_true": True, "store_false": False}
 
 @functools.lru_cache(maxsize=32)
 def _known_parser(trainer: str, path: str) -> argparse.ArgumentParser:
-    return _parser(next(one for one in scripts(trainer) if one.path == path))
+    return _parser(next(entry_point for entry_point in scripts(trainer) if entry_point.path == path))
 
 
 def _parser(script: EntryPoint) -> argparse.ArgumentParser:
@@ -167,29 +167,29 @@ def _parser(script: EntryPoint) -> argparse.ArgumentParser:
 
 def _unknown(words: Sequence[str]) -> list[str]:
     """Unknown flags without their values; words that follow no flag stand for themselves."""
-    found: list[str] = []
+    names: list[str] = []
     behind_flag = False
     for word in words:
         is_flag = word.startswith("-") and not word.lstrip("-").replace(".", "").isdigit()
         if is_flag or not behind_flag:
-            found.append(word.split("=", 1)[0] if is_flag else word)
+            names.append(word.split("=", 1)[0] if is_flag else word)
         behind_flag = is_flag or behind_flag
-    return found
+    return names
 
 
 def _flags_of(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, value in config.items():
-        found += _flags_of(value) if isinstance(value, Mapping) else [(f"--{key}", value)]
-    return found
+        leaves += _flags_of(value) if isinstance(value, Mapping) else [(f"--{key}", value)]
+    return leaves
 
 
 def _flat(value: Any, name: str) -> list[tuple[str, Any]]:
     """Leaves of nested tables with the way to each: `a.b`, and `a[0].b` inside a list of tables."""
     if isinstance(value, Mapping) and value:
-        return [leaf for key, one in value.items() for leaf in _flat(one, f"{name}.{key}" if name else str(key))]
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        return [leaf for at, one in enumerate(value) for leaf in _flat(one, f"{name}[{at}]")]
+        return [leaf for key, item in value.items() for leaf in _flat(item, f"{name}.{key}" if name else str(key))]
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return [leaf for at, item in enumerate(value) for leaf in _flat(item, f"{name}[{at}]")]
     return [(name, value)]
 
 
@@ -223,45 +223,45 @@ class _File(Record):
 def scripts(trainer: str) -> tuple[EntryPoint, ...]:
     """All that is known of a trainer's entry points; a VplanError for a file that is missing or damaged."""
     if trainer not in profiles.trainer_names():
-        known = ", ".join(profiles.trainer_names())
-        raise VplanError(f"trainer {quoted(trainer)} is not supported", f"supported: {known}")
+        names = ", ".join(profiles.trainer_names())
+        raise VplanError(f"trainer {quoted(trainer)} is not supported", f"supported: {names}")
     path = profiles.trainer_path(trainer)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise VplanError(f"profile {path.name} is damaged: {error}", "reinstall vplan") from None
     file = _File.read(data, where=f"profile {path.name} is damaged")
-    found = []
+    entry_points = []
     for entry in file.script:
-        own = [one for group in file.group if {"*", entry.path} & set(group.scripts) for one in group.flag]
-        flags = {flag.name: flag for flag in own}
+        listed = [row for group in file.group if {"*", entry.path} & set(group.scripts) for row in group.flag]
+        flags = {flag.name: flag for flag in listed}
         at = (entry.path, entry.commit, entry.read_at, entry.format, entry.removed)
-        found.append(EntryPoint(file.trainer, file.source, *at, flags))
-    return tuple(found)
+        entry_points.append(EntryPoint(file.trainer, file.source, *at, flags))
+    return tuple(entry_points)
 
 
 def find(trainer: str, path: str) -> EntryPoint | None:
     """The script that a path names by its end, the longest end first (`/opt/x/scripts/train.py` is `scripts/train.py`);
     None when none does, or several do equally."""
-    asked = PurePosixPath(path.replace("\\", "/")).parts
+    parts = PurePosixPath(path.replace("\\", "/")).parts
     best: list[EntryPoint] = []
     longest = 0
-    for one in scripts(trainer):
-        known = PurePosixPath(one.path).parts
+    for entry_point in scripts(trainer):
+        tail = PurePosixPath(entry_point.path).parts
         alike = 0
-        while alike < min(len(asked), len(known)) and asked[-1 - alike] == known[-1 - alike]:
+        while alike < min(len(parts), len(tail)) and parts[-1 - alike] == tail[-1 - alike]:
             alike += 1
         if alike > longest:
-            best, longest = [one], alike
+            best, longest = [entry_point], alike
         elif alike and alike == longest:
-            best.append(one)
+            best.append(entry_point)
     return best[0] if len(best) == 1 else None
 
 
 def script(trainer: str, path: str) -> EntryPoint:
     """`find`, or a VplanError that lists what the trainer has."""
-    found = find(trainer, path)
-    if found is None:
-        known = ", ".join(one.path for one in scripts(trainer))
-        raise VplanError(f"{trainer} script {quoted(path)} is not supported", f"supported: {known}")
-    return found
+    entry_point = find(trainer, path)
+    if entry_point is None:
+        paths = ", ".join(other.path for other in scripts(trainer))
+        raise VplanError(f"{trainer} script {quoted(path)} is not supported", f"supported: {paths}")
+    return entry_point

@@ -15,12 +15,12 @@ from planner.dialects.base.bindings import (
     Choice,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
-    NotSaidError,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
 )
 from planner.dialects.base.script import PythonCommand, Script
@@ -40,16 +40,16 @@ EXPANDABLE = Choice("expandable_segments", {False: {}, True: {"env:expandable_se
 ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def usual(*fields: str, why: str = "") -> list[Fixed]:
+def our_defaults(*fields: str, why: str = "") -> list[Fixed]:
     """Fields that a trainer has no word for and that it leaves as ours does."""
-    found = []
+    bindings = []
     for field in fields:
         if field == "references":  # how many a model takes; the data has them
-            found.append(Fixed(field, None, why))
+            bindings.append(Fixed(field, None, why))
             continue
         record = Job if field in Job.model_fields else Strategy
-        found.append(Fixed(field, record.model_fields[field].get_default(), why))
-    return found
+        bindings.append(Fixed(field, record.model_fields[field].get_default(), why))
+    return bindings
 
 
 # ---- models
@@ -66,83 +66,85 @@ def _known_models() -> dict[str, str]:
     return names
 
 
-def known_model(*texts: object) -> str | None:
+def find_model(*texts: object) -> str | None:
     """The model that one of these paths, repository ids or file names names; the longest name in it wins."""
     for text in texts:
         parts = re.split(r"[\\/:,;\"'\[\]\s*]+", str(text or "").lower())
         stems = [stem for part in parts for stem in (part, re.sub(r"\.(safetensors|ckpt|pth|pt|gguf)$", "", part))]
-        found = [stem for stem in stems if stem in _known_models()]
-        if found:
-            return _known_models()[max(found, key=len)]
+        matches = [stem for stem in stems if stem in _known_models()]
+        if matches:
+            return _known_models()[max(matches, key=len)]
     return None
 
 
-def the_model(settings: Settings, *names: str) -> str:
+def require_model(settings: Settings, *names: str) -> str:
     """The model that these settings name; a VplanError when none of them does."""
     if "model" in settings:  # said to us, because the command does not tell
         return str(settings["model"])
-    found = known_model(*(settings.get(name) for name in names))
-    if found is None:
-        said = ", ".join(f"{name} {quoted(settings[name])}" for name in names if settings.get(name))
-        fault = f"cannot tell the model from {said or ' or '.join(names)}"
+    model = find_model(*(settings.get(name) for name in names))
+    if model is None:
+        values = ", ".join(f"{name} {quoted(settings[name])}" for name in names if settings.get(name))
+        fault = f"cannot tell the model from {values or ' or '.join(names)}"
         stem = str(next((settings[name] for name in names if settings.get(name)), "")).partition(":")[0]
         close = nearest(stem.rpartition("/")[2], lookup.model_names())
         like = f", as {' or '.join(close)} if it has that shape" if close else " (`vplan models` lists them)"
         raise VplanError(fault, f"add --model NAME{like}")
-    return found
+    return model
 
 
 # ---- accelerate
 
 
-def launched(program: PythonCommand, script: Script, shipped: Mapping[str, Settings]) -> tuple[Settings, list[str]]:
+def launch_settings(
+    program: PythonCommand, script: Script, shipped: Mapping[str, Settings]
+) -> tuple[Settings, list[str]]:
     """A launcher's flags, with what the files they name say: `launch:--zero_stage` whoever says it.
 
     `shipped`: the launch settings of config files that come with the trainer, by the end of their paths.
     """
     notes: list[str] = []
-    said = {f"launch:{name}": value for name, value in program.launch.items()}
+    launch = {f"launch:{name}": value for name, value in program.launch.items()}
     for flag, reader in (("--config_file", _of_yaml), ("--deepspeed_config_file", _of_deepspeed)):
-        path = str(said.get(f"launch:{flag}", ""))
+        path = str(launch.get(f"launch:{flag}", ""))
         if not path:
             continue
         document = script.document(path)
-        known = next((settings for tail, settings in shipped.items() if _ends(path, tail)), None)
+        from_shipped = next((settings for tail, settings in shipped.items() if _ends(path, tail)), None)
         if document is not None:
-            inside = reader(flat(document, path))
-        elif known is not None:
-            inside = known
+            from_file = reader(flat(document, path))
+        elif from_shipped is not None:
+            from_file = from_shipped
         else:
-            inside = {}
+            from_file = {}
             notes.append(f"{path} not found: launched as the command line says, else with accelerate's defaults")
-        said = inside | said
-    for name, found in (("gpus", program.gpus), ("nodes", program.nodes)):
-        if found is not None:
-            said[name] = found
-    if "gpus" not in said and said.get("launch:--num_processes"):
-        said["gpus"] = max(1, int(said["launch:--num_processes"]) // int(said.get("nodes", 1)))
+        launch = from_file | launch
+    for name, count in (("gpus", program.gpus), ("nodes", program.nodes)):
+        if count is not None:
+            launch[name] = count
+    if "gpus" not in launch and launch.get("launch:--num_processes"):
+        launch["gpus"] = max(1, int(launch["launch:--num_processes"]) // int(launch.get("nodes", 1)))
     if program.visible and program.launcher in ("accelerate", "deepspeed"):
-        said["visible"] = program.visible
+        launch["visible"] = program.visible
     if any("expandable_segments:true" in program.environment.get(name, "").lower() for name in ALLOC_CONF):
-        said["env:expandable_segments"] = True
-    return said, notes
+        launch["env:expandable_segments"] = True
+    return launch, notes
 
 
 def _ends(path: str, tail: str) -> bool:
-    parts, wanted = PurePosixPath(path).parts, PurePosixPath(tail).parts
-    return parts[-len(wanted) :] == wanted or parts[-1:] == wanted[-1:]
+    parts, ending = PurePosixPath(path).parts, PurePosixPath(tail).parts
+    return parts[-len(ending) :] == ending or parts[-1:] == ending[-1:]
 
 
 def _of_yaml(document: Settings) -> Settings:
     """accelerate's own config file: its keys are its flags' names, in tables by engine."""
-    found: Settings = {}
+    settings: Settings = {}
     for key, value in document.items():
         name = key.rpartition(".")[2]
-        found[f"launch:--{name}"] = value
+        settings[f"launch:--{name}"] = value
     kind = str(document.get("distributed_type", "")).upper()
-    found |= {"launch:--use_deepspeed": True} if kind == "DEEPSPEED" else {}
-    found |= {"launch:--use_fsdp": True} if kind == "FSDP" else {}
-    return {name: value for name, value in found.items() if value is not None}
+    settings |= {"launch:--use_deepspeed": True} if kind == "DEEPSPEED" else {}
+    settings |= {"launch:--use_fsdp": True} if kind == "FSDP" else {}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _of_deepspeed(document: Settings) -> Settings:
@@ -170,51 +172,51 @@ _LAUNCH = (
 
 def engine(
     plain: Callable[[Settings], Fields],
-    say: Callable[[Fields], Settings],
+    write_plain: Callable[[Fields], Settings],
     words: Mapping[str, str],
     with_deepspeed: Settings | None = None,
     context: Callable[[Fields], Settings] = lambda fields: {},
-) -> Several:
+) -> FunctionPair:
     """What accelerate's launch decides: DDP, DeepSpeed's ZeRO or FSDP, and the number formats that go with them.
 
-    `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `say` writes them, or raises.
+    `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `write_plain` writes them, or raises.
     `with_deepspeed` are the script's own flags beside it; `context` gives the settings of other bindings that `plain`
     reads. DeepSpeed in bf16 keeps an fp32 master and no autocast (accelerate sets `bf16.enabled`; planner.spec.rules
     DEEPSPEED).
     """
 
-    def of(given: Settings) -> Fields:
-        ours = plain(given)
-        alone = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
-        alone |= {"offload_gradients": "none"}
-        if given.get("launch:--use_deepspeed"):
-            stage = int(given.get("launch:--zero_stage", 2))  # accelerate utils/dataclasses.py DeepSpeedPlugin
+    def to_fields(launch: Settings) -> Fields:
+        formats = plain(launch)
+        no_engine = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
+        no_engine |= {"offload_gradients": "none"}
+        if launch.get("launch:--use_deepspeed"):
+            stage = int(launch.get("launch:--zero_stage", 2))  # accelerate utils/dataclasses.py DeepSpeedPlugin
             where = {
-                field: _device(given.get(f"launch:--offload_{name}_device"))
+                field: _device(launch.get(f"launch:--offload_{name}_device"))
                 for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param"))
             }
             if stage < 3:
                 where["offload_params"] = "none"  # only stage 3 splits them
             trained = {"offload_gradients": where["offload_optimizer"]} if where["offload_optimizer"] != "none" else {}
-            return alone | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
-        if given.get("launch:--use_fsdp"):
-            offload = "cpu" if str(given.get("launch:--fsdp_offload_params", "")).lower() == "true" else "none"
-            both = {"offload_optimizer": offload, "offload_params": offload}
-            return alone | ours | both | {"sharding": "fsdp", "autocast": "none"}
-        several = int(given.get("gpus", 1)) * int(given.get("nodes", 1)) > 1
-        return alone | ours | {"sharding": "ddp" if several else "none"}
+            return no_engine | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
+        if launch.get("launch:--use_fsdp"):
+            offload = "cpu" if str(launch.get("launch:--fsdp_offload_params", "")).lower() == "true" else "none"
+            offloads = {"offload_optimizer": offload, "offload_params": offload}
+            return no_engine | formats | offloads | {"sharding": "fsdp", "autocast": "none"}
+        several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
+        return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
 
-    def write(fields: Fields) -> Settings:
+    def to_settings(fields: Fields) -> Settings:
         sharding = str(fields["sharding"])
-        several = fields.get("gpus", 1) * fields.get("nodes", 1) > 1
+        several_gpus = fields.get("gpus", 1) * fields.get("nodes", 1) > 1
         if sharding not in SPLIT:
-            expected = "ddp" if several else "none"
+            expected = "ddp" if several_gpus else "none"
             if sharding != expected:
                 why = "accelerate wraps the model in DDP on several GPUs, and only there"
-                raise NotSaidError(Inexpressible("sharding", sharding, expected, why))
-            settings = say(fields)
+                raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, why))
+            settings = write_plain(fields)
         elif sharding == "fsdp":
-            settings = say(fields | {"autocast": plain(context(fields))["autocast"]})
+            settings = write_plain(fields | {"autocast": plain(context(fields))["autocast"]})
             settings |= {"launch:--use_fsdp": True, "launch:--fsdp_version": 2}
             if fields["offload_params"] == "cpu":
                 settings["launch:--fsdp_offload_params"] = "true"
@@ -224,17 +226,17 @@ def engine(
             for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
                 if fields[field] != "none":
                     settings[f"launch:--offload_{name}_device"] = fields[field]
-        beside = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
-        said = of(settings | beside | context(fields))
-        wrong = [name for name in ENGINE if said[name] != fields[name]]
+        world = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
+        result = to_fields(settings | world | context(fields))
+        wrong = [name for name in ENGINE if result[name] != fields[name]]
         if wrong:
             how = f"accelerate with {sharding}" if sharding in SPLIT else "without an engine this trainer"
             why = f"{how} does it so ({ACCELERATE})"
-            raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
+            raise InexpressibleError(*(UnsupportedValue(name, fields[name], result[name], why) for name in wrong))
         return settings
 
     listed = dict.fromkeys(ENGINE, "accelerate launch") | dict(words)
-    return Several(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), of, write, listed)
+    return FunctionPair(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), to_fields, to_settings, listed)
 
 
 def _device(value: object) -> str:
@@ -247,14 +249,16 @@ def _device(value: object) -> str:
 # ---- reading and writing commands
 
 
-def given_flags(trainer: str, program: PythonCommand, told: Settings, notes: Sequence[str] = ()) -> Given:
+def parse_program(trainer: str, program: PythonCommand, launch: Settings, notes: Sequence[str] = ()) -> Invocation:
     """A program's flags by the trainer's own list of them, beside what its launcher said."""
     script = flags.script(trainer, program.script)
     parsed = script.parse(program.arguments)
-    gone = tuple(Remark(name, why) for name, why in parsed.gone.items())
+    removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
     if script.removed:
-        gone = (Remark(script.path, script.removed), *gone)
-    return Given(trainer, {"script": script.path, **told, **parsed.given}, parsed.unknown, gone, tuple(notes))
+        removed = (Remark(script.path, script.removed), *removed)
+    return Invocation(
+        trainer, {"script": script.path, **launch, **parsed.values}, parsed.unknown, removed, tuple(notes)
+    )
 
 
 def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iterable[str]) -> str:
@@ -269,22 +273,22 @@ def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iter
     return " \\\n  ".join(lines) + "\n"
 
 
-def own_settings(settings: Settings) -> Settings:
+def command_settings(settings: Settings) -> Settings:
     """Settings that stand in a command line: without the counts of GPUs and nodes, and what the environment says."""
     return {name: value for name, value in settings.items() if ":" not in name or name.startswith("launch:")}
 
 
-def export_line(plan: Plan) -> str:
+def script_head(plan: Plan) -> str:
     """The head of a shell script, with what the allocator is asked for."""
-    asked = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" if plan.strategy.expandable_segments else ""
-    return f"#!/bin/bash\nset -e\n{asked}"
+    allocator = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" if plan.strategy.expandable_segments else ""
+    return f"#!/bin/bash\nset -e\n{allocator}"
 
 
 def _flag(name: str, value: object) -> str:
     if value is True:
         return name
     values = value if isinstance(value, list | tuple) else [value]
-    return " ".join([name, *(shlex.quote(str(each)) for each in values)])
+    return " ".join([name, *(shlex.quote(str(item)) for item in values)])
 
 
 def one_of(table: Mapping[str, Any], setting: str) -> Callable[[Any], Any]:
@@ -309,7 +313,7 @@ def word_for(table: Mapping[str, Any], field: str, instead: Any, why: str = "it 
 
     def write(value: Any) -> str:
         if value not in words:
-            raise NotSaidError(Inexpressible(field, value, instead, why))
+            raise InexpressibleError(UnsupportedValue(field, value, instead, why))
         return words[value]
 
     return write

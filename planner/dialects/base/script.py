@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.dialects.base.shell import commands, joined
+from planner.dialects.base.shell import commands, join_continued_lines
 from planner.errors import VplanError, quoted
 from planner.untrusted import FORMATS, read_document, read_text
 
@@ -60,15 +60,15 @@ class PythonCommand:
     @property
     def gpus(self) -> int | None:
         """Processes on each node, if the launcher says."""
-        each = _count(self.launch, "--nproc_per_node", "--num_gpus")
-        if each is None and (whole := _count(self.launch, "--num_processes")):
-            each = max(1, whole // (self.nodes or 1))
-        if each is None:  # accelerate's --gpu_ids 0,1; deepspeed's --include localhost:0,1
+        per_node = _count(self.launch, "--nproc_per_node", "--num_gpus")
+        if per_node is None and (total := _count(self.launch, "--num_processes")):
+            per_node = max(1, total // (self.nodes or 1))
+        if per_node is None:  # accelerate's --gpu_ids 0,1; deepspeed's --include localhost:0,1
             listed = self.launch.get("--gpu_ids") or str(self.launch.get("--include", "")).partition(":")[2]
-            each = len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", str(listed)) else None
-        if each is None and self.launcher in ("python", "torchrun"):
+            per_node = len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", str(listed)) else None
+        if per_node is None and self.launcher in ("python", "torchrun"):
             return 1  # torch/distributed/run.py: --nproc-per-node 1
-        return each
+        return per_node
 
     @property
     def visible(self) -> int | None:
@@ -81,12 +81,12 @@ def _count(launch: dict[str, Any], *names: str) -> int | None:
     for name in names:
         text = str(launch.get(name, ""))
         if text:
-            found = re.fullmatch(r"(?:\d+:)?(\d{1,5})", text)  # torchrun's --nnodes 1:4
-            if found is None or not int(found[1]):
+            match = re.fullmatch(r"(?:\d+:)?(\d{1,5})", text)  # torchrun's --nnodes 1:4
+            if match is None or not int(match[1]):
                 if text in ("gpu", "auto"):
                     return None
                 raise VplanError(f"{name} {quoted(text)} is not a count", "use a number of processes")
-            return int(found[1])
+            return int(match[1])
     return None
 
 
@@ -111,23 +111,23 @@ class Script:
             return None
         folders = [Path(), *([self.folder, *self.folder.parents[:3]] if self.folder else [])]
         try:
-            return next((found for folder in folders if (found := folder / path).is_file()), None)
+            return next((file for folder in folders if (file := folder / path).is_file()), None)
         except OSError:  # a name no file can have
             return None
 
     def document(self, path: str) -> dict[str, Any] | None:
         """A config file that the script names, as tables; None when it is not there."""
-        found = self.find(path)
-        return read_document(found) if found else None
+        file = self.find(path)
+        return read_document(file) if file else None
 
 
-def of_words(words: Sequence[str]) -> Script:
+def from_words(words: Sequence[str]) -> Script:
     """A command as the shell has split it for us; `$NAME` in it is text."""
     program = _program(tuple(words), {}) or PythonCommand("", {}, words[0], tuple(words[1:]))
     return Script("the command", (program,))
 
 
-def of_file(path: Path) -> Script:
+def from_file(path: Path) -> Script:
     """A shell script, a config (TOML, YAML, JSON) or a Python file, by the ending of its name."""
     suffix = path.suffix.lower()
     folder = path.resolve().parent
@@ -136,19 +136,19 @@ def of_file(path: Path) -> Script:
     text = read_text(path)
     if suffix == ".py":
         return Script(path.name, tree=_tree(text, path.name), folder=folder)
-    text, loose = joined(text)
+    text, loose = join_continued_lines(text)
     lines, variables = commands(text)
     if len(lines) > MOST_COMMANDS:
         raise VplanError(f"{quoted(path.name)} has {len(lines)} commands", f"{MOST_COMMANDS} are read at most")
     exported = {name: " ".join(value) for name, value in variables.values.items()}
-    programs = [found for line in lines if (found := _program(line.words, exported | line.environment))]
+    programs = [python for line in lines if (python := _program(line.words, exported | line.environment))]
     if not programs:
         fix = "pass the script that starts the training"
         if "out of memory" in text:
             fix = f"a log with PyTorch's out-of-memory message is explained by `vplan check --error {path.name}`"
         raise VplanError(f"{quoted(path.name)} starts no Python script", fix)
-    used = {name for program in programs for name in variables.unset if f"${name}" in " ".join(program.arguments)}
-    unset = f"${', $'.join(sorted(used))} not assigned in {path.name}: taken as written" if used else ""
+    names = {name for program in programs for name in variables.unset if f"${name}" in " ".join(program.arguments)}
+    unset = f"${', $'.join(sorted(names))} not assigned in {path.name}: taken as written" if names else ""
     ends = "lines that begin with -- are read with the command above; a shell needs a \\ before them" if loose else ""
     return Script(path.name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends))))
 
@@ -171,8 +171,8 @@ def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonComma
     while rest:
         if rest[0] in BEFORE or rest[:2] in (["uv", "run"], ["poetry", "run"], ["conda", "run"]):
             rest = rest[2:] if rest[1:2] == ["run"] else rest[1:]
-        elif found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL):
-            environment[found[1]] = found[2]
+        elif assignment := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL):
+            environment[assignment[1]] = assignment[2]
             rest = rest[1:]
         else:
             break

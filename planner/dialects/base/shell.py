@@ -65,7 +65,7 @@ def commands(text: str) -> tuple[list[Line], Variables]:
     variables = Variables()
     lines: list[Line] = []
     current: list[Word] = []
-    for token in [*_tokens(_without_here(text.replace("\r\n", "\n"))), "\n"]:
+    for token in [*_tokens(_without_here_documents(text.replace("\r\n", "\n"))), "\n"]:
         if isinstance(token, list):
             current.append(token)
         elif token in _BETWEEN:
@@ -80,48 +80,48 @@ _CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
 """How cmd.exe and PowerShell go on in the next line."""
 
 
-def joined(text: str) -> tuple[str, bool]:
+def join_continued_lines(text: str) -> tuple[str, bool]:
     """The text with its lines of flags behind the command that they are of, where no backslash says so: as commands
     are printed to be read, and as they are typed on Windows. And whether a shell would have ended one before."""
     text = _CONTINUED.sub(" \\\n", text.replace("\r\n", "\n"))
     lines = text.split("\n")
-    found = False
+    joins = False
     for at in range(1, len(lines)):
         before, line = lines[at - 1].rstrip(), lines[at].lstrip()
         if re.match("--[a-z]", line) and before and not before.endswith("\\") and not before.lstrip().startswith("#"):
-            lines[at - 1], found = f"{before} \\", True
-    return "\n".join(lines), found
+            lines[at - 1], joins = f"{before} \\", True
+    return "\n".join(lines), joins
 
 
-def _without_here(text: str) -> str:
+def _without_here_documents(text: str) -> str:
     """The script without its here-documents; one that is never closed stays."""
     lines = text.split("\n")
     ends: dict[str, list[int]] = {}
     for at, line in enumerate(lines):
         ends.setdefault(line.strip(" \t"), []).append(at)
-    kept: list[str] = []
+    remaining: list[str] = []
     at = 0
     while at < len(lines):
         line, at = lines[at], at + 1
-        if found := _HERE.search(line):
-            closing = ends.get(found[2], [])
+        if here := _HERE.search(line):
+            closing = ends.get(here[2], [])
             place = bisect_left(closing, at)
             if place < len(closing):
-                line, at = line[: found.start()] + found[3], closing[place] + 1
-        kept.append(line)
-    return "\n".join(kept)
+                line, at = line[: here.start()] + here[3], closing[place] + 1
+        remaining.append(line)
+    return "\n".join(remaining)
 
 
 def _expanded(words: Iterable[Word], variables: Variables) -> list[str]:
     """All words with their variables in them; a VplanError where arrays multiply them without end."""
-    found: list[str] = []
+    expanded: list[str] = []
     length = 0
     for word in words:
-        found += (more := _expand(word, variables))
+        expanded += (more := _expand(word, variables))
         length += sum(map(len, more)) + len(more)
         if length > MOST:
             raise VplanError("a command grows beyond 1 MiB", "write it out")
-    return found
+    return expanded
 
 
 def _command(words: list[Word], variables: Variables) -> Line | None:
@@ -148,11 +148,11 @@ def _text(word: Word) -> str:
 
 def _assign(word: Word, variables: Variables, into: dict[str, list[str]]) -> bool:
     """Whether a word is an assignment; it is made."""
-    found = _ASSIGNMENT.match(word[0].text) if word and not word[0].quote else None
-    if found is None:
+    assignment = _ASSIGNMENT.match(word[0].text) if word and not word[0].quote else None
+    if assignment is None:
         return False
-    name, more = found.groups()
-    rest = [Piece(word[0].text[found.end() :], ""), *word[1:]]
+    name, more = assignment.groups()
+    rest = [Piece(word[0].text[assignment.end() :], ""), *word[1:]]
     before = variables.values.get(name, [])
     if len(rest) == 2 and not rest[0].text and not rest[1].quote and rest[1].text.startswith("("):
         items = _expanded((token for token in _tokens(rest[1].text[1:-1]) if isinstance(token, list)), variables)
@@ -165,15 +165,15 @@ def _assign(word: Word, variables: Variables, into: dict[str, list[str]]) -> boo
 
 def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
     """A word with its variables in it: several words where an unquoted one holds spaces, or an array."""
-    found: list[str] = [""]
-    whole = bool(any(piece.quote for piece in word))
+    words: list[str] = [""]
+    quoted = bool(any(piece.quote for piece in word))
     for piece in word:
         if piece.quote == "'":
-            found[-1] += piece.text
+            words[-1] += piece.text
             continue
         at = 0
         for use in _VARIABLE.finditer(piece.text):
-            found[-1] += piece.text[at : use.start()]
+            words[-1] += piece.text[at : use.start()]
             at = use.end()
             values = _value(use, variables)
             if not piece.quote and split:
@@ -181,14 +181,14 @@ def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
             if use[3] is None and piece.quote:
                 values = [" ".join(values)]
             if values:
-                found[-1] += values[0]
-                found += values[1:]
-            if len(found) > LONGEST or len(found[-1]) > LONGEST:
+                words[-1] += values[0]
+                words += values[1:]
+            if len(words) > LONGEST or len(words[-1]) > LONGEST:
                 break
-        found[-1] += piece.text[at:]
-        if len(found) > LONGEST or any(len(each) > LONGEST for each in found):
+        words[-1] += piece.text[at:]
+        if len(words) > LONGEST or any(len(part_text) > LONGEST for part_text in words):
             raise VplanError("a variable grows beyond 64 KiB", "write the command out")
-    return found if whole or found != [""] else []
+    return words if quoted or words != [""] else []
 
 
 def _value(use: re.Match[str], variables: Variables) -> list[str]:
@@ -242,9 +242,9 @@ def _tokens(text: str) -> Iterator[Word | str]:
 def _between(text: str, at: int) -> tuple[int, str]:
     """Position behind what separates words there, and it if it separates commands. Redirections are left out."""
     if text[at] in "<>" or text.startswith("&>", at):
-        found = re.compile(r"&?[<>]+&?[ \t]*(?:'[^']*'|\"[^\"]*\"|[^\s;&|]*)").match(text, at)
-        assert found is not None
-        return found.end(), ""
+        redirection = re.compile(r"&?[<>]+&?[ \t]*(?:'[^']*'|\"[^\"]*\"|[^\s;&|]*)").match(text, at)
+        assert redirection is not None
+        return redirection.end(), ""
     for operator in ("&&", "||", ";;"):
         if text.startswith(operator, at):
             return at + 2, operator
@@ -253,16 +253,16 @@ def _between(text: str, at: int) -> tuple[int, str]:
 
 def _quoted(text: str, at: int) -> tuple[str, int]:
     """What stands between a quote and its end, and the position behind that."""
-    quote, found, start = text[at], "", at
+    quote, inside, start = text[at], "", at
     at += 1
     while at < len(text):
         if text[at] == quote:
-            return found, at + 1
+            return inside, at + 1
         if quote == '"' and text[at] == "\\" and text[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
-            found += "" if text[at + 1] == "\n" else text[at + 1]
+            inside += "" if text[at + 1] == "\n" else text[at + 1]
             at += 2
             continue
-        found += text[at]
+        inside += text[at]
         at += 1
     line = text.count("\n", 0, start) + 1
     raise VplanError(f"the quote {quote} in line {line} is never closed", "close it, or leave it out")
@@ -287,5 +287,5 @@ def _closed(text: str, at: int) -> int:
 
 
 def _line_end(text: str, at: int) -> int:
-    found = text.find("\n", at)
-    return len(text) if found < 0 else found
+    newline = text.find("\n", at)
+    return len(text) if newline < 0 else newline

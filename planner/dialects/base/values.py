@@ -9,14 +9,14 @@ from planner.errors import VplanError, quoted
 MOST = 10**9
 
 
-def whole(value: Any, name: str) -> int:
+def integer(value: Any, name: str) -> int:
     """A whole number; a VplanError that names the key for anything else."""
-    found = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-    if isinstance(found, float) and found.is_integer():
-        found = int(found)
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MOST:
+    integer = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if isinstance(integer, float) and integer.is_integer():
+        integer = int(integer)
+    if not isinstance(integer, int) or isinstance(integer, bool) or not 0 <= integer <= MOST:
         raise VplanError(f"{name} {quoted(value)} is not a whole number", "use a number without a decimal point")
-    return found
+    return integer
 
 
 def number(value: Any, name: str) -> float:
@@ -29,6 +29,6 @@ def number(value: Any, name: str) -> float:
         raise VplanError(f"{name} {quoted(value)} is not a number", "write a number") from None
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """A list as it is, anything else as the only item of one."""
     return list(value) if isinstance(value, list) else [value]

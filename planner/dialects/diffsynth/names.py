@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import Fields, Inexpressible, NotSaidError, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 
 AT = "DiffSynth-Studio fed7b18"
 SHIPPED: dict[str, Settings] = {
@@ -109,12 +109,12 @@ def files_of(fields: Fields) -> list[str]:
     name = str(fields["model"])
     if name not in REPOSITORIES:
         why = f"its files' names are known for {', '.join(REPOSITORIES)}"
-        raise NotSaidError(Inexpressible("model", name, next(iter(REPOSITORIES)), why))
+        raise InexpressibleError(UnsupportedValue("model", name, next(iter(REPOSITORIES)), why))
     repository, files = REPOSITORIES[name]
     experts = fields.get("experts")
     if lookup.model(name).experts > 1:
         if experts not in EXPERTS:
             why = "a command trains one expert (boundaries of its timesteps)"
-            raise NotSaidError(Inexpressible("experts", experts, "high", why))
+            raise InexpressibleError(UnsupportedValue("experts", experts, "high", why))
         files = (EXPERTS[str(experts)] + files[0], *files[1:])
     return [f"{repository}:{file}" for file in files]

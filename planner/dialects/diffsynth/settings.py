@@ -11,13 +11,13 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
     When,
 )
@@ -26,14 +26,14 @@ from planner.dialects.base.launchers import (
     GPUS,
     NODES,
     command_line,
+    command_settings,
     engine,
-    export_line,
-    given_flags,
-    launched,
+    launch_settings,
     one_of,
-    own_settings,
-    the_model,
-    usual,
+    our_defaults,
+    parse_program,
+    require_model,
+    script_head,
     word_for,
 )
 from planner.dialects.base.script import PythonCommand, Script
@@ -58,28 +58,30 @@ from planner.spec.rules import DEEPSPEED
 from planner.units import format_gib
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A command of its training scripts."""
     program, notes = training_program(script, "model_training/train.py", PATHS)
     if program is None:
         return None
-    told, said = launched(program, script, SHIPPED)
-    return given_flags("diffsynth", program, told, [*notes, *said])
+    launch, more_notes = launch_settings(program, script, SHIPPED)
+    return parse_program("diffsynth", program, launch, [*notes, *more_notes])
 
 
-def training_program(script: Script, tail: str, needed: tuple[str, ...]) -> tuple[PythonCommand | None, list[str]]:
+def training_program(script: Script, tail: str, flag_names: tuple[str, ...]) -> tuple[PythonCommand | None, list[str]]:
     """The program that trains, where another one caches for it: of this script, with one of these flags."""
-    found = [program for program in script.programs if program.script.endswith(tail)]
-    found = [program for program in found if set(needed) & {word.partition("=")[0] for word in program.arguments}]
-    training = [program for program in found if not any("data_process" in word for word in program.arguments)]
+    candidates = [program for program in script.programs if program.script.endswith(tail)]
+    candidates = [
+        program for program in candidates if set(flag_names) & {word.partition("=")[0] for word in program.arguments}
+    ]
+    training = [program for program in candidates if not any("data_process" in word for word in program.arguments)]
     notes = list(script.notes)
     if len(training) > 1:
         notes.append(f"{len(training)} commands train, one after the other: this is of the last")
-    return ((training or found)[-1] if found else None), notes
+    return ((training or candidates)[-1] if candidates else None), notes
 
 
 def _profile(settings: Settings) -> ModelProfile:
-    return lookup.model(the_model(settings, *PATHS, "--dit_path"))
+    return lookup.model(require_model(settings, *PATHS, "--dit_path"))
 
 
 def _is_wan(model: str) -> bool:
@@ -108,13 +110,13 @@ def _models(settings: Settings) -> Fields:
         inside = [name for name, folder in EXPERTS.items() if any(folder in path for path in listed)]
         fields["experts"] = inside[0] if len(inside) == 1 else "both"
     for kind in ("text_encoder", "vae"):
-        own = [path for path in listed if _kind(path) == kind]
-        gone = "cached" if split else "swapped"
-        fields[kind] = gone if all(path in away for path in own) and (own or split) else "resident"
+        of_kind = [path for path in listed if _kind(path) == kind]
+        away_from_gpu = "cached" if split else "swapped"
+        fields[kind] = away_from_gpu if all(path in away for path in of_kind) and (of_kind or split) else "resident"
     return fields
 
 
-def _say_models(fields: Fields) -> Settings:
+def _write_models(fields: Fields) -> Settings:
     files = files_of(fields)
     where = (fields["text_encoder"], fields["vae"])
     settings: Settings = {PATHS[0]: ",".join(files)}
@@ -122,9 +124,11 @@ def _say_models(fields: Fields) -> Settings:
         settings |= {"--task": "sft:train", "--offload_models": ",".join(files[1:])}
     elif where != ("resident", "resident"):
         why = "text encoders and VAE are cached together by --task sft:data_process, or stay on the GPU together"
-        both = "resident" if "resident" in where else "cached"
+        shared = "resident" if "resident" in where else "cached"
         names = ("text_encoder", "vae")
-        raise NotSaidError(*(Inexpressible(name, fields[name], both, why) for name in names if fields[name] != both))
+        raise InexpressibleError(
+            *(UnsupportedValue(name, fields[name], shared, why) for name in names if fields[name] != shared)
+        )
     return settings
 
 
@@ -132,11 +136,11 @@ def _frames(settings: Settings) -> Fields:
     return {"frames": int(settings.get("--num_frames", 81)) if _profile(settings).kind == "video" else 1}
 
 
-def _say_frames(fields: Fields) -> Settings:
+def _write_frames(fields: Fields) -> Settings:
     frames = fields["frames"]
     if lookup.model(fields["model"]).kind == "image":
         if frames != 1:
-            raise NotSaidError(Inexpressible("frames", frames, 1, "the model makes images"))
+            raise InexpressibleError(UnsupportedValue("frames", frames, 1, "the model makes images"))
         return {}
     return {"--num_frames": frames} if frames != 81 else {}
 
@@ -149,13 +153,13 @@ def _checkpointing(settings: Settings) -> Fields:
     return {"gradient_checkpointing": "full" if on else "none"}
 
 
-def _say_checkpointing(fields: Fields) -> Settings:
+def _write_checkpointing(fields: Fields) -> Settings:
     mode, wan = fields["gradient_checkpointing"], _is_wan(fields["model"])
     if mode == "offload":
         return {"--use_gradient_checkpointing_offload": True}
     if mode == "partial" or (mode == "none" and wan):
         why = f"every block is checkpointed, Wan's always ({AT} examples/wanvideo/model_training/train.py)"
-        raise NotSaidError(Inexpressible("gradient_checkpointing", mode, "full", why))
+        raise InexpressibleError(UnsupportedValue("gradient_checkpointing", mode, "full", why))
     return {"--use_gradient_checkpointing": True} if mode == "full" and not wan else {}
 
 
@@ -175,14 +179,14 @@ def targets(settings: Settings) -> Fields:
     return {"lora_targets": tuple(layer for layer in WAN_LAYERS.values() if layer in ours)}
 
 
-def say_targets(fields: Fields) -> Settings:
+def write_targets(fields: Fields) -> Settings:
     """The layers of Wan by its own names."""
     profile = lookup.model(fields["model"])
-    asked = fields["lora_targets"] or profile.lora.targets
-    names = [name for name, layer in WAN_LAYERS.items() if layer in asked]
-    if len(names) != len(asked):
+    targets = fields["lora_targets"] or profile.lora.targets
+    names = [name for name, layer in WAN_LAYERS.items() if layer in targets]
+    if len(names) != len(targets):
         why = f"it names layers its own way, and these we know: {', '.join(WAN_LAYERS.values())}"
-        raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], None, why))
+        raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], None, why))
     return {"--lora_target_modules": ",".join(names)} if names != list(WAN_LAYERS) else {}
 
 
@@ -216,7 +220,7 @@ def _plain(settings: Settings) -> Fields:
     }
 
 
-def _say_plain(fields: Fields) -> Settings:
+def _write_plain(fields: Fields) -> Settings:
     settings: Settings = {}
     if fields["autocast"] != "none":
         settings["launch:--mixed_precision"] = fields["autocast"]
@@ -234,9 +238,9 @@ def _method(settings: Settings) -> Fields:
     return {"method": "lora" if settings.get("--lora_base_model") or not settings.get("--trainable_models") else "full"}
 
 
-def _say_method(fields: Fields) -> Settings:
+def _write_method(fields: Fields) -> Settings:
     if fields["method"] == "sample":
-        raise NotSaidError(Inexpressible("method", "sample", "lora", "these scripts train"))
+        raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "these scripts train"))
     return {"--lora_base_model": "dit"} if fields["method"] == "lora" else {"--trainable_models": "dit"}
 
 
@@ -284,7 +288,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     extra["--remove_prefix_in_ckpt"] = "pipe.dit."
     if any(encoder.sees for encoder in model.text_encoders):
         extra["--extra_inputs"] = "input_image"
-    text, train = export_line(plan), own_settings(settings)
+    text, train = script_head(plan), command_settings(settings)
     if plan.strategy.text_encoder == "cached":
         caching = train | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
         text += command_line(caching, data | extra | {"--output_path": "models/train/cache"}, launcher)
@@ -294,9 +298,9 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     return {"train.sh": text + command_line(train, data | extra, launcher)}
 
 
-def _table(*own: Binding | When) -> tuple[Binding | When, ...]:
+def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
     return (
-        *own,
+        *bindings,
         Value("height", "--height", None),
         Value("width", "--width", None),
         Fixed("batch_size", 1, "its dataloader gives one sample at a time (diffsynth/diffusion/runner.py)"),
@@ -305,14 +309,14 @@ def _table(*own: Binding | When) -> tuple[Binding | When, ...]:
         EXPANDABLE,
         GPUS,
         NODES,
-        *usual("trainable", "lora_dropout", "buckets", "text_tokens", "references", "validation"),
-        *usual("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype", "vae_dtype"),
-        *usual("vae_tiling", "vae_slicing", "inactive_expert", "validation_mode", "group_offload"),
-        *usual("group_offload_stream", "attention", "compile", "context_parallel"),
+        *our_defaults("trainable", "lora_dropout", "buckets", "text_tokens", "references", "validation"),
+        *our_defaults("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype", "vae_dtype"),
+        *our_defaults("vae_tiling", "vae_slicing", "inactive_expert", "validation_mode", "group_offload"),
+        *our_defaults("group_offload_stream", "attention", "compile", "context_parallel"),
     )
 
 
-def _several(fields: Fields) -> bool:
+def _several_gpus(fields: Fields) -> bool:
     return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
@@ -328,11 +332,11 @@ DIALECT = Dialect(
     source="https://github.com/modelscope/DiffSynth-Studio at fed7b18",
     scripts=tuple(f"examples/{folder}/model_training/train.py" for folder in FOLDERS.values()),
     table=_table(
-        Several(
+        FunctionPair(
             ("model", "experts", "text_encoder", "vae"),
             (*PATHS, "--task", "--offload_models"),
             _models,
-            _say_models,
+            _write_models,
             {
                 "model": "--model_id_with_origin_paths",
                 "experts": "high or low, by the file",
@@ -340,27 +344,27 @@ DIALECT = Dialect(
                 "vae": "resident, cached (with the text encoder)",
             },
         ),
-        Several(
-            ("method",), ("--lora_base_model", "--trainable_models"), _method, _say_method, {"method": "lora, full"}
+        FunctionPair(
+            ("method",), ("--lora_base_model", "--trainable_models"), _method, _write_method, {"method": "lora, full"}
         ),
         When("method", frozenset({"lora"}), Value("lora_rank", "--lora_rank", 32)),
         When(
             "method",
             frozenset({"lora"}),
-            Several(
+            FunctionPair(
                 ("lora_targets",),
                 ("--lora_target_modules",),
                 targets,
-                say_targets,
+                write_targets,
                 {"lora_targets": "--lora_target_modules (names known for Wan)"},
             ),
         ),
-        Several(("frames",), ("--num_frames",), _frames, _say_frames, {"frames": "--num_frames"}),
-        Several(
+        FunctionPair(("frames",), ("--num_frames",), _frames, _write_frames, {"frames": "--num_frames"}),
+        FunctionPair(
             ("gradient_checkpointing",),
             ("--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"),
             _checkpointing,
-            _say_checkpointing,
+            _write_checkpointing,
             {"gradient_checkpointing": "full, offload (none for models other than Wan)"},
         ),
         Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
@@ -373,23 +377,25 @@ DIALECT = Dialect(
         ),
         engine(
             _plain,
-            _say_plain,
+            _write_plain,
             {"weights_dtype": "bf16; fp8, int8, nf4 for a frozen base", "adapter_dtype": "bf16"},
             context=lambda fields: {PATHS[0]: ",".join(files_of(fields))},
         ),
     ),
-    gather=gather,
+    read_script=read_script,
     remarks=_remarks,
     notes=_notes,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"gradient_checkpointing": "offload"}, OFFLOAD_COST),
-        Move({"text_encoder": "cached", "vae": "cached"}, SPLIT_COST, said=_split_words),
+        Move({"text_encoder": "cached", "vae": "cached"}, SPLIT_COST, words_for=_split_words),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
-        Move({"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several),
-        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several),
+        Move(
+            {"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several_gpus
+        ),
+        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several_gpus),
     ),
     files=files,
-    version=lambda given, fields: MODEL_OFFLOAD if given.get("--enable_model_cpu_offload") else "",
+    version=lambda settings, fields: MODEL_OFFLOAD if settings.get("--enable_model_cpu_offload") else "",
 )

@@ -15,19 +15,27 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
     When,
 )
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, given_flags, launched, the_model, usual
+from planner.dialects.base.launchers import (
+    EXPANDABLE,
+    GPUS,
+    NODES,
+    launch_settings,
+    our_defaults,
+    parse_program,
+    require_model,
+)
 from planner.dialects.base.script import Script
-from planner.dialects.diffsynth.settings import say_targets, targets, training_program
+from planner.dialects.diffsynth.settings import targets, training_program, write_targets
 from planner.errors import VplanError
 
 SCRIPT = "examples/wanvideo/train_wan_t2v.py"
@@ -35,16 +43,18 @@ STAGES = {"none": "auto", "zero-1": "deepspeed_stage_1", "zero-2": "deepspeed_st
 LORA = frozenset({"lora"})
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A command of the former script: the one that trains, where another caches."""
     program, notes = training_program(script, SCRIPT, ("--task", "--dit_path", "--dataset_path"))
     if program is None:
         return None
-    told, said = launched(program, script, {})
-    given = given_flags("diffsynth", program, told, [*notes, *said])
+    launch, more_notes = launch_settings(program, script, {})
+    invocation = parse_program("diffsynth", program, launch, [*notes, *more_notes])
     today = flags.script("diffsynth", "examples/wanvideo/model_training/train.py")
-    since = [Remark(name, why) for name in given.settings if (why := _gone(today, name))]
-    return Given(given.trainer, given.settings, given.unknown, (*given.gone, *since), given.notes)
+    since = [Remark(name, why) for name in invocation.settings if (why := _gone(today, name))]
+    return Invocation(
+        invocation.trainer, invocation.settings, invocation.unknown, (*invocation.removed, *since), invocation.notes
+    )
 
 
 def _gone(today: flags.EntryPoint, name: str) -> str:
@@ -59,22 +69,22 @@ def _frames(settings: Settings) -> Fields:
     return {name: settings.get(name) for name in ("frames", "height", "width")}
 
 
-def _say_frames(fields: Fields) -> Settings:
+def _write_frames(fields: Fields) -> Settings:
     return {name: fields[name] for name in ("frames", "height", "width")}
 
 
 def _sharding(settings: Settings) -> Fields:
     """Lightning's strategies: DDP by itself on several GPUs. Stages split nothing on one."""
-    said = str(settings.get("--training_strategy", "auto"))
-    found = {word: sharding for sharding, word in STAGES.items()}.get(said)
-    if found is None:
-        raise VplanError(f"--training_strategy {said} is not known", "write one of " + ", ".join(STAGES.values()))
+    strategy = str(settings.get("--training_strategy", "auto"))
+    sharding_named = {word: sharding for sharding, word in STAGES.items()}.get(strategy)
+    if sharding_named is None:
+        raise VplanError(f"--training_strategy {strategy} is not known", "write one of " + ", ".join(STAGES.values()))
     several = int(settings.get("gpus", 1)) * int(settings.get("nodes", 1)) > 1
     if not several:
-        found = "none"
-    split = found != "none"
+        sharding_named = "none"
+    split = sharding_named != "none"
     return {
-        "sharding": found if split else "ddp" if several else "none",
+        "sharding": sharding_named if split else "ddp" if several else "none",
         "weights_dtype": "bf16",
         "adapter_dtype": "bf16" if split else "fp32",
         "autocast": "none" if split else "bf16",
@@ -82,15 +92,17 @@ def _sharding(settings: Settings) -> Fields:
     }
 
 
-def _say_sharding(fields: Fields) -> Settings:
+def _write_sharding(fields: Fields) -> Settings:
     sharding = fields["sharding"]
     settings: Settings = {}
     if sharding in STAGES and sharding != "none":
         settings = {"--training_strategy": STAGES[sharding]}
-    said = _sharding(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
-    wrong = [name for name in said if said[name] != fields[name]]
+    result = _sharding(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
+    wrong = [name for name in result if result[name] != fields[name]]
     if wrong:
-        raise NotSaidError(*(Inexpressible(name, fields[name], said[name], "Lightning does it so") for name in wrong))
+        raise InexpressibleError(
+            *(UnsupportedValue(name, fields[name], result[name], "Lightning does it so") for name in wrong)
+        )
     return settings
 
 
@@ -115,10 +127,10 @@ DIALECT = Dialect(
     source="https://github.com/modelscope/DiffSynth-Studio at a25bd74d",
     scripts=(SCRIPT,),
     table=(
-        Several(
+        FunctionPair(
             ("model",),
             ("--dit_path",),
-            lambda settings: {"model": lookup.model(the_model(settings, "--dit_path")).name},
+            lambda settings: {"model": lookup.model(require_model(settings, "--dit_path")).name},
             lambda fields: {"--dit_path": f"models/{fields['model']}/diffusion_pytorch_model.safetensors"},
             {"model": "--dit_path"},
         ),
@@ -127,13 +139,15 @@ DIALECT = Dialect(
         When(
             "method",
             LORA,
-            Several(("lora_targets",), ("--lora_target_modules",), targets, say_targets, {"lora_targets": "by name"}),
+            FunctionPair(
+                ("lora_targets",), ("--lora_target_modules",), targets, write_targets, {"lora_targets": "by name"}
+            ),
         ),
-        Several(
+        FunctionPair(
             ("frames", "height", "width"),
             ("frames", "height", "width"),
             _frames,
-            _say_frames,
+            _write_frames,
             dict.fromkeys(("frames", "height", "width"), "as cached"),
         ),
         Choice(
@@ -145,11 +159,11 @@ DIALECT = Dialect(
             },
         ),
         Value("gradient_accumulation", "--accumulate_grad_batches", 1),
-        Several(
+        FunctionPair(
             ("sharding", "weights_dtype", "adapter_dtype", "autocast", "master_weights"),
             ("--training_strategy",),
             _sharding,
-            _say_sharding,
+            _write_sharding,
             {
                 "sharding": "none, ddp, zero-1, zero-2, zero-3",
                 "weights_dtype": "bf16",
@@ -165,15 +179,19 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *usual("experts", "trainable", "lora_dropout", "buckets", "text_tokens", "references", "validation"),
-        *usual(
+        *our_defaults("experts", "trainable", "lora_dropout", "buckets", "text_tokens", "references", "validation"),
+        *our_defaults(
             "compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "offload_optimizer", "text_encoder", "vae"
         ),
-        *usual("offload_gradients", "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing"),
-        *usual("inactive_expert", "validation_mode", "group_offload", "group_offload_stream", "attention", "compile"),
-        *usual("context_parallel"),
+        *our_defaults(
+            "offload_gradients", "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing"
+        ),
+        *our_defaults(
+            "inactive_expert", "validation_mode", "group_offload", "group_offload_stream", "attention", "compile"
+        ),
+        *our_defaults("context_parallel"),
     ),
-    gather=gather,
+    read_script=read_script,
     remarks=_remarks,
     notes=_notes,
     moves=(

@@ -12,12 +12,12 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
 )
 from planner.dialects.base.launchers import (
@@ -25,14 +25,14 @@ from planner.dialects.base.launchers import (
     GPUS,
     NODES,
     command_line,
+    command_settings,
     engine,
-    export_line,
-    given_flags,
-    launched,
+    launch_settings,
     one_of,
-    own_settings,
-    the_model,
-    usual,
+    our_defaults,
+    parse_program,
+    require_model,
+    script_head,
 )
 from planner.dialects.base.script import Script
 from planner.dialects.diffusers.models import AT, READ_TOO, SCRIPTS
@@ -44,19 +44,19 @@ def _script(fields: Fields) -> str:
     return SCRIPTS.get((fields["model"], fields["method"]), "")
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A command of one of its examples."""
     names = {path.rpartition("/")[2] for path in (*SCRIPTS.values(), *READ_TOO)}
-    found = [program for program in script.programs if program.script.rpartition("/")[2] in names]
-    if not found:
+    programs = [program for program in script.programs if program.script.rpartition("/")[2] in names]
+    if not programs:
         return None
-    told, notes = launched(found[-1], script, {})
-    words = list(found[-1].arguments)
+    launch, notes = launch_settings(programs[-1], script, {})
+    words = list(programs[-1].arguments)
     for at, word in enumerate(words):  # the scripts take its value in any case
         if word == "--optimizer" and at + 1 < len(words):
             words[at + 1] = words[at + 1].lower()
-    program = replace(found[-1], arguments=tuple(words))
-    return given_flags("diffusers", program, told, [*script.notes, *notes])
+    program = replace(programs[-1], arguments=tuple(words))
+    return parse_program("diffusers", program, launch, [*script.notes, *notes])
 
 
 def _is_video(settings: Settings) -> bool:
@@ -70,7 +70,7 @@ def _default(settings: Settings, flag: str) -> object:
 def _job(settings: Settings) -> Fields:
     """What the script trains, by its name and flags; each script has defaults of its own."""
     method = "lora" if "lora" in str(settings["script"]) else "full"
-    fields: Fields = {"model": lookup.model(the_model(settings, "--pretrained_model_name_or_path")).name}
+    fields: Fields = {"model": lookup.model(require_model(settings, "--pretrained_model_name_or_path")).name}
     fields |= {
         "method": method,
         "batch_size": int(settings.get("--train_batch_size", _default(settings, "--train_batch_size"))),
@@ -85,15 +85,15 @@ def _job(settings: Settings) -> Fields:
     return fields
 
 
-def _say_job(fields: Fields) -> Settings:
+def _write_job(fields: Fields) -> Settings:
     script = SCRIPTS.get((fields["model"], fields["method"]))
     if script is None:
-        known = [model for model, method in SCRIPTS if method == fields["method"]] or ["flux.1-dev"]
+        models = [model for model, method in SCRIPTS if method == fields["method"]] or ["flux.1-dev"]
         instead = "lora" if fields["method"] not in ("lora", "full") else fields["method"]
         if instead != fields["method"]:
-            raise NotSaidError(Inexpressible("method", fields["method"], instead, "its examples train"))
-        why = f"its {fields['method']} examples are for {', '.join(known)}"
-        raise NotSaidError(Inexpressible("model", fields["model"], known[0], why))
+            raise InexpressibleError(UnsupportedValue("method", fields["method"], instead, "its examples train"))
+        why = f"its {fields['method']} examples are for {', '.join(models)}"
+        raise InexpressibleError(UnsupportedValue("model", fields["model"], models[0], why))
     name = next(alias for alias in lookup.model(fields["model"]).aliases if "/" in alias)
     settings: Settings = {"script": script, "--pretrained_model_name_or_path": name}
     settings["--train_batch_size"] = fields["batch_size"]
@@ -106,9 +106,11 @@ def _say_job(fields: Fields) -> Settings:
             "--width": fields["width"],
         }
     if fields["frames"] != 1:
-        raise NotSaidError(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
+        raise InexpressibleError(UnsupportedValue("frames", fields["frames"], 1, "the model makes images"))
     if fields["height"] != fields["width"]:
-        raise NotSaidError(Inexpressible("width", fields["width"], fields["height"], "--resolution is a square's side"))
+        raise InexpressibleError(
+            UnsupportedValue("width", fields["width"], fields["height"], "--resolution is a square's side")
+        )
     return settings | {"--resolution": fields["height"]}
 
 
@@ -125,7 +127,7 @@ def _plain(settings: Settings) -> Fields:
     }
 
 
-def _say_plain(fields: Fields) -> Settings:
+def _write_plain(fields: Fields) -> Settings:
     return {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {}
 
 
@@ -137,13 +139,13 @@ def _optimizer(settings: Settings) -> Fields:
     return {"optimizer": "adamw-8bit" if settings.get("--use_8bit_adam") and name == "adamw" else name}
 
 
-def _say_optimizer(fields: Fields) -> Settings:
-    said: dict[str, Settings] = {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}}
-    said["prodigy"] = {"--optimizer": "prodigy"}
-    if fields["optimizer"] not in said:
+def _write_optimizer(fields: Fields) -> Settings:
+    rows: dict[str, Settings] = {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}}
+    rows["prodigy"] = {"--optimizer": "prodigy"}
+    if fields["optimizer"] not in rows:
         why = "its examples have AdamW, its 8-bit form and Prodigy"
-        raise NotSaidError(Inexpressible("optimizer", fields["optimizer"], "adamw", why))
-    return said[fields["optimizer"]]
+        raise InexpressibleError(UnsupportedValue("optimizer", fields["optimizer"], "adamw", why))
+    return rows[fields["optimizer"]]
 
 
 def _kept(script: str) -> str:
@@ -165,33 +167,39 @@ def _residence(settings: Settings) -> Fields:
     return {"text_encoder": _kept(script), "vae": "cached" if script.endswith(BEFORE) else vae}
 
 
-def _say_residence(fields: Fields) -> Settings:
+def _write_residence(fields: Fields) -> Settings:
     script = _script(fields)
-    known = flags.script("diffusers", script).flags if script else {}
+    flag_names = flags.script("diffusers", script).flags if script else {}
     text = _kept(script)
     if fields["text_encoder"] != text:
         why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
-        raise NotSaidError(Inexpressible("text_encoder", fields["text_encoder"], text, why))
+        raise InexpressibleError(UnsupportedValue("text_encoder", fields["text_encoder"], text, why))
     usual = "cached" if script.endswith(BEFORE) else "resident"
     flag = {"cached": "--cache_latents", "swapped": "--offload"}.get(fields["vae"], "")
     if fields["vae"] == usual:
         return {}
-    if flag not in known:
+    if flag not in flag_names:
         why = f"that example has no {flag}" if flag else "that example caches latents"
-        raise NotSaidError(Inexpressible("vae", fields["vae"], usual, why))
+        raise InexpressibleError(UnsupportedValue("vae", fields["vae"], usual, why))
     return {flag: True}
 
 
-def _switch(field: str, flag: str) -> Several:
+def _switch(field: str, flag: str) -> FunctionPair:
     """A switch that only some examples have."""
 
-    def say(fields: Fields) -> Settings:
+    def to_settings(fields: Fields) -> Settings:
         script = _script(fields)
         if fields[field] and (not script or flag not in flags.script("diffusers", script).flags):
-            raise NotSaidError(Inexpressible(field, True, False, f"that example has no {flag}"))
+            raise InexpressibleError(UnsupportedValue(field, True, False, f"that example has no {flag}"))
         return {flag: True} if fields[field] else {}
 
-    return Several((field,), (flag,), lambda given: {field: bool(given.get(flag))}, say, {field: f"{flag} (CogVideoX)"})
+    return FunctionPair(
+        (field,),
+        (flag,),
+        lambda settings: {field: bool(settings.get(flag))},
+        to_settings,
+        {field: f"{flag} (CogVideoX)"},
+    )
 
 
 def _ema(settings: Settings) -> Fields:
@@ -199,43 +207,47 @@ def _ema(settings: Settings) -> Fields:
     return {"ema": where if settings.get("--use_ema") else "none"}
 
 
-def _say_ema(fields: Fields) -> Settings:
+def _write_ema(fields: Fields) -> Settings:
     script, where = _script(fields), fields["ema"]
-    said: dict[str, Settings] = {"none": {}, "gpu": {"--use_ema": True}}
-    said["cpu"] = {"--use_ema": True, "--offload_ema": True}
-    if not script or not said[where].keys() <= flags.script("diffusers", script).flags.keys():
-        raise NotSaidError(Inexpressible("ema", where, "none", "that example keeps no average there"))
-    return said[where]
+    rows: dict[str, Settings] = {"none": {}, "gpu": {"--use_ema": True}}
+    rows["cpu"] = {"--use_ema": True, "--offload_ema": True}
+    if not script or not rows[where].keys() <= flags.script("diffusers", script).flags.keys():
+        raise InexpressibleError(UnsupportedValue("ema", where, "none", "that example keeps no average there"))
+    return rows[where]
 
 
 def _validation(settings: Settings) -> Fields:
-    asked = settings.get("--validation_prompt") or settings.get("--validation_prompts")
-    return {"validation_mode": "on" if asked else "off"}
+    prompts = settings.get("--validation_prompt") or settings.get("--validation_prompts")
+    return {"validation_mode": "on" if prompts else "off"}
 
 
-def _say_validation(fields: Fields) -> Settings:
+def _write_validation(fields: Fields) -> Settings:
     if fields["validation_mode"] == "offload":
-        raise NotSaidError(Inexpressible("validation_mode", "offload", "on", "its pipeline is put on the GPU whole"))
+        raise InexpressibleError(
+            UnsupportedValue("validation_mode", "offload", "on", "its pipeline is put on the GPU whole")
+        )
     if fields["validation_mode"] == "off":
         return {}
     flag, prompt = "--validation_prompt", "a cat walks"
-    several = _script(fields).endswith("train_text_to_image.py")
-    return {"--validation_prompts": [prompt]} if several else {flag: prompt}
+    plural = _script(fields).endswith("train_text_to_image.py")
+    return {"--validation_prompts": [prompt]} if plural else {flag: prompt}
 
 
 def _vae_dtype(settings: Settings) -> Fields:
     """SDXL's own VAE overflows in half precision, and is fp32 (`vae.to(accelerator.device, dtype=torch.float32)`);
     another one that is named has the mixed precision's format."""
-    own = settings.get("--pretrained_vae_model_name_or_path") is None
-    return {"vae_dtype": "fp32" if "sdxl" in str(settings["script"]) and own else "bf16"}
+    built_in = settings.get("--pretrained_vae_model_name_or_path") is None
+    return {"vae_dtype": "fp32" if "sdxl" in str(settings["script"]) and built_in else "bf16"}
 
 
-def _say_vae_dtype(fields: Fields) -> Settings:
+def _write_vae_dtype(fields: Fields) -> Settings:
     overflows = lookup.model(fields["model"]).trained_with("diffusers", "vae-in-fp32")
     if fields["vae_dtype"] == "bf16" and overflows:
         return {"--pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}
     if fields["vae_dtype"] != ("fp32" if overflows else "bf16"):
-        raise NotSaidError(Inexpressible("vae_dtype", fields["vae_dtype"], "bf16", "the VAE has --mixed_precision"))
+        raise InexpressibleError(
+            UnsupportedValue("vae_dtype", fields["vae_dtype"], "bf16", "the VAE has --mixed_precision")
+        )
     return {}
 
 
@@ -269,7 +281,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         extra["--train_data_dir"] = "data/my_set"
     else:
         extra |= {"--instance_data_dir": "data/my_set", "--instance_prompt": "a photo of sks dog"}
-    return {"train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher)}
+    return {"train.sh": script_head(plan) + command_line(command_settings(settings), extra, launcher)}
 
 
 JOB = ("model", "method", "lora_rank", "batch_size", "frames", "height", "width")
@@ -280,14 +292,14 @@ DIALECT = Dialect(
     source="https://github.com/huggingface/diffusers at 58eb52c",
     scripts=(*dict.fromkeys(SCRIPTS.values()), *READ_TOO),
     table=(
-        Several(
+        FunctionPair(
             JOB,
             (
                 *("script", "--pretrained_model_name_or_path", "--train_batch_size", "--rank", "--resolution"),
                 *("--max_num_frames", "--height", "--width"),
             ),
             _job,
-            _say_job,
+            _write_job,
             {
                 "model": ", ".join(sorted({model for model, _ in SCRIPTS})),
                 "method": "lora, full (FLUX.1, SD3, SDXL, SD 1.5), by the script",
@@ -300,33 +312,35 @@ DIALECT = Dialect(
         ),
         Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
         Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
-        Several(
+        FunctionPair(
             ("optimizer",),
             ("--optimizer", "--use_8bit_adam"),
             _optimizer,
-            _say_optimizer,
+            _write_optimizer,
             {"optimizer": "adamw, adamw-8bit, prodigy"},
         ),
-        Several(
+        FunctionPair(
             ("text_encoder", "vae"),
             ("--cache_latents", "--offload"),
             _residence,
-            _say_residence,
+            _write_residence,
             {"text_encoder": "cached (CogVideoX, SD 1.5: resident)", "vae": "resident, cached, swapped"},
         ),
-        Several(("ema",), ("--use_ema", "--offload_ema"), _ema, _say_ema, {"ema": "--use_ema (SD 1.5, SDXL in full)"}),
+        FunctionPair(
+            ("ema",), ("--use_ema", "--offload_ema"), _ema, _write_ema, {"ema": "--use_ema (SD 1.5, SDXL in full)"}
+        ),
         _switch("vae_tiling", "--enable_tiling"),
         _switch("vae_slicing", "--enable_slicing"),
-        Several(
+        FunctionPair(
             ("validation_mode",),
             ("--validation_prompt", "--validation_prompts"),
             _validation,
-            _say_validation,
+            _write_validation,
             {"validation_mode": "off, on"},
         ),
         engine(
             _plain,
-            _say_plain,
+            _write_plain,
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
             context=lambda fields: {"script": _script(fields)},
         ),
@@ -335,19 +349,19 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *usual("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
-        *usual("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype"),
-        Several(
+        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype"),
+        FunctionPair(
             ("vae_dtype",),
             ("--pretrained_vae_model_name_or_path",),
             _vae_dtype,
-            _say_vae_dtype,
+            _write_vae_dtype,
             {"vae_dtype": "bf16; SDXL: fp32"},
         ),
-        *usual("inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
-        *usual("context_parallel"),
+        *our_defaults("inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
+        *our_defaults("context_parallel"),
     ),
-    gather=gather,
+    read_script=read_script,
     notes=_notes,
     moves=(
         Move({"expandable_segments": True}, "free"),

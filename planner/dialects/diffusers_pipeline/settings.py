@@ -16,16 +16,16 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
 )
-from planner.dialects.base.launchers import ALLOC_CONF, EXPANDABLE, the_model, usual
+from planner.dialects.base.launchers import ALLOC_CONF, EXPANDABLE, our_defaults, require_model
 from planner.dialects.base.script import Script
 from planner.spec.plan import Plan
 
@@ -34,7 +34,7 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp1
 SHAPE = ("num_frames", "height", "width", "guidance_scale")
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A Python file that makes a diffusers pipeline."""
     if script.tree is None:
         return None
@@ -43,7 +43,7 @@ def gather(script: Script) -> Given | None:
     if not reader.settings.get(f"{CODE}from_pretrained"):
         return None
     settings = {"script": script.name, "gpus": 1, **reader.settings}
-    return Given("diffusers-pipeline", settings, notes=script.notes)
+    return Invocation("diffusers-pipeline", settings, notes=script.notes)
 
 
 class _Reader(ast.NodeVisitor):
@@ -59,8 +59,8 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         for target in node.targets:
             if isinstance(target, ast.Subscript) and _dotted(target.value) == "os.environ":
-                asked = str(self.value(node.value)).lower()
-                if self.value(target.slice) in ALLOC_CONF and "expandable_segments:true" in asked:
+                text = str(self.value(node.value)).lower()
+                if self.value(target.slice) in ALLOC_CONF and "expandable_segments:true" in text:
                     self.settings["env:expandable_segments"] = True
             if isinstance(target, ast.Name):
                 value = self.value(node.value)
@@ -74,12 +74,12 @@ class _Reader(ast.NodeVisitor):
         name = _dotted(node.func)
         *owners, method = name.split(".")
         owner = owners[-1] if owners else ""
-        said = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
+        arguments = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
         if method == "from_pretrained":
-            self._made(owner, node, said)
+            self._made(owner, node, arguments)
         elif method in ("apply_group_offloading", "enable_group_offload"):
             part = _dotted(node.args[0]).rpartition(".")[2] if method.startswith("apply") and node.args else owner
-            self._grouped(part, said)
+            self._grouped(part, arguments)
         elif method in ("enable_model_cpu_offload", "enable_sequential_cpu_offload"):
             self.settings[f"{CODE}{method}"] = True
         elif method in ("enable_tiling", "enable_vae_tiling", "enable_slicing", "enable_vae_slicing"):
@@ -88,25 +88,29 @@ class _Reader(ast.NodeVisitor):
             if any("cuda" in str(self.value(word)) for word in node.args):
                 self.settings[f"{CODE}to_cuda"] = True
         elif name in self.made and self.made[name].endswith("Pipeline"):
-            self.settings |= {f"{CODE}{key}": said[key] for key in SHAPE if isinstance(said.get(key), int | float)}
+            self.settings |= {
+                f"{CODE}{key}": arguments[key] for key in SHAPE if isinstance(arguments.get(key), int | float)
+            }
 
-    def _made(self, owner: str, node: ast.Call, said: dict[str, Any]) -> None:
-        source = self.value(node.args[0]) if node.args else said.get("pretrained_model_name_or_path")
-        dtype = DTYPES.get(str(said.get("torch_dtype", said.get("dtype"))).rpartition(".")[2])
+    def _made(self, owner: str, node: ast.Call, arguments: dict[str, Any]) -> None:
+        source = self.value(node.args[0]) if node.args else arguments.get("pretrained_model_name_or_path")
+        dtype = DTYPES.get(str(arguments.get("torch_dtype", arguments.get("dtype"))).rpartition(".")[2])
         if owner.startswith("Autoencoder"):
             self.settings[f"{CODE}vae.torch_dtype"] = dtype or "fp32"
         elif owner.endswith("Pipeline"):
             self.settings[f"{CODE}from_pretrained"] = source or "?"
             self.settings[f"{CODE}torch_dtype"] = dtype or "fp32"
 
-    def _grouped(self, part: str, said: dict[str, Any]) -> None:
-        kind = {"block_level": "block", "leaf_level": "leaf"}.get(str(said.get("offload_type", "block_level")), "block")
+    def _grouped(self, part: str, arguments: dict[str, Any]) -> None:
+        kind = {"block_level": "block", "leaf_level": "leaf"}.get(
+            str(arguments.get("offload_type", "block_level")), "block"
+        )
         if part in ("pipe", "pipeline") or self.made.get(part, "").endswith("Pipeline"):
             part = "transformer"
         self.settings[f"{CODE}{part}.offload"] = kind
         for word in ("use_stream", "record_stream", "low_cpu_mem_usage", "num_blocks_per_group"):
-            if said.get(word):
-                self.settings[f"{CODE}{part}.{word}"] = said[word]
+            if arguments.get(word):
+                self.settings[f"{CODE}{part}.{word}"] = arguments[word]
 
     def value(self, node: ast.AST) -> Any:
         """A constant, a variable that holds one, or a dotted name as text; None for anything else."""
@@ -128,10 +132,10 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _model(settings: Settings) -> Fields:
-    return {"model": lookup.model(the_model(settings, f"{CODE}from_pretrained")).name}
+    return {"model": lookup.model(require_model(settings, f"{CODE}from_pretrained")).name}
 
 
-def _say_model(fields: Fields) -> Settings:
+def _write_model(fields: Fields) -> Settings:
     names = [name for name in lookup.model(fields["model"]).aliases if "/" in name]
     diffusers = [name for name in names if name.lower().endswith("-diffusers")]
     return {f"{CODE}from_pretrained": (diffusers or names or [fields["model"]])[0]}
@@ -142,10 +146,10 @@ def _frames(settings: Settings) -> Fields:
     return {"frames": settings.get(f"{CODE}num_frames", profile.shape.default_frames) if profile.kind == "video" else 1}
 
 
-def _say_frames(fields: Fields) -> Settings:
+def _write_frames(fields: Fields) -> Settings:
     if lookup.model(fields["model"]).kind == "image":
         if fields["frames"] != 1:
-            raise NotSaidError(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
+            raise InexpressibleError(UnsupportedValue("frames", fields["frames"], 1, "the model makes images"))
         return {}
     return {f"{CODE}num_frames": fields["frames"]}
 
@@ -161,13 +165,15 @@ def _dtype(settings: Settings) -> Fields:
     }
 
 
-def _say_dtype(fields: Fields) -> Settings:
+def _write_dtype(fields: Fields) -> Settings:
     weights = fields["weights_dtype"]
     if weights not in ("fp32", "bf16", "fp16"):
-        raise NotSaidError(Inexpressible("weights_dtype", weights, "bf16", "quantised pipelines are not written"))
+        raise InexpressibleError(
+            UnsupportedValue("weights_dtype", weights, "bf16", "quantised pipelines are not written")
+        )
     if fields["text_encoder_dtype"] != weights:
         why = "one torch_dtype is for the pipeline"
-        raise NotSaidError(Inexpressible("text_encoder_dtype", fields["text_encoder_dtype"], weights, why))
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", fields["text_encoder_dtype"], weights, why))
     return {f"{CODE}torch_dtype": weights, f"{CODE}vae.torch_dtype": fields["vae_dtype"]}
 
 
@@ -177,16 +183,16 @@ def _where(settings: Settings) -> Fields:
     stream = bool(settings.get(f"{CODE}transformer.use_stream")) and offload != "none"
     if settings.get(f"{CODE}enable_sequential_cpu_offload"):
         offload, stream = "leaf", False
-    whole = "cached"
+    residence = "cached"
     if settings.get(f"{CODE}enable_model_cpu_offload"):
-        whole = "swapped"
+        residence = "swapped"
     elif offload == "none" and settings.get(f"{CODE}to_cuda"):
-        whole = "resident"
-    text = "cached" if whole == "swapped" else whole
-    return {"group_offload": offload, "group_offload_stream": stream, "text_encoder": text, "vae": whole}
+        residence = "resident"
+    text = "cached" if residence == "swapped" else residence
+    return {"group_offload": offload, "group_offload_stream": stream, "text_encoder": text, "vae": residence}
 
 
-def _say_where(fields: Fields) -> Settings:
+def _write_where(fields: Fields) -> Settings:
     settings: Settings = {}
     if fields["group_offload"] != "none":
         settings[f"{CODE}transformer.offload"] = fields["group_offload"]
@@ -196,11 +202,11 @@ def _say_where(fields: Fields) -> Settings:
         settings[f"{CODE}enable_model_cpu_offload"] = True
     elif fields["vae"] == "resident":
         settings[f"{CODE}to_cuda"] = True
-    said = _where(settings)
-    wrong = [name for name in said if said[name] != fields[name]]
+    result = _where(settings)
+    wrong = [name for name in result if result[name] != fields[name]]
     if wrong:
         why = "a pipeline is on the GPU whole, part by part, or its transformer group by group"
-        raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
+        raise InexpressibleError(*(UnsupportedValue(name, fields[name], result[name], why) for name in wrong))
     return settings
 
 
@@ -240,9 +246,9 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     get = {name.removeprefix(CODE): value for name, value in settings.items() if name.startswith(CODE)}
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     vae = lookup.model(plan.job.model).vae.class_name
-    asked = ["import os", "", f"os.environ[{ALLOC_CONF[0]!r}] = 'expandable_segments:True'", ""]
+    allocator = ["import os", "", f"os.environ[{ALLOC_CONF[0]!r}] = 'expandable_segments:True'", ""]
     lines = [
-        *(asked if plan.strategy.expandable_segments else ()),
+        *(allocator if plan.strategy.expandable_segments else ()),
         "import torch",
         f"from diffusers import {vae}, DiffusionPipeline",
         "",
@@ -270,26 +276,26 @@ DIALECT = Dialect(
     source="https://github.com/huggingface/diffusers at 58eb52c",
     scripts=(),
     table=(
-        Several(("model",), (f"{CODE}from_pretrained",), _model, _say_model, {"model": "from_pretrained"}),
+        FunctionPair(("model",), (f"{CODE}from_pretrained",), _model, _write_model, {"model": "from_pretrained"}),
         Fixed("method", "sample", "a pipeline samples"),
-        Several(("frames",), (f"{CODE}num_frames",), _frames, _say_frames, {"frames": "num_frames"}),
+        FunctionPair(("frames",), (f"{CODE}num_frames",), _frames, _write_frames, {"frames": "num_frames"}),
         Value("height", f"{CODE}height", None),
         Value("width", f"{CODE}width", None),
-        Several(
+        FunctionPair(
             ("weights_dtype", "text_encoder_dtype", "vae_dtype"),
             (f"{CODE}torch_dtype", f"{CODE}vae.torch_dtype"),
             _dtype,
-            _say_dtype,
+            _write_dtype,
             {"weights_dtype": "fp32, bf16, fp16", "text_encoder_dtype": "as the weights", "vae_dtype": "torch_dtype"},
         ),
-        Several(
+        FunctionPair(
             ("group_offload", "group_offload_stream", "text_encoder", "vae"),
             (
                 *(f"{CODE}transformer.offload", f"{CODE}transformer.use_stream"),
                 *(f"{CODE}enable_model_cpu_offload", f"{CODE}to_cuda"),
             ),
             _where,
-            _say_where,
+            _write_where,
             {
                 "group_offload": "none, block, leaf",
                 "group_offload_stream": "use_stream",
@@ -303,37 +309,45 @@ DIALECT = Dialect(
         Fixed("gpus", 1, "a pipeline samples on one GPU"),
         Fixed("nodes", 1, "a pipeline samples on one GPU"),
         Fixed("autocast", "none", "pipelines compute in the weights' own format"),
-        *usual("batch_size", "experts", "trainable", "lora_rank", "lora_targets", "lora_dropout", "buckets"),
-        *usual("text_tokens", "references", "validation", "compute_dtype", "master_weights", "adapter_dtype"),
-        *usual("gradient_checkpointing", "checkpointed_blocks", "optimizer", "optimizer_step", "gradient_accumulation"),
-        *usual("ema", "sharding", "grad_buckets", "offload_optimizer", "offload_gradients", "offload_params"),
-        *usual("swap_blocks", "inactive_expert", "validation_mode", "attention", "compile", "context_parallel"),
+        *our_defaults("batch_size", "experts", "trainable", "lora_rank", "lora_targets", "lora_dropout", "buckets"),
+        *our_defaults("text_tokens", "references", "validation", "compute_dtype", "master_weights", "adapter_dtype"),
+        *our_defaults(
+            "gradient_checkpointing", "checkpointed_blocks", "optimizer", "optimizer_step", "gradient_accumulation"
+        ),
+        *our_defaults("ema", "sharding", "grad_buckets", "offload_optimizer", "offload_gradients", "offload_params"),
+        *our_defaults("swap_blocks", "inactive_expert", "validation_mode", "attention", "compile", "context_parallel"),
     ),
-    gather=gather,
+    read_script=read_script,
     remarks=_remarks,
     notes=_notes,
     moves=(
-        Move({"vae_dtype": "bf16"}, "the VAE decodes in bf16", said=lambda given: ["vae torch_dtype=torch.bfloat16"]),
         Move(
-            {"vae_tiling": True}, "tiles are blended where they meet", said=lambda given: ["pipe.vae.enable_tiling()"]
+            {"vae_dtype": "bf16"},
+            "the VAE decodes in bf16",
+            words_for=lambda settings: ["vae torch_dtype=torch.bfloat16"],
+        ),
+        Move(
+            {"vae_tiling": True},
+            "tiles are blended where they meet",
+            words_for=lambda settings: ["pipe.vae.enable_tiling()"],
         ),
         Move(
             {"text_encoder": "cached", "vae": "swapped"},
             "each component moves to the GPU only while it runs",
-            said=lambda given: ["pipe.enable_model_cpu_offload()"],
+            words_for=lambda settings: ["pipe.enable_model_cpu_offload()"],
             when=lambda fields: fields["group_offload"] == "none",
         ),
         Move(
             {"group_offload_stream": False},
             "slower: no prefetch",
-            said=lambda given: ["use_stream=False"],
+            words_for=lambda settings: ["use_stream=False"],
             when=lambda fields: bool(fields["group_offload_stream"]),
         ),
         *(
             Move(
                 {"group_offload": kind, "text_encoder": "cached", "vae": "cached"},
                 "weights stay in host RAM and are loaded when needed",
-                said=lambda given, kind=kind: [  # type: ignore[misc]  # mypy infers none with a default
+                words_for=lambda settings, kind=kind: [  # type: ignore[misc]  # mypy infers none with a default
                     f"pipe.transformer.enable_group_offload(torch.device('cuda'), offload_type='{kind}_level')"
                 ],
                 when=lambda fields: fields["group_offload"] == "none",

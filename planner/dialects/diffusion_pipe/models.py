@@ -8,12 +8,12 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base.bindings import (
     Fields,
-    Inexpressible,
-    NotSaidError,
+    InexpressibleError,
     Settings,
+    UnsupportedValue,
 )
-from planner.dialects.base.launchers import known_model
-from planner.dialects.base.values import listed, whole
+from planner.dialects.base.launchers import find_model
+from planner.dialects.base.values import as_list, integer
 from planner.errors import VplanError, quoted
 from planner.spec.job import Bucket
 
@@ -44,39 +44,41 @@ WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))
 EXPERTS = ("low", "high")
 
 
-def model_of(given: Settings) -> Fields:
+def model_of(settings: Settings) -> Fields:
     """The model that the settings mean, and its expert."""
-    kind = given.get("config:model.type")
-    candidates = [name for name, (own, _) in TYPES.items() if own == kind]
+    kind = settings.get("config:model.type")
+    candidates = [name for name, (known, _) in TYPES.items() if known == kind]
     if not candidates:
         raise VplanError(f"model.type {quoted(kind)} is not supported here", f"supported: {', '.join(TYPES)}")
-    paths = [given.get(f"config:model.{name}") for name in PATHS]
-    named = given.get("model") or known_model(*reversed(paths), *paths)
-    model = named if named in candidates else None
+    paths = [settings.get(f"config:model.{name}") for name in PATHS]
+    name_given = settings.get("model") or find_model(*reversed(paths), *paths)
+    model = name_given if name_given in candidates else None
     if model is None and len(candidates) > 1:
         raise VplanError(
             f"cannot tell which {kind} model this is from {quoted(paths[0] or paths[1])}", "add --model NAME"
         )
     fields: Fields = {"model": model or candidates[0], "experts": None}
     if lookup.model(fields["model"]).experts > 1:
-        fields["experts"] = "high" if "high" in str(given.get("config:model.transformer_path", "")).lower() else "low"
+        fields["experts"] = (
+            "high" if "high" in str(settings.get("config:model.transformer_path", "")).lower() else "low"
+        )
     return fields
 
 
-def say_model(fields: Fields) -> Settings:
-    """What names a model, or a NotSaidError."""
+def write_model(fields: Fields) -> Settings:
+    """What names a model, or an InexpressibleError."""
     model = fields["model"]
     if model not in TYPES:
         why = f"of the known models it trains {', '.join(TYPES)}"
-        raise NotSaidError(Inexpressible("model", model, next(iter(TYPES)), why))
+        raise InexpressibleError(UnsupportedValue("model", model, next(iter(TYPES)), why))
     kind, path = TYPES[model]
-    said: Settings = {"config:model.type": kind, f"config:model.{path}": f"models/{model}"}
+    settings: Settings = {"config:model.type": kind, f"config:model.{path}": f"models/{model}"}
     if lookup.model(model).experts > 1:
         if fields["experts"] not in EXPERTS:
             why = "one run trains one expert (docs/supported_models.md, Wan2.2)"
-            raise NotSaidError(Inexpressible("experts", fields["experts"], "low", why))
-        said["config:model.transformer_path"] = f"models/{model}/{fields['experts']}_noise_model"
-    return said
+            raise InexpressibleError(UnsupportedValue("experts", fields["experts"], "low", why))
+        settings["config:model.transformer_path"] = f"models/{model}/{fields['experts']}_noise_model"
+    return settings
 
 
 # ---- the dataset's file: size buckets, which say exactly what a sample is
@@ -85,19 +87,21 @@ BUCKETS = "dataset:size_buckets"
 BATCH = "config:micro_batch_size_per_gpu"
 
 
-def shape_of(given: Settings) -> Fields:
+def shape_of(settings: Settings) -> Fields:
     """The size buckets, or the resolutions as squares with every frame bucket."""
-    model = lookup.model(model_of(given)["model"])
+    model = lookup.model(model_of(settings)["model"])
     usual = model.shape
-    rows = rows_of(given, BUCKETS)
+    rows = rows_of(settings, BUCKETS)
     if not rows:
-        sizes = rows_of(given, "dataset:resolutions") or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
-        frames = listed(given.get("dataset:frame_buckets") or (1 if "dataset" in given else usual.default_frames))
-        rows = [[*(size if isinstance(size, list) else (size, size)), each] for size in sizes for each in frames]
+        sizes = rows_of(settings, "dataset:resolutions") or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
+        frames = as_list(
+            settings.get("dataset:frame_buckets") or (1 if "dataset" in settings else usual.default_frames)
+        )
+        rows = [[*(size if isinstance(size, list) else (size, size)), item] for size in sizes for item in frames]
     shapes = [_bucket(row, usual.size_multiple) for row in rows]
-    worst = max(shapes, key=lambda one: (one.frames * one.height * one.width, one.frames))
-    batches = [row[-1] if isinstance(row, list) and row else row for row in rows_of(given, BATCH)]
-    batch = max(whole(each, "micro_batch_size_per_gpu") for each in batches or [given.get(BATCH, 1)])
+    worst = max(shapes, key=lambda candidate: (candidate.frames * candidate.height * candidate.width, candidate.frames))
+    batches = [row[-1] if isinstance(row, list) and row else row for row in rows_of(settings, BATCH)]
+    batch = max(integer(item, "micro_batch_size_per_gpu") for item in batches or [settings.get(BATCH, 1)])
     shape = {"frames": worst.frames, "height": worst.height, "width": worst.width, "batch_size": batch}
     return {**shape, "buckets": tuple(shapes) if len(shapes) > 1 else ()}
 
@@ -106,29 +110,33 @@ def _bucket(row: Any, step: int) -> Bucket:
     """[width, height, frames] as a bucket; sides are made multiples, as its buckets are."""
     if not isinstance(row, list) or len(row) != 3:
         raise VplanError(f"the size {quoted(row)} of the dataset is not understood", "write [width, height, frames]")
-    width, height, frames = (whole(each, "a size of the dataset") for each in row)
+    width, height, frames = (integer(side, "a size of the dataset") for side in row)
     sides = {"width": width // step * step or step, "height": height // step * step or step}
     return Bucket.read({"frames": frames, **sides}, where="the dataset")
 
 
-def rows_of(given: Settings, key: str) -> list[Any]:
+def rows_of(settings: Settings, key: str) -> list[Any]:
     """The items of a list, which comes flat where they are lists themselves."""
-    if isinstance(given.get(key), list):
-        return list(given[key])
-    return [value for name, value in given.items() if re.fullmatch(re.escape(key) + r"\[\d+\]", name)]
+    if isinstance(settings.get(key), list):
+        return list(settings[key])
+    return [value for name, value in settings.items() if re.fullmatch(re.escape(key) + r"\[\d+\]", name)]
 
 
-def say_shape(fields: Fields) -> Settings:
-    """What says the samples' shapes, or a NotSaidError."""
+def write_shape(fields: Fields) -> Settings:
+    """What says the samples' shapes, or an InexpressibleError."""
     buckets = fields["buckets"]
-    own = (fields["frames"], fields["height"], fields["width"])
+    shape = (fields["frames"], fields["height"], fields["width"])
     if any(bucket.batch_size for bucket in buckets) or len(buckets) == 1 or len(set(buckets)) < len(buckets):
         why = "size buckets share one batch size here"
-        raise NotSaidError(Inexpressible("buckets", buckets, (), why))
-    worst = max(buckets, key=lambda one: (one.frames * one.height * one.width, one.frames), default=None)
-    if worst and (worst.frames, worst.height, worst.width) != own:
-        wanted = {"frames": worst.frames, "height": worst.height, "width": worst.width}
+        raise InexpressibleError(UnsupportedValue("buckets", buckets, (), why))
+    worst = max(
+        buckets,
+        key=lambda candidate: (candidate.frames * candidate.height * candidate.width, candidate.frames),
+        default=None,
+    )
+    if worst and (worst.frames, worst.height, worst.width) != shape:
+        size = {"frames": worst.frames, "height": worst.height, "width": worst.width}
         why = "the largest size bucket counts"
-        raise NotSaidError(*(Inexpressible(name, fields[name], value, why) for name, value in wanted.items()))
-    rows = [[bucket.width, bucket.height, bucket.frames] for bucket in buckets] or [[own[2], own[1], own[0]]]
+        raise InexpressibleError(*(UnsupportedValue(name, fields[name], value, why) for name, value in size.items()))
+    rows = [[bucket.width, bucket.height, bucket.frames] for bucket in buckets] or [[shape[2], shape[1], shape[0]]]
     return {BUCKETS: rows, BATCH: fields["batch_size"]}

@@ -14,19 +14,19 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
     When,
 )
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launched, one_of, usual, word_for
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, one_of, our_defaults, word_for
 from planner.dialects.base.script import PythonCommand, Script
-from planner.dialects.base.values import number, whole
+from planner.dialects.base.values import integer, number
 from planner.dialects.diffusion_pipe.models import (
     AT,
     BATCH,
@@ -35,9 +35,9 @@ from planner.dialects.diffusion_pipe.models import (
     WHICH,
     model_of,
     rows_of,
-    say_model,
-    say_shape,
     shape_of,
+    write_model,
+    write_shape,
 )
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
@@ -62,12 +62,14 @@ OPTIMIZERS = {
 """Behind the named ones any class of pytorch_optimizer (train.py)."""
 
 
-def _formats_of(given: Settings) -> Fields:
-    dtype = one_of(DTYPES, "model.dtype")(given.get("config:model.dtype", "bfloat16"))
-    held = str(given.get("config:model.transformer_dtype") or given.get("config:model.diffusion_model_dtype") or "")
-    weights = "fp8" if held.startswith("float8") else held if held == "nf4" else dtype
-    adapter = DTYPES.get(str(given.get("config:adapter.dtype")), dtype)
-    lora = "config:adapter.type" in given
+def _formats_of(settings: Settings) -> Fields:
+    dtype = one_of(DTYPES, "model.dtype")(settings.get("config:model.dtype", "bfloat16"))
+    storage = str(
+        settings.get("config:model.transformer_dtype") or settings.get("config:model.diffusion_model_dtype") or ""
+    )
+    weights = "fp8" if storage.startswith("float8") else storage if storage == "nf4" else dtype
+    adapter = DTYPES.get(str(settings.get("config:adapter.dtype")), dtype)
+    lora = "config:adapter.type" in settings
     return {
         "weights_dtype": weights if lora else dtype,
         "compute_dtype": dtype,
@@ -76,76 +78,76 @@ def _formats_of(given: Settings) -> Fields:
     }
 
 
-def _say_formats(fields: Fields) -> Settings:
+def _write_formats(fields: Fields) -> Settings:
     compute, weights = fields["compute_dtype"], fields["weights_dtype"]
     refused = []
     if fields["autocast"] != (compute if compute != "fp32" else "none"):
         instead = compute if compute != "fp32" else "none"
         refused.append(
-            Inexpressible("autocast", fields["autocast"], instead, "layers run under autocast to model.dtype")
+            UnsupportedValue("autocast", fields["autocast"], instead, "layers run under autocast to model.dtype")
         )
     quantised = weights == "fp8" and fields["method"] == "lora"
     if weights != compute and not quantised:
         refused.append(
-            Inexpressible("weights_dtype", weights, compute, "weights are model.dtype, or float8 under LoRA")
+            UnsupportedValue("weights_dtype", weights, compute, "weights are model.dtype, or float8 under LoRA")
         )
     if fields["method"] == "full" and fields["adapter_dtype"] != compute:  # there are none
         refused.append(
-            Inexpressible("adapter_dtype", fields["adapter_dtype"], compute, "full training has no adapters")
+            UnsupportedValue("adapter_dtype", fields["adapter_dtype"], compute, "full training has no adapters")
         )
     if quantised and fields["adapter_dtype"] != "fp32":
         why = "adapters over a quantised base are counted in fp32"
-        refused.append(Inexpressible("adapter_dtype", fields["adapter_dtype"], "fp32", why))
+        refused.append(UnsupportedValue("adapter_dtype", fields["adapter_dtype"], "fp32", why))
     if refused:
-        raise NotSaidError(*refused)
+        raise InexpressibleError(*refused)
     word = word_for(DTYPES, "compute_dtype", "bf16")
-    said: Settings = {"config:model.dtype": word(compute)}
+    settings: Settings = {"config:model.dtype": word(compute)}
     if quantised:
-        said["config:model.transformer_dtype"] = "float8"
+        settings["config:model.transformer_dtype"] = "float8"
     if fields["method"] == "lora":
-        said["config:adapter.dtype"] = word(fields["adapter_dtype"])
-    return said
+        settings["config:adapter.dtype"] = word(fields["adapter_dtype"])
+    return settings
 
 
-def _method_of(given: Settings) -> Fields:
-    kind = given.get("config:adapter.type")
+def _method_of(settings: Settings) -> Fields:
+    kind = settings.get("config:adapter.type")
     if kind not in (None, "lora"):
         raise VplanError(f"adapter.type {quoted(kind)} is not supported here", "supported: lora, and no adapter at all")
     return {
         "method": "lora" if kind else "full",
-        "lora_rank": whole(given.get("config:adapter.rank", 16), "adapter.rank"),
-        "lora_dropout": number(given.get("config:adapter.dropout", 0.0), "adapter.dropout"),
+        "lora_rank": integer(settings.get("config:adapter.rank", 16), "adapter.rank"),
+        "lora_dropout": number(settings.get("config:adapter.dropout", 0.0), "adapter.dropout"),
     }
 
 
-def _say_method(fields: Fields) -> Settings:
+def _write_method(fields: Fields) -> Settings:
     if fields["method"] == "sample":
-        raise NotSaidError(Inexpressible("method", "sample", "lora", "it trains"))
+        raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "it trains"))
     if fields["method"] == "full":
         return {}
-    said: Settings = {"config:adapter.type": "lora", "config:adapter.rank": fields["lora_rank"]}
-    return said | ({"config:adapter.dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
+    settings: Settings = {"config:adapter.type": "lora", "config:adapter.rank": fields["lora_rank"]}
+    return settings | ({"config:adapter.dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
 
 
-def _targets_of(given: Settings) -> Fields:
-    if "config:adapter.type" not in given:
+def _targets_of(settings: Settings) -> Fields:
+    if "config:adapter.type" not in settings:
         return {"lora_targets": None}
-    profile = lookup.model(model_of(given)["model"])
-    return {"lora_targets": on_all_linear(profile, _formats_of(given)["weights_dtype"])}
+    profile = lookup.model(model_of(settings)["model"])
+    return {"lora_targets": on_all_linear(profile, _formats_of(settings)["weights_dtype"])}
 
 
-def _say_targets(fields: Fields) -> Settings:
+def _write_targets(fields: Fields) -> Settings:
     profile = lookup.model(fields["model"])
-    own = on_all_linear(profile, fields["weights_dtype"]) if fields["method"] == "lora" else None
-    if fields["lora_targets"] != own:
+    targets = on_all_linear(profile, fields["weights_dtype"]) if fields["method"] == "lora" else None
+    if fields["lora_targets"] != targets:
         why = f"adapters are on every linear layer of the blocks ({AT} models/base.py get_target_modules)"
-        raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], own, why))
+        raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], targets, why))
     return {}
 
 
-def _steps_of(given: Settings) -> Fields:
-    name = given.get("config:optimizer.type", "adamw_optimi")
-    release = given.get("config:optimizer.gradient_release")
+def _steps_of(settings: Settings) -> Fields:
+    name = settings.get("config:optimizer.type", "adamw_optimi")
+    release = settings.get("config:optimizer.gradient_release")
     return {
         "optimizer": one_of(OPTIMIZERS, "optimizer.type")(name),
         "optimizer_step": "backward" if release else "foreach",
@@ -153,60 +155,60 @@ def _steps_of(given: Settings) -> Fields:
     }
 
 
-def _say_steps(fields: Fields) -> Settings:
+def _write_steps(fields: Fields) -> Settings:
     optimizer, step, where = fields["optimizer"], fields["optimizer_step"], fields["offload_optimizer"]
     refused = []
     if step not in ("foreach", "backward"):
         refused.append(
-            Inexpressible("optimizer_step", step, "foreach", "it has gradient_release, or steps after backward")
+            UnsupportedValue("optimizer_step", step, "foreach", "it has gradient_release, or steps after backward")
         )
     elif step == "backward" and (fields["gpus"] * fields["nodes"] > 1 or where != "none"):
         why = f"gradient_release needs one GPU per stage ({AT} train.py)"
-        refused.append(Inexpressible("optimizer_step", step, "foreach", why))
+        refused.append(UnsupportedValue("optimizer_step", step, "foreach", why))
     if where == "nvme" or (where == "cpu" and optimizer != "adamw"):
         refused.append(
-            Inexpressible("offload_optimizer", where, "none", "type = 'offload' keeps AdamW's states in host RAM")
+            UnsupportedValue("offload_optimizer", where, "none", "type = 'offload' keeps AdamW's states in host RAM")
         )
     if refused:
-        raise NotSaidError(*refused)
+        raise InexpressibleError(*refused)
     word = "offload" if where == "cpu" else word_for(OPTIMIZERS, "optimizer", "adamw")(optimizer)
-    said: Settings = {"config:optimizer.type": word}
-    return said | ({"config:optimizer.gradient_release": True} if step == "backward" else {})
+    settings: Settings = {"config:optimizer.type": word}
+    return settings | ({"config:optimizer.gradient_release": True} if step == "backward" else {})
 
 
-def _spread_of(given: Settings) -> Fields:
-    stages = whole(given.get("config:pipeline_stages", 1), "pipeline_stages")
+def _spread_of(settings: Settings) -> Fields:
+    stages = integer(settings.get("config:pipeline_stages", 1), "pipeline_stages")
     if stages > 1:
         fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not supported here"
         raise VplanError(fault, "write pipeline_stages = 1")
-    world = given.get("gpus", 1) * given.get("nodes", 1)
+    world = settings.get("gpus", 1) * settings.get("nodes", 1)
     return {
         "sharding": "ddp" if world > 1 else "none",
-        "swap_blocks": whole(given.get("config:blocks_to_swap", 0), "blocks_to_swap"),
+        "swap_blocks": integer(settings.get("config:blocks_to_swap", 0), "blocks_to_swap"),
     }
 
 
-def _say_spread(fields: Fields) -> Settings:
+def _write_spread(fields: Fields) -> Settings:
     expected = "ddp" if fields["gpus"] * fields["nodes"] > 1 else "none"
     refused = []
     if fields["sharding"] != expected:
         why = f"it splits models by pipeline stages, not by ZeRO or FSDP ({AT} train.py)"
-        refused.append(Inexpressible("sharding", fields["sharding"], expected, why))
+        refused.append(UnsupportedValue("sharding", fields["sharding"], expected, why))
     if fields["swap_blocks"] and fields["method"] != "lora":
         refused.append(
-            Inexpressible("swap_blocks", fields["swap_blocks"], 0, f"only LoRA swaps blocks ({AT} train.py)")
+            UnsupportedValue("swap_blocks", fields["swap_blocks"], 0, f"only LoRA swaps blocks ({AT} train.py)")
         )
     if refused:
-        raise NotSaidError(*refused)
-    said: Settings = {"config:pipeline_stages": 1}
-    return said | ({"config:blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {})
+        raise InexpressibleError(*refused)
+    settings: Settings = {"config:pipeline_stages": 1}
+    return settings | ({"config:blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {})
 
 
-def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
-    return Several(tuple(words), settings, of, say, words)
+def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
+    return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
 
 
-CARRIES: config_text.Carries = {
+CARRIES: config_text.FieldsBySetting = {
     BUCKETS: ("frames", "height", "width", "buckets"),
     BATCH: ("batch_size",),
     "config:model.type": ("model",),
@@ -223,28 +225,28 @@ CARRIES: config_text.Carries = {
 }
 TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
-    _several(_method_of, _say_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
+    _pair(_method_of, _write_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
              method="lora, full", lora_rank="adapter.rank", lora_dropout="adapter.dropout"),
-    _several(model_of, say_model, WHICH, model=", ".join(TYPES), experts="one of two"),
-    _several(shape_of, say_shape, (BUCKETS, BATCH), frames="size_buckets", height="size_buckets",
+    _pair(model_of, write_model, WHICH, model=", ".join(TYPES), experts="one of two"),
+    _pair(shape_of, write_shape, (BUCKETS, BATCH), frames="size_buckets", height="size_buckets",
              width="size_buckets", batch_size="micro_batch_size_per_gpu", buckets="size_buckets"),
-    _several(_formats_of, _say_formats,
+    _pair(_formats_of, _write_formats,
              ("config:model.dtype", "config:model.transformer_dtype", "config:adapter.dtype"),
              weights_dtype="model.dtype, float8 under LoRA", compute_dtype="model.dtype", autocast="model.dtype",
              adapter_dtype="adapter.dtype"),
-    _several(_targets_of, _say_targets, (), lora_targets="all linear layers"),
+    _pair(_targets_of, _write_targets, (), lora_targets="all linear layers"),
     Choice("gradient_checkpointing", {
         "none": {"config:activation_checkpointing": False},
         "full": {"config:activation_checkpointing": True},
         "offload": {"config:activation_checkpointing": "unsloth"},
     }, "every layer is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
-    _several(_steps_of, _say_steps, ("config:optimizer.type", "config:optimizer.gradient_release"),
+    _pair(_steps_of, _write_steps, ("config:optimizer.type", "config:optimizer.gradient_release"),
              optimizer="optimizer.type", optimizer_step="foreach; backward by gradient_release on one GPU",
              offload_optimizer="none, cpu with adamw"),
     Value("gradient_accumulation", "config:gradient_accumulation_steps", 1,
-          lambda value: whole(value, "gradient_accumulation_steps")),
-    _several(_spread_of, _say_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
+          lambda value: integer(value, "gradient_accumulation_steps")),
+    _pair(_spread_of, _write_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
              sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
     When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),
     Fixed("text_encoder", "cached", "prompts are cached on disk before training"),
@@ -252,34 +254,38 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
     Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
     Fixed("attention", "sdpa"),
-    *usual("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_gradients",
+    *our_defaults("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_gradients",
            "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
            "group_offload", "group_offload_stream", "context_parallel"),
 )  # fmt: skip
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """`deepspeed train.py --deepspeed --config FILE`, or that config itself; the dataset's file is read too."""
-    told: Settings = {}
+    launch: Settings = {}
     notes = list(script.notes)
     config = script.config
     if config is None:
-        found = [one for one in script.programs if PurePosixPath(one.script).name == "train.py" and _is_own(one)]
-        if not found:
+        programs = [
+            program
+            for program in script.programs
+            if PurePosixPath(program.script).name == "train.py" and _is_own(program)
+        ]
+        if not programs:
             return None
-        told, more = launched(found[-1], script, {})
-        parsed = flags.script("diffusion-pipe", "train.py").parse(_without_deepspeed(found[-1].arguments))
+        launch, more = launch_settings(programs[-1], script, {})
+        parsed = flags.script("diffusion-pipe", "train.py").parse(_without_deepspeed(programs[-1].arguments))
         notes += more
-        path = str(parsed.given["--config"])
+        path = str(parsed.values["--config"])
         config = script.document(path)
         if config is None:
             raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where the file is")
-    said = flat(config, script.name)
-    if not {"model.type", "optimizer.type"} <= said.keys():
+    keys = flat(config, script.name)
+    if not {"model.type", "optimizer.type"} <= keys.keys():
         return None
     read = flags.script("diffusion-pipe", "config.toml").parse_config(config)
-    settings: Settings = {"script": "train.py", **told}
-    settings |= {f"config:{key}": value for key, value in said.items()}
+    settings: Settings = {"script": "train.py", **launch}
+    settings |= {f"config:{key}": value for key, value in keys.items()}
     settings.setdefault("config:activation_checkpointing", False)
     path = str(config.get("dataset", ""))
     data = script.document(path) if path else None
@@ -288,8 +294,8 @@ def gather(script: Script) -> Given | None:
     else:
         settings["dataset"] = True
         settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
-    gone = tuple(Remark(name, why) for name, why in read.gone.items())
-    return Given("diffusion-pipe", settings, read.unknown, gone, tuple(notes))
+    removed = tuple(Remark(name, why) for name, why in read.removed.items())
+    return Invocation("diffusion-pipe", settings, read.unknown, removed, tuple(notes))
 
 
 def _is_own(program: PythonCommand) -> bool:
@@ -301,26 +307,28 @@ def _without_deepspeed(words: Sequence[str]) -> list[str]:
     return [word for word in words if word != "--deepspeed"]  # deepspeed.add_config_arguments
 
 
-def notes(given: Settings, fields: Fields) -> Iterator[str]:
+def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What it does without being asked."""
     yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
     if fields["method"] == "lora" and (
-        said := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
+        note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
     ):
-        yield said
+        yield note
     if fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED:
         yield "adapters over a quantised base are counted in fp32"
-    if str(given.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
+    if str(settings.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
         yield "estimated with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
-    if rows_of(given, "dataset:resolutions") and not rows_of(given, BUCKETS):
+    if rows_of(settings, "dataset:resolutions") and not rows_of(settings, BUCKETS):
         yield "resolutions are areas: estimated as squares, and buckets of other sides have as many pixels"
 
 
-def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
+def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     """What does nothing."""
-    if given.get("config:reentrant_activation_checkpointing") and not given.get("config:activation_checkpointing"):
+    if settings.get("config:reentrant_activation_checkpointing") and not settings.get(
+        "config:activation_checkpointing"
+    ):
         yield Remark("reentrant_activation_checkpointing", "it acts with activation_checkpointing only")
-    if given.get("config:disable_block_swap_for_eval") and not fields["swap_blocks"]:
+    if settings.get("config:disable_block_swap_for_eval") and not fields["swap_blocks"]:
         yield Remark("disable_block_swap_for_eval", "no blocks are swapped")
 
 
@@ -338,13 +346,13 @@ MOVES = (
 
 def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     """dataset.toml, config.toml and train.sh."""
-    said = config_text.carried(DIALECT, settings, CARRIES)
+    carries = config_text.fields_by_setting(DIALECT, settings, CARRIES)
     data = {"size_buckets": settings[BUCKETS], "directory": [{"path": "data/my_set", "num_repeats": 1}]}
     head = "The dataset. The comment after each line names its plan field. Fill in the folder."
-    dataset = config_text.toml(data, config_text.comments(said, "dataset:"), head)
-    own = config_text.tree(settings, "config:")
+    dataset = config_text.toml(data, config_text.comments(carries, "dataset:"), head)
+    keys = config_text.tree(settings, "config:")
     config: Settings = {"output_dir": "out", "dataset": "dataset.toml", "epochs": 100, "warmup_steps": 10}
-    config |= {"gradient_clipping": 1.0, "save_every_n_epochs": 5, "checkpoint_every_n_minutes": 120, **own}
+    config |= {"gradient_clipping": 1.0, "save_every_n_epochs": 5, "checkpoint_every_n_minutes": 120, **keys}
     config["optimizer"] |= {"lr": 2e-5, "betas": [0.9, 0.99], "weight_decay": 0.01}
     head = "The comment after each line names its plan field. Fill in the paths."
     nodes = f" --num_nodes={plan.machine.nodes}" if plan.machine.nodes > 1 else ""
@@ -354,7 +362,7 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     lines += [f"deepspeed --num_gpus={plan.machine.gpus}{nodes} train.py --deepspeed --config config.toml"]
     return {
         "dataset.toml": dataset,
-        "config.toml": config_text.toml(config, config_text.comments(said, "config:"), head),
+        "config.toml": config_text.toml(config, config_text.comments(carries, "config:"), head),
         "train.sh": "\n".join(lines) + "\n",
     }
 
@@ -365,7 +373,7 @@ DIALECT: Dialect = Dialect(
     source="https://github.com/tdrussell/diffusion-pipe at 8f83dbf",
     scripts=("train.py",),
     table=TABLE,
-    gather=gather,
+    read_script=read_script,
     remarks=remarks,
     notes=notes,
     moves=MOVES,

@@ -13,13 +13,13 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
     When,
 )
@@ -28,13 +28,13 @@ from planner.dialects.base.launchers import (
     GPUS,
     NODES,
     command_line,
+    command_settings,
     engine,
-    export_line,
-    given_flags,
-    launched,
-    own_settings,
-    the_model,
-    usual,
+    launch_settings,
+    our_defaults,
+    parse_program,
+    require_model,
+    script_head,
 )
 from planner.dialects.base.script import Script
 from planner.spec.plan import Plan
@@ -57,52 +57,52 @@ SHIPPED: dict[str, Settings] = {
 """Stages in the configs that come with both (config/*.json)."""
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A command of its own scripts."""
-    found = [
+    programs = [
         program
         for program in script.programs
         if program.script.rpartition("scripts/")[2] in ("train.py", "train_lora.py")
         and TELLING & {word.partition("=")[0] for word in program.arguments}
     ]
-    if not found:
+    if not programs:
         return None
-    told, notes = launched(found[-1], script, SHIPPED)
-    return given_flags("easyanimate", found[-1], told, [*script.notes, *notes])
+    launch, notes = launch_settings(programs[-1], script, SHIPPED)
+    return parse_program("easyanimate", programs[-1], launch, [*script.notes, *notes])
 
 
-def gather_videox(script: Script) -> Given | None:
+def read_videox_script(script: Script) -> Invocation | None:
     """A command of the scripts in one of VideoX-Fun's folders, scripts/<model>/."""
-    own = [
+    programs = [
         program
         for program in script.programs
         if program.script.rpartition("/")[2] in ("train.py", "train_lora.py")
         and program.script.rpartition("scripts/")[2].count("/") == 1
-        and (found := flags.find("videox-fun", program.script)) is not None
-        and program.script.endswith(found.path)
+        and (entry_point := flags.find("videox-fun", program.script)) is not None
+        and program.script.endswith(entry_point.path)
     ]
-    if not own:
+    if not programs:
         return None
-    told, notes = launched(own[-1], script, SHIPPED)
-    return given_flags("videox-fun", own[-1], told, [*script.notes, *notes])
+    launch, notes = launch_settings(programs[-1], script, SHIPPED)
+    return parse_program("videox-fun", programs[-1], launch, [*script.notes, *notes])
 
 
 def _model(settings: Settings) -> Fields:
-    name = the_model(settings, "--pretrained_model_name_or_path", "--config_path")
+    name = require_model(settings, "--pretrained_model_name_or_path", "--config_path")
     return {"model": lookup.model(name).name}
 
 
-def _say_model(fields: Fields) -> Settings:
+def _write_model(fields: Fields) -> Settings:
     profile = lookup.model(fields["model"])
-    known = [name for name in profile.aliases if "/" in name and not name.lower().endswith("-diffusers")]
-    return {"--pretrained_model_name_or_path": known[0] if known else profile.name}
+    repositories = [name for name in profile.aliases if "/" in name and not name.lower().endswith("-diffusers")]
+    return {"--pretrained_model_name_or_path": repositories[0] if repositories else profile.name}
 
 
-def _say_own_model(fields: Fields) -> Settings:
+def _write_own_model(fields: Fields) -> Settings:
     if not lookup.model(fields["model"]).trained_with("easyanimate", "own-model"):
         why = "its scripts build EasyAnimate's own transformer"
-        raise NotSaidError(Inexpressible("model", fields["model"], "easyanimate-v5.1-7b", why))
-    return _say_model(fields)
+        raise InexpressibleError(UnsupportedValue("model", fields["model"], "easyanimate-v5.1-7b", why))
+    return _write_model(fields)
 
 
 def _is_image(model: object) -> bool:
@@ -118,19 +118,19 @@ def _size(settings: Settings) -> Fields:
     return {"height": side, "width": side, "frames": frames}
 
 
-def _say_size(fields: Fields) -> Settings:
+def _write_size(fields: Fields) -> Settings:
     image = _is_image(fields["model"])
     flag = "--image_sample_size" if image else "--video_sample_size"
     refused = []
     if fields["height"] != fields["width"]:
         why = f"{flag} is one number: samples of all shapes have about as many pixels as that square"
-        refused.append(Inexpressible("width", fields["width"], fields["height"], why))
+        refused.append(UnsupportedValue("width", fields["width"], fields["height"], why))
     if image and fields["frames"] != 1:
-        refused.append(Inexpressible("frames", fields["frames"], 1, "the model makes images"))
+        refused.append(UnsupportedValue("frames", fields["frames"], 1, "the model makes images"))
     if refused:
-        raise NotSaidError(*refused)
-    said: Settings = {flag: fields["height"]} if fields["height"] != 512 else {}
-    return said | ({"--video_sample_n_frames": fields["frames"]} if not image and fields["frames"] != 17 else {})
+        raise InexpressibleError(*refused)
+    settings: Settings = {flag: fields["height"]} if fields["height"] != 512 else {}
+    return settings | ({"--video_sample_n_frames": fields["frames"]} if not image and fields["frames"] != 17 else {})
 
 
 def _plain(settings: Settings) -> Fields:
@@ -141,7 +141,7 @@ def _plain(settings: Settings) -> Fields:
     return {"weights_dtype": "bf16", "adapter_dtype": "fp32", "autocast": autocast}
 
 
-def _say_plain(fields: Fields) -> Settings:
+def _write_plain(fields: Fields) -> Settings:
     return {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {}
 
 
@@ -149,16 +149,16 @@ def _validation(settings: Settings) -> Fields:
     return {"validation_mode": "on" if settings.get("--validation_prompts") else "off"}
 
 
-def _say_validation(fields: Fields) -> Settings:
+def _write_validation(fields: Fields) -> Settings:
     if fields["validation_mode"] == "offload":
         why = "it moves the whole pipeline to the GPU (log_validation)"
-        raise NotSaidError(Inexpressible("validation_mode", "offload", "on", why))
+        raise InexpressibleError(UnsupportedValue("validation_mode", "offload", "on", why))
     return {"--validation_prompts": ["a cat walks"]} if fields["validation_mode"] == "on" else {}
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    own = lookup.model(fields["model"]).trained_with("easyanimate", "own-model")
-    if "--vae_mini_batch" in settings and (fields["batch_size"] == 1 or own):
+    own_model = lookup.model(fields["model"]).trained_with("easyanimate", "own-model")
+    if "--vae_mini_batch" in settings and (fields["batch_size"] == 1 or own_model):
         alone = "with batch 1 there is nothing to split"
         many = "the VAE itself takes 4 frames at a time, whatever it says"
         why = f"it splits over the batch, not over frames: {alone if fields['batch_size'] == 1 else many}"
@@ -210,25 +210,25 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         extra["--trainable_modules"] = "."
     if lookup.model(plan.job.model).trained_with("easyanimate", "own-model"):
         extra["--config_path"] = "config/easyanimate_video_v5.1_magvit_qwen.yaml"
-    return {"train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher)}
+    return {"train.sh": script_head(plan) + command_line(command_settings(settings), extra, launcher)}
 
 
-def _table(say_model: Callable[[Fields], Settings], *own: Binding | When) -> tuple[Binding | When, ...]:
+def _table(write_model: Callable[[Fields], Settings], *bindings: Binding | When) -> tuple[Binding | When, ...]:
     return (
-        Several(
+        FunctionPair(
             ("model",),
             ("--pretrained_model_name_or_path",),
             _model,
-            say_model,
+            write_model,
             {"model": "--pretrained_model_name_or_path"},
         ),
-        *own,
+        *bindings,
         When("method", frozenset({"lora"}), Value("lora_rank", "--rank", 128)),
-        Several(
+        FunctionPair(
             ("height", "width", "frames"),
             ("--video_sample_size", "--image_sample_size", "--video_sample_n_frames"),
             _size,
-            _say_size,
+            _write_size,
             {"height": "square", "width": "square", "frames": "--video_sample_n_frames"},
         ),
         Value("batch_size", "--train_batch_size", 16),
@@ -240,16 +240,16 @@ def _table(say_model: Callable[[Fields], Settings], *own: Binding | When) -> tup
             {("resident", "resident"): {}, ("swapped", "swapped"): {"--low_vram": True}},
             "text encoder and VAE stay on the GPU, or are swapped together by --low_vram; nothing is cached",
         ),
-        Several(
+        FunctionPair(
             ("validation_mode",),
             ("--validation_prompts",),
             _validation,
-            _say_validation,
+            _write_validation,
             {"validation_mode": "off, on"},
         ),
         engine(
             _plain,
-            _say_plain,
+            _write_plain,
             {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
             with_deepspeed={"--use_deepspeed": True},
         ),
@@ -258,16 +258,20 @@ def _table(say_model: Callable[[Fields], Settings], *own: Binding | When) -> tup
         EXPANDABLE,
         GPUS,
         NODES,
-        *usual(
+        *our_defaults(
             "experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references", "validation"
         ),
-        *usual("compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype", "vae_dtype", "vae_tiling"),
-        *usual("vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
-        *usual("context_parallel"),
+        *our_defaults(
+            "compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype", "vae_dtype", "vae_tiling"
+        ),
+        *our_defaults(
+            "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"
+        ),
+        *our_defaults("context_parallel"),
     )
 
 
-def _several(fields: Fields) -> bool:
+def _several_gpus(fields: Fields) -> bool:
     return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
@@ -288,8 +292,8 @@ MOVES = (
     Move(
         {"sharding": "zero-2", **DEEPSPEED},
         "gradients and states are sharded across the GPUs, with an fp32 master",
-        said=lambda settings: [ZERO_2],
-        when=_several,
+        words_for=lambda settings: [ZERO_2],
+        when=_several_gpus,
     ),
 )
 
@@ -299,11 +303,11 @@ DIALECT = Dialect(
     source="https://github.com/aigc-apps/EasyAnimate at c2a70d1",
     scripts=(FULL, LORA),
     table=_table(
-        _say_own_model,
+        _write_own_model,
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),
-    gather=gather,
+    read_script=read_script,
     remarks=_remarks,
     notes=_notes,
     moves=MOVES,
@@ -327,14 +331,14 @@ def _method(settings: Settings) -> Fields:
     return {"method": "lora" if str(settings["script"]).endswith("train_lora.py") else "full"}
 
 
-def _say_method(fields: Fields) -> Settings:
+def _write_method(fields: Fields) -> Settings:
     model = str(fields["model"])
     folder = next((name for name, starts in FAMILIES.items() if model.startswith(starts)), None)
     if folder is None:
         why = f"its scripts are for {', '.join(FAMILIES)}"
-        raise NotSaidError(Inexpressible("model", model, "wan2.1-t2v-14b", why))
+        raise InexpressibleError(UnsupportedValue("model", model, "wan2.1-t2v-14b", why))
     if fields["method"] == "sample":
-        raise NotSaidError(Inexpressible("method", "sample", "lora", "these scripts train"))
+        raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "these scripts train"))
     return {"script": f"scripts/{folder}/{'train_lora' if fields['method'] == 'lora' else 'train'}.py"}
 
 
@@ -345,18 +349,18 @@ VIDEOX_FUN = replace(
     source="https://github.com/aigc-apps/VideoX-Fun at 804a425",
     scripts=tuple(f"scripts/{folder}/train.py" for folder in FAMILIES),
     table=_table(
-        _say_model,
-        Several(("method",), ("script",), _method, _say_method, {"method": "full, lora, by the script"}),
+        _write_model,
+        FunctionPair(("method",), ("script",), _method, _write_method, {"method": "full, lora, by the script"}),
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),
-    gather=gather_videox,
+    read_script=read_videox_script,
     moves=(
         *MOVES,
         Move(
             {"sharding": "zero-3", **DEEPSPEED},
             "weights too are sharded across the GPUs and gathered for every block",
-            said=lambda settings: [ZERO_3],
-            when=_several,
+            words_for=lambda settings: [ZERO_3],
+            when=_several_gpus,
         ),
     ),
 )

@@ -11,16 +11,16 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
 )
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, export_line, launched, usual
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, our_defaults, script_head
 from planner.dialects.base.script import Script
 from planner.errors import VplanError
 from planner.spec.plan import Plan
@@ -31,16 +31,16 @@ CONFIG = "config:"
 MODEL = "latentsync-1.6-stage1"
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A command of its UNet's script, or that script's config alone."""
-    found = [program for program in script.programs if program.script.endswith("scripts/train_unet.py")]
-    if found:
-        program = found[-1]
-        told, notes = launched(program, script, {})
+    programs = [program for program in script.programs if program.script.endswith("scripts/train_unet.py")]
+    if programs:
+        program = programs[-1]
+        launch, notes = launch_settings(program, script, {})
         arguments = flags.script("latentsync", "scripts/train_unet.py").parse(program.arguments)
-        path = str(arguments.given.get("--unet_config_path", f"{FOLDER}stage1.yaml"))
+        path = str(arguments.values.get("--unet_config_path", f"{FOLDER}stage1.yaml"))
         document = script.document(path)
-        return _given(document, path, told, (*script.notes, *notes), arguments.unknown)
+        return _given(document, path, launch, (*script.notes, *notes), arguments.unknown)
     document = script.config
     if document is not None and isinstance(document.get("data"), dict) and "syncnet_config_path" in document["data"]:
         return _given(document, f"{FOLDER}{script.name}", {}, script.notes, ())
@@ -48,22 +48,22 @@ def gather(script: Script) -> Given | None:
 
 
 def _given(
-    document: dict[str, Any] | None, path: str, told: Settings, notes: tuple[str, ...], unknown: tuple[str, ...]
-) -> Given:
+    document: dict[str, Any] | None, path: str, launch: Settings, notes: tuple[str, ...], unknown: tuple[str, ...]
+) -> Invocation:
     """A config's keys; those of the shipped file of that name where it is not here."""
     shipped = flags.find("latentsync", FOLDER + path.rpartition("/")[2])
-    known = shipped or flags.script("latentsync", f"{FOLDER}stage1.yaml")
+    entry_point = shipped or flags.script("latentsync", f"{FOLDER}stage1.yaml")
     if document is not None:
-        parsed = known.parse_config(document)
-        keys, unknown, gone = parsed.given, (*unknown, *parsed.unknown), parsed.gone
+        parsed = entry_point.parse_config(document)
+        keys, unknown, removed = parsed.values, (*unknown, *parsed.unknown), parsed.removed
     elif shipped is not None:
-        keys, gone = {name: flag.default for name, flag in shipped.flags.items() if flag.default is not None}, {}
+        keys, removed = {name: flag.default for name, flag in shipped.flags.items() if flag.default is not None}, {}
         notes = (*notes, f"{path} is not here: taken as the repository has it")
     else:
         raise VplanError(f"{path} is not here", "run vplan where the command would run, or name the config itself")
-    settings = {"script": "scripts/train_unet.py", "path": path, **told}
+    settings = {"script": "scripts/train_unet.py", "path": path, **launch}
     settings |= {f"{CONFIG}{name}": value for name, value in keys.items()}
-    return Given("latentsync", settings, unknown, tuple(Remark(name, why) for name, why in gone.items()), notes)
+    return Invocation("latentsync", settings, unknown, tuple(Remark(name, why) for name, why in removed.items()), notes)
 
 
 def _model(settings: Settings) -> Fields:
@@ -74,9 +74,9 @@ def _model(settings: Settings) -> Fields:
     return {"model": MODEL}
 
 
-def _say_model(fields: Fields) -> Settings:
+def _write_model(fields: Fields) -> Settings:
     if fields["model"] != MODEL:
-        raise NotSaidError(Inexpressible("model", fields["model"], MODEL, "it trains its own model"))
+        raise InexpressibleError(UnsupportedValue("model", fields["model"], MODEL, "it trains its own model"))
     return {}
 
 
@@ -85,10 +85,10 @@ def _size(settings: Settings) -> Fields:
     return {"height": side, "width": side}
 
 
-def _say_size(fields: Fields) -> Settings:
+def _write_size(fields: Fields) -> Settings:
     if fields["height"] != fields["width"]:
         why = "data.resolution is the side of a square"
-        raise NotSaidError(Inexpressible("width", fields["width"], fields["height"], why))
+        raise InexpressibleError(UnsupportedValue("width", fields["width"], fields["height"], why))
     return {f"{CONFIG}data.resolution": fields["height"]}
 
 
@@ -127,7 +127,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     )
     return {
         "stage1_vplan.yaml": yaml.safe_dump(tree, sort_keys=False),
-        "train.sh": export_line(plan) + command,
+        "train.sh": script_head(plan) + command,
     }
 
 
@@ -136,7 +136,7 @@ def _flag(name: str, field: str, on: Any, off: Any) -> Value:
 
     def write(value: Any) -> bool:
         if value not in (on, off):
-            raise NotSaidError(Inexpressible(field, value, on, f"{name} is true ({on}) or false ({off})"))
+            raise InexpressibleError(UnsupportedValue(field, value, on, f"{name} is true ({on}) or false ({off})"))
         return bool(value == on)
 
     return Value(field, CONFIG + name, on, lambda value: on if value else off, write)
@@ -161,14 +161,14 @@ DIALECT = Dialect(
     scripts=("scripts/train_unet.py",),
     assigns=": ",
     table=(
-        Several(("model",), (), _model, _say_model, {"model": MODEL}),
+        FunctionPair(("model",), (), _model, _write_model, {"model": MODEL}),
         Fixed("method", "full", "it trains the UNet whole"),
         Value("frames", f"{CONFIG}data.num_frames", 16),
-        Several(
+        FunctionPair(
             ("height", "width"),
             (f"{CONFIG}data.resolution",),
             _size,
-            _say_size,
+            _write_size,
             {"height": "data.resolution", "width": "data.resolution"},
         ),
         Value("batch_size", f"{CONFIG}data.batch_size", 1),
@@ -188,21 +188,21 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *usual("trainable", "lora_rank", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
-        *usual(
+        *our_defaults("trainable", "lora_rank", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults(
             "experts", "validation", "compute_dtype", "master_weights", "adapter_dtype", "checkpointed_blocks", "ema"
         ),
-        *usual("offload_optimizer", "offload_gradients", "offload_params", "swap_blocks", "text_encoder_dtype"),
-        *usual("vae_tiling", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
-        *usual("context_parallel"),
+        *our_defaults("offload_optimizer", "offload_gradients", "offload_params", "swap_blocks", "text_encoder_dtype"),
+        *our_defaults("vae_tiling", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
+        *our_defaults("context_parallel"),
     ),
-    gather=gather,
+    read_script=read_script,
     remarks=_remarks,
     notes=_notes,
     moves=(
         Move({"vae_slicing": True}, "the frames are decoded one at a time"),
         Move({"validation_mode": "off"}, "no sample beside the checkpoint"),
-        Move({"version": "zeroed"}, "the gradients are gone before validation", said=lambda settings: [ZERO]),
+        Move({"version": "zeroed"}, "the gradients are gone before validation", words_for=lambda settings: [ZERO]),
         Move({"sharding": "none"}, "no second copy of the gradients", when=_one_gpu),
         Move({"optimizer_step": "fused"}, "no copy of the weights at the step"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
@@ -211,7 +211,7 @@ DIALECT = Dialect(
         Move(
             {"height": 256, "width": 256},
             "another job: 256 px instead of 512",
-            said=lambda settings: ["--unet_config_path configs/unet/stage1.yaml"],
+            words_for=lambda settings: ["--unet_config_path configs/unet/stage1.yaml"],
             when=lambda fields: fields["height"] == 512,
         ),
     ),

@@ -33,14 +33,14 @@ EXTRA: dict[str, object] = {
 """What no field of a plan carries, as its documentation begins (docs/wan.md)."""
 
 
-def files(dialect: Dialect, plan: Plan, settings: Settings, carries: config_text.Carries) -> dict[str, str]:
+def files(dialect: Dialect, plan: Plan, settings: Settings, carries: config_text.FieldsBySetting) -> dict[str, str]:
     """dataset.toml, the prompts of samples where some are made, and train.sh."""
-    found = {"dataset.toml": _dataset(config_text.carried(dialect, settings, carries), plan, settings)}
+    texts = {"dataset.toml": _dataset(config_text.fields_by_setting(dialect, settings, carries), plan, settings)}
     if "--sample_prompts" in settings:
         shape = plan.job.validation or plan.job
-        found["prompts.txt"] = f"a prompt of yours --w {shape.width} --h {shape.height} --f {shape.frames} --s 20\n"
-    found["train.sh"] = _script(plan, settings)
-    return found
+        texts["prompts.txt"] = f"a prompt of yours --w {shape.width} --h {shape.height} --f {shape.frames} --s 20\n"
+    texts["train.sh"] = _script(plan, settings)
+    return texts
 
 
 def _dataset(carried: Mapping[str, tuple[str, ...]], plan: Plan, settings: Settings) -> str:
@@ -49,9 +49,9 @@ def _dataset(carried: Mapping[str, tuple[str, ...]], plan: Plan, settings: Setti
     first = {f"{kind}_directory": "data/my_set", "cache_directory": "data/my_cache", **data.get("datasets", [{}])[0]}
     first |= {"frame_extraction": "head"} if kind == "video" else {}
     general = {**data["general"], "caption_extension": ".txt", "enable_bucket": True}
-    said = config_text.comments(carried, "dataset:")
+    comments = config_text.comments(carried, "dataset:")
     head = "The dataset. The comment after each line names its plan field. Fill in the folders."
-    return config_text.toml({"general": general, "datasets": [first]}, said, head)
+    return config_text.toml({"general": general, "datasets": [first]}, comments, head)
 
 
 def _script(plan: Plan, settings: Settings) -> str:
@@ -59,14 +59,14 @@ def _script(plan: Plan, settings: Settings) -> str:
     family = script.rpartition("/")[2].removesuffix("_train_network.py")
     caching = script.rpartition("/")[0] + "/" + ("" if family == "hv" else f"{family}_") + "cache_{}.py"
     encoders = ENCODERS.get(family, {"--text_encoder": "models/text_encoder.safetensors"})
-    own = {name: value for name, value in settings.items() if name.startswith("--")}
-    fp8 = {name: value for name, value in own.items() if name in ("--fp8_t5", "--fp8_llm", "--fp8_vl", *_FP8)}
+    flags = {name: value for name, value in settings.items() if name.startswith("--")}
+    fp8 = {name: value for name, value in flags.items() if name in ("--fp8_t5", "--fp8_llm", "--fp8_vl", *_FP8)}
     data: dict[str, object] = {"--dataset_config": "dataset.toml"}
     latents: Settings = {"script": caching.format("latents")}
-    if family == "wan" and str(own.get("--task")).startswith("i2v"):
+    if family == "wan" and str(flags.get("--task")).startswith("i2v"):
         latents["--i2v"] = True
-    if "--vae_dtype" in own:
-        latents["--vae_dtype"] = own["--vae_dtype"]
+    if "--vae_dtype" in flags:
+        latents["--vae_dtype"] = flags["--vae_dtype"]
     prompts: Settings = {"script": caching.format("text_encoder_outputs"), **fp8}
     launcher = ["accelerate", "launch", "--num_cpu_threads_per_process 1", f"--num_processes {plan.machine.world}"]
     launcher += ["--multi_gpu"] if plan.machine.world > 1 else []
@@ -77,8 +77,8 @@ def _script(plan: Plan, settings: Settings) -> str:
         text += "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
     text += command_line(latents, data | VAE, ["python"])
     text += command_line(prompts, data | encoders, ["python"])
-    extra = EXTRA | (VAE | encoders if "--sample_prompts" in own else {})
-    return text + command_line({"script": script, **own}, extra, launcher)
+    extra = EXTRA | (VAE | encoders if "--sample_prompts" in flags else {})
+    return text + command_line({"script": script, **flags}, extra, launcher)
 
 
 _FP8 = ("--fp8_text_encoder",)

@@ -7,12 +7,12 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base.bindings import (
     Fields,
-    Inexpressible,
-    NotSaidError,
+    InexpressibleError,
     Settings,
+    UnsupportedValue,
 )
-from planner.dialects.base.launchers import known_model
-from planner.dialects.base.values import listed, whole
+from planner.dialects.base.launchers import find_model
+from planner.dialects.base.values import as_list, integer
 from planner.errors import VplanError, quoted
 from planner.spec.job import Bucket
 
@@ -61,59 +61,59 @@ def family_of(model: str) -> str:
     return FAMILIES.get(model, ("wan", {}))[0]  # of a model it has not, another binding says so
 
 
-def candidates_of(given: Settings) -> list[str]:
+def candidates_of(settings: Settings) -> list[str]:
     """The models that a command may mean by its script and task."""
-    script = str(given.get("script", ""))
-    found = []
+    script = str(settings.get("script", ""))
+    models = []
     for name, (family, words) in FAMILIES.items():
         plain = words or {"--model_version": None}
-        plain = {key: value for key, value in plain.items() if value is not None or given.get(key) != "original"}
-        if script.endswith(SCRIPT.format(family)) and all(given.get(key) == value for key, value in plain.items()):
-            found.append(name)
-    return found
+        plain = {key: value for key, value in plain.items() if value is not None or settings.get(key) != "original"}
+        if script.endswith(SCRIPT.format(family)) and all(settings.get(key) == value for key, value in plain.items()):
+            models.append(name)
+    return models
 
 
-def model_of(given: Settings) -> Fields:
+def model_of(settings: Settings) -> Fields:
     """The model that the settings mean, and its expert."""
-    given = given | {name: MEANT[value] for name in WHICH if (value := given.get(name)) in MEANT}
-    candidates = candidates_of(given)
-    named = given.get("model") or known_model(given.get("--dit"))
+    settings = settings | {name: MEANT[value] for name in WHICH if (value := settings.get(name)) in MEANT}
+    candidates = candidates_of(settings)
+    name_given = settings.get("model") or find_model(settings.get("--dit"))
     if not candidates:
-        said = given.get("--task") or given.get("--model_version") or given.get("script")
+        words = settings.get("--task") or settings.get("--model_version") or settings.get("script")
         fix = "supported: " + ", ".join(FAMILIES)
-        raise VplanError(f"which model {quoted(said)} trains is not known here", fix)
-    model = named if named in candidates else candidates[0]
+        raise VplanError(f"which model {quoted(words)} trains is not known here", fix)
+    model = name_given if name_given in candidates else candidates[0]
     fields: Fields = {"model": model, "experts": None, "inactive_expert": "absent"}
     if lookup.model(model).experts > 1:
-        fields["experts"] = "high" if "high" in str(given.get("--dit", "")).lower() else "low"
-        if given.get("--dit_high_noise"):
+        fields["experts"] = "high" if "high" in str(settings.get("--dit", "")).lower() else "low"
+        if settings.get("--dit_high_noise"):
             fields["experts"] = "both"
-            fields["inactive_expert"] = "cpu" if given.get("--offload_inactive_dit") else "gpu"
+            fields["inactive_expert"] = "cpu" if settings.get("--offload_inactive_dit") else "gpu"
     return fields
 
 
-def say_model(fields: Fields) -> Settings:
-    """What names a model, or a NotSaidError."""
+def write_model(fields: Fields) -> Settings:
+    """What names a model, or an InexpressibleError."""
     model, experts, inactive = fields["model"], fields["experts"], fields["inactive_expert"]
     if model not in FAMILIES:
         why = f"of the known models it trains {', '.join(FAMILIES)}"
-        raise NotSaidError(Inexpressible("model", model, next(iter(FAMILIES)), why))
+        raise InexpressibleError(UnsupportedValue("model", model, next(iter(FAMILIES)), why))
     family, words = FAMILIES[model]
-    said: Settings = {"script": SCRIPT.format(family), **words, "--dit": f"models/{model}.safetensors"}
+    settings: Settings = {"script": SCRIPT.format(family), **words, "--dit": f"models/{model}.safetensors"}
     if lookup.model(model).experts == 1 or experts != "both":
         if inactive != "absent":
             why = (
                 "there is no other expert" if lookup.model(model).experts == 1 else "one expert is loaded, which trains"
             )
-            raise NotSaidError(Inexpressible("inactive_expert", inactive, "absent", why))
+            raise InexpressibleError(UnsupportedValue("inactive_expert", inactive, "absent", why))
         if lookup.model(model).experts == 1:
-            return said
-        return said | {"--dit": f"models/{model}-{experts or 'low'}.safetensors"}
+            return settings
+        return settings | {"--dit": f"models/{model}-{experts or 'low'}.safetensors"}
     if inactive == "cpu" and fields["swap_blocks"]:
         why = f"--offload_inactive_dit does not go with --blocks_to_swap ({AT} wan_train_network.py)"
-        raise NotSaidError(Inexpressible("inactive_expert", inactive, "gpu", why))
-    said |= {"--dit": f"models/{model}-low.safetensors", "--dit_high_noise": f"models/{model}-high.safetensors"}
-    return said | ({"--offload_inactive_dit": True} if inactive == "cpu" else {})
+        raise InexpressibleError(UnsupportedValue("inactive_expert", inactive, "gpu", why))
+    settings |= {"--dit": f"models/{model}-low.safetensors", "--dit_high_noise": f"models/{model}-high.safetensors"}
+    return settings | ({"--offload_inactive_dit": True} if inactive == "cpu" else {})
 
 
 # ---- the dataset's file
@@ -125,37 +125,39 @@ LONGEST = 129
 """``max_frames`` of datasets that take whole clips (dataset/config_utils.py)."""
 
 
-def shape_of(given: Settings) -> Fields:
+def shape_of(settings: Settings) -> Fields:
     """The samples' shapes."""
-    model = lookup.model(model_of(given)["model"])
+    model = lookup.model(model_of(settings)["model"])
     usual = model.shape
-    size = listed(dataset_key(given, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]])
-    width, height = (whole(side, "resolution") for side in (size[0], size[-1]))
-    lengths = listed(dataset_key(given, "target_frames") or usual.default_frames)
-    if dataset_key(given, "frame_extraction") == "full":
-        lengths = [dataset_key(given, "max_frames") or LONGEST]
-    lengths = sorted({whole(each, "target_frames") for each in lengths}) if model.kind == "video" else [1]
-    shapes = tuple(Bucket.read({"frames": each, "height": height, "width": width}, "the dataset") for each in lengths)
+    size = as_list(dataset_key(settings, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]])
+    width, height = (integer(side, "resolution") for side in (size[0], size[-1]))
+    lengths = as_list(dataset_key(settings, "target_frames") or usual.default_frames)
+    if dataset_key(settings, "frame_extraction") == "full":
+        lengths = [dataset_key(settings, "max_frames") or LONGEST]
+    lengths = sorted({integer(length, "target_frames") for length in lengths}) if model.kind == "video" else [1]
+    shapes = tuple(
+        Bucket.read({"frames": length, "height": height, "width": width}, "the dataset") for length in lengths
+    )
     buckets = shapes if len(shapes) > 1 else ()
-    batch = whole(dataset_key(given, "batch_size") or 1, "batch_size")
+    batch = integer(dataset_key(settings, "batch_size") or 1, "batch_size")
     return {"frames": lengths[-1], "height": height, "width": width, "batch_size": batch, "buckets": buckets}
 
 
-def dataset_key(given: Settings, key: str) -> Any:
+def dataset_key(settings: Settings, key: str) -> Any:
     """A key of the first dataset, or of all of them."""
-    return given.get(f"dataset:datasets[0].{key}", given.get(f"dataset:general.{key}"))
+    return settings.get(f"dataset:datasets[0].{key}", settings.get(f"dataset:general.{key}"))
 
 
-def say_shape(fields: Fields) -> Settings:
-    """What says the samples' shapes, or a NotSaidError."""
+def write_shape(fields: Fields) -> Settings:
+    """What says the samples' shapes, or an InexpressibleError."""
     sizes = {(bucket.height, bucket.width) for bucket in fields["buckets"]}
     lengths = sorted(bucket.frames for bucket in fields["buckets"]) or [fields["frames"]]
     odd = len(sizes) > 1 or any(bucket.batch_size for bucket in fields["buckets"]) or len(set(lengths)) < len(lengths)
     image = lookup.model(fields["model"]).kind == "image"
     if odd or (sizes and (sizes != {(fields["height"], fields["width"])} or image or len(lengths) == 1)):
         why = "a dataset has one size and one batch size, with several lengths"
-        raise NotSaidError(Inexpressible("buckets", fields["buckets"], (), why))
+        raise InexpressibleError(UnsupportedValue("buckets", fields["buckets"], (), why))
     if fields["frames"] != lengths[-1]:
-        raise NotSaidError(Inexpressible("frames", fields["frames"], lengths[-1], "the longest bucket counts"))
-    said: Settings = {SIZE: [fields["width"], fields["height"]], BATCH: fields["batch_size"]}
-    return said if image else said | {FRAMES: lengths}
+        raise InexpressibleError(UnsupportedValue("frames", fields["frames"], lengths[-1], "the longest bucket counts"))
+    settings: Settings = {SIZE: [fields["width"], fields["height"]], BATCH: fields["batch_size"]}
+    return settings if image else settings | {FRAMES: lengths}

@@ -13,17 +13,26 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
     When,
 )
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, given_flags, launched, one_of, usual, word_for
+from planner.dialects.base.launchers import (
+    EXPANDABLE,
+    GPUS,
+    NODES,
+    launch_settings,
+    one_of,
+    our_defaults,
+    parse_program,
+    word_for,
+)
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.musubi_tuner.files import files
 from planner.dialects.musubi_tuner.models import (
@@ -41,9 +50,9 @@ from planner.dialects.musubi_tuner.models import (
     dataset_key,
     family_of,
     model_of,
-    say_model,
-    say_shape,
     shape_of,
+    write_model,
+    write_shape,
 )
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
 from planner.spec.plan import Plan
@@ -64,134 +73,139 @@ OPTIMIZERS = {
 """Behind the first four any class with its module's path, and of torch.optim without it (`get_optimizer`)."""
 
 
-def _optimizer_of(given: Settings) -> Fields:
-    return {"optimizer": one_of(OPTIMIZERS, "--optimizer_type")(given.get("--optimizer_type", "AdamW"))}
+def _optimizer_of(settings: Settings) -> Fields:
+    return {"optimizer": one_of(OPTIMIZERS, "--optimizer_type")(settings.get("--optimizer_type", "AdamW"))}
 
 
-def _say_optimizer(fields: Fields) -> Settings:
+def _write_optimizer(fields: Fields) -> Settings:
     return {"--optimizer_type": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
 
 
-def _formats_of(given: Settings) -> Fields:
-    mixed = given.get("--mixed_precision", given.get("launch:--mixed_precision", "no"))
+def _formats_of(settings: Settings) -> Fields:
+    mixed = settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no"))
     return {
-        "weights_dtype": "fp8" if given.get("--fp8_base") else "bf16",
+        "weights_dtype": "fp8" if settings.get("--fp8_base") else "bf16",
         "autocast": mixed if mixed in ("bf16", "fp16") else "none",
     }
 
 
-def _say_formats(fields: Fields) -> Settings:
+def _write_formats(fields: Fields) -> Settings:
     weights = fields["weights_dtype"]
     if weights not in ("bf16", "fp8"):
-        raise NotSaidError(Inexpressible("weights_dtype", weights, "bf16", "weights are bf16 or --fp8_base"))
-    said: Settings = {"--mixed_precision": "no" if fields["autocast"] == "none" else fields["autocast"]}
+        raise InexpressibleError(UnsupportedValue("weights_dtype", weights, "bf16", "weights are bf16 or --fp8_base"))
+    settings: Settings = {"--mixed_precision": "no" if fields["autocast"] == "none" else fields["autocast"]}
     if weights == "fp8":
-        said["--fp8_base"] = True
-        said |= {"--fp8_scaled": True} if family_of(fields["model"]) in SCALED else {}
-    return said
+        settings["--fp8_base"] = True
+        settings |= {"--fp8_scaled": True} if family_of(fields["model"]) in SCALED else {}
+    return settings
 
 
-def _targets_of(given: Settings) -> Fields:
+def _targets_of(settings: Settings) -> Fields:
     """Adapters on every linear layer of the blocks but modulation (networks/lora_*.py), without Wan's feed-forward
     where a pattern leaves it out."""
-    profile = lookup.model(model_of(given)["model"])
-    narrow = any("exclude_patterns" in str(each) and "ffn" in str(each) for each in given.get("--network_args") or ())
-    wide = on_all_linear(profile, _formats_of(given)["weights_dtype"])
+    profile = lookup.model(model_of(settings)["model"])
+    narrow = any(
+        "exclude_patterns" in str(argument) and "ffn" in str(argument)
+        for argument in settings.get("--network_args") or ()
+    )
+    wide = on_all_linear(profile, _formats_of(settings)["weights_dtype"])
     return {"lora_targets": None if narrow else wide}
 
 
-def _say_targets(fields: Fields) -> Settings:
+def _write_targets(fields: Fields) -> Settings:
     profile = lookup.model(fields["model"])
-    asked = frozenset(fields["lora_targets"] or profile.lora.targets)
+    targets = frozenset(fields["lora_targets"] or profile.lora.targets)
     all_of_them = on_all_linear(profile, fields["weights_dtype"])
-    said: Settings = {"--network_module": f"networks.{_network(profile.name)}"}
-    if all_of_them and asked == frozenset(all_of_them):
-        return said
+    settings: Settings = {"--network_module": f"networks.{_network(profile.name)}"}
+    if all_of_them and targets == frozenset(all_of_them):
+        return settings
     wan = family_of(profile.name) == "wan"
-    if asked == frozenset(profile.lora.targets) and (wan or not all_of_them):
-        return said | ({"--network_args": ["exclude_patterns=[r'.*ffn.*']"]} if wan else {})
+    if targets == frozenset(profile.lora.targets) and (wan or not all_of_them):
+        return settings | ({"--network_args": ["exclude_patterns=[r'.*ffn.*']"]} if wan else {})
     why = f"adapters are on every linear layer of the blocks ({AT} networks/{_network(profile.name)}.py)"
-    raise NotSaidError(Inexpressible("lora_targets", fields["lora_targets"], all_of_them, why))
+    raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], all_of_them, why))
 
 
 def _network(model: str) -> str:
     return NETWORKS.get(family_of(model), f"lora_{family_of(model)}")
 
 
-def _encoder_of(given: Settings) -> Fields:
-    flag = ENCODER_FP8.get(family_of(model_of(given)["model"]), "")
-    return {"text_encoder_dtype": "fp8" if given.get(flag) else "bf16"}
+def _encoder_of(settings: Settings) -> Fields:
+    flag = ENCODER_FP8.get(family_of(model_of(settings)["model"]), "")
+    return {"text_encoder_dtype": "fp8" if settings.get(flag) else "bf16"}
 
 
-def _say_encoder(fields: Fields) -> Settings:
-    wanted, flag = fields["text_encoder_dtype"], ENCODER_FP8.get(family_of(fields["model"]))
-    if wanted == "fp8" and flag:
+def _write_encoder(fields: Fields) -> Settings:
+    dtype, flag = fields["text_encoder_dtype"], ENCODER_FP8.get(family_of(fields["model"]))
+    if dtype == "fp8" and flag:
         return {flag: True}
-    if wanted != "bf16":
-        raise NotSaidError(Inexpressible("text_encoder_dtype", wanted, "bf16", "bf16, or fp8 by a flag"))
+    if dtype != "bf16":
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", dtype, "bf16", "bf16, or fp8 by a flag"))
     return {}
 
 
-def _sharding_of(given: Settings) -> Fields:
-    several = given.get("gpus", 1) * given.get("nodes", 1) > 1
-    return {"sharding": "ddp" if several else "none"}
+def _sharding_of(settings: Settings) -> Fields:
+    several_gpus = settings.get("gpus", 1) * settings.get("nodes", 1) > 1
+    return {"sharding": "ddp" if several_gpus else "none"}
 
 
-def _say_sharding(fields: Fields) -> Settings:
+def _write_sharding(fields: Fields) -> Settings:
     expected = "ddp" if fields["gpus"] * fields["nodes"] > 1 else "none"
     if fields["sharding"] != expected:
         why = f"it has DDP only: DeepSpeed is not supported ({AT} training/accelerator_setup.py), nor FSDP"
-        raise NotSaidError(Inexpressible("sharding", fields["sharding"], expected, why))
+        raise InexpressibleError(UnsupportedValue("sharding", fields["sharding"], expected, why))
     return {}
 
 
 VAE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 
 
-def _vae_of(given: Settings) -> Fields:
-    usual = "bfloat16" if str(given.get("script", "")).endswith(SCRIPT.format("wan")) else "float16"
-    return {"vae_dtype": one_of(VAE_DTYPES, "--vae_dtype")(given.get("--vae_dtype", usual))}
+def _vae_of(settings: Settings) -> Fields:
+    usual = "bfloat16" if str(settings.get("script", "")).endswith(SCRIPT.format("wan")) else "float16"
+    return {"vae_dtype": one_of(VAE_DTYPES, "--vae_dtype")(settings.get("--vae_dtype", usual))}
 
 
-def _say_vae(fields: Fields) -> Settings:
+def _write_vae(fields: Fields) -> Settings:
     word = word_for(VAE_DTYPES, "vae_dtype", "bf16")(fields["vae_dtype"])
     usual = "bfloat16" if family_of(fields["model"]) == "wan" else "float16"
     return {} if word == usual else {"--vae_dtype": word}
 
 
-def _samples_of(given: Settings) -> Fields:
-    return {"validation_mode": "on" if given.get("--sample_prompts") else "off"}
+def _samples_of(settings: Settings) -> Fields:
+    return {"validation_mode": "on" if settings.get("--sample_prompts") else "off"}
 
 
-def _say_samples(fields: Fields) -> Settings:
+def _write_samples(fields: Fields) -> Settings:
     mode = fields["validation_mode"]
     if mode == "off":
         return {}
     if mode == "offload":
-        raise NotSaidError(Inexpressible("validation_mode", mode, "on", "it samples with the model where it is"))
+        raise InexpressibleError(
+            UnsupportedValue("validation_mode", mode, "on", "it samples with the model where it is")
+        )
     return {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}
 
 
 ATTENTION = ("--sdpa", "--flash_attn", "--xformers", "--flash3")
 
 
-def _attention_of(given: Settings) -> Fields:
+def _attention_of(settings: Settings) -> Fields:
     """The first of its words counts (training/trainer_base.py); flash 3 saves what flash 2 does."""
     words = {"--sdpa": "sdpa", "--flash_attn": "flash", "--xformers": "efficient", "--flash3": "flash"}
-    found = next((kernel for word, kernel in words.items() if given.get(word)), None)
-    return {"attention": found or "sdpa"}
+    named_kernel = next((kernel for word, kernel in words.items() if settings.get(word)), None)
+    return {"attention": named_kernel or "sdpa"}
 
 
-def _say_attention(fields: Fields) -> Settings:
-    said = {"sdpa": "--sdpa", "flash": "--flash_attn", "efficient": "--xformers"}
-    if fields["attention"] not in said:
+def _write_attention(fields: Fields) -> Settings:
+    words = {"sdpa": "--sdpa", "flash": "--flash_attn", "efficient": "--xformers"}
+    if fields["attention"] not in words:
         why = "--sdpa, --flash_attn or --xformers"
-        raise NotSaidError(Inexpressible("attention", fields["attention"], "sdpa", why))
-    return {said[fields["attention"]]: True}
+        raise InexpressibleError(UnsupportedValue("attention", fields["attention"], "sdpa", why))
+    return {words[fields["attention"]]: True}
 
 
-def _several(of: Any, say: Any, settings: tuple[str, ...], **words: str) -> Several:
-    return Several(tuple(words), settings, of, say, words)
+def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
+    return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
 
 
 _ENCODER_FLAGS = tuple(dict.fromkeys(ENCODER_FP8.values()))
@@ -209,15 +223,15 @@ CARRIES = {
 
 TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
-    _several(model_of, say_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
+    _pair(model_of, write_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
              inactive_expert="absent; with both experts gpu, or cpu by --offload_inactive_dit"),
     Fixed("method", "lora", "its network scripts train LoRA"),
-    _several(shape_of, say_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
+    _pair(shape_of, write_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
              width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
     Value("lora_rank", "--network_dim", 4, int, source="networks/lora.py"),
     Value("lora_dropout", "--network_dropout", 0.0, float),
-    _several(_targets_of, _say_targets, ("--network_module", "--network_args"), lora_targets="all linear layers"),
-    _several(_formats_of, _say_formats, ("--fp8_base", "--fp8_scaled", "--mixed_precision"),
+    _pair(_targets_of, _write_targets, ("--network_module", "--network_args"), lora_targets="all linear layers"),
+    _pair(_formats_of, _write_formats, ("--fp8_base", "--fp8_scaled", "--mixed_precision"),
              weights_dtype="bf16, fp8 by --fp8_base", autocast="--mixed_precision"),
     Fixed("compute_dtype", "bf16", "the transformer computes in bf16"),
     Fixed("adapter_dtype", "fp32", "adapters are fp32 (musubi-tuner #715)"),
@@ -227,49 +241,49 @@ TABLE: tuple[Binding | When, ...] = (
         "offload": {"--gradient_checkpointing": True, "--gradient_checkpointing_cpu_offload": True},
     }, "every block is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
-    _several(_optimizer_of, _say_optimizer, ("--optimizer_type",), optimizer="--optimizer_type"),
+    _pair(_optimizer_of, _write_optimizer, ("--optimizer_type",), optimizer="--optimizer_type"),
     Choice("optimizer_step", {
         "foreach": {},
         "fused": {"--optimizer_args": ["fused=True"]},
         "loop": {"--optimizer_args": ["foreach=False"]},
     }, "LoRA steps after backward"),
     Value("gradient_accumulation", "--gradient_accumulation_steps", 1, int),
-    _several(_sharding_of, _say_sharding, (), sharding="none on one GPU, ddp on several"),
+    _pair(_sharding_of, _write_sharding, (), sharding="none on one GPU, ddp on several"),
     When("sharding", frozenset({"ddp"}), Choice("grad_buckets", {
         "copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}})),
     Value("swap_blocks", "--blocks_to_swap", 0, int),
     Fixed("text_encoder", "cached", "prompts are cached by a script of their own before"),
     Fixed("vae", "cached", "latents are cached by a script of their own before"),
-    _several(_encoder_of, _say_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
-    _several(_vae_of, _say_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
-    _several(_samples_of, _say_samples, ("--sample_prompts", "--sample_every_n_epochs"),
+    _pair(_encoder_of, _write_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
+    _pair(_vae_of, _write_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
+    _pair(_samples_of, _write_samples, ("--sample_prompts", "--sample_every_n_epochs"),
              validation_mode="off, on by --sample_prompts"),
-    _several(_attention_of, _say_attention, ATTENTION, attention="--sdpa, --flash_attn; --xformers read as efficient"),
+    _pair(_attention_of, _write_attention, ATTENTION, attention="--sdpa, --flash_attn; --xformers read as efficient"),
     Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
-    *usual("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_optimizer",
+    *our_defaults("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_tiling", "vae_slicing", "group_offload", "group_offload_stream",
            "context_parallel"),
 )  # fmt: skip
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A command of one of its network scripts; a dataset's and a config file that it names are read too."""
-    found = [one for one in script.programs if _is_own(one)]
-    if not found:
+    programs = [program for program in script.programs if _is_own(program)]
+    if not programs:
         return None
-    told, notes = launched(found[-1], script, {})
-    given = given_flags("musubi-tuner", found[-1], told, [*script.notes, *notes])
-    settings, notes = dict(given.settings), list(given.notes)
-    unknown, gone = list(given.unknown), list(given.gone)
+    launch, notes = launch_settings(programs[-1], script, {})
+    invocation = parse_program("musubi-tuner", programs[-1], launch, [*script.notes, *notes])
+    settings, notes = dict(invocation.settings), list(invocation.notes)
+    unknown, removed = list(invocation.unknown), list(invocation.removed)
     if path := settings.get("--config_file"):
         inside = script.document(str(path))
         if inside is None:
             notes.append(f"{path} is not here: read without it")
         else:
             parsed = flags.script("musubi-tuner", str(settings["script"])).parse_config(inside)
-            settings = parsed.given | settings
+            settings = parsed.values | settings
             unknown += parsed.unknown
-            gone += [Remark(name, why) for name, why in parsed.gone.items()]
+            removed += [Remark(name, why) for name, why in parsed.removed.items()]
     if path := settings.get("--dataset_config"):
         inside = script.document(str(path))
         if inside is None:
@@ -279,39 +293,41 @@ def gather(script: Script) -> Given | None:
     for name in ("--sample_prompts", "--sample_every_n_epochs"):
         if name in settings and settings.get("--sample_prompts"):  # any file, however often, is the same to us
             settings |= {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}
-    return Given("musubi-tuner", settings, tuple(unknown), tuple(gone), tuple(notes))
+    return Invocation("musubi-tuner", settings, tuple(unknown), tuple(removed), tuple(notes))
 
 
 def _is_own(program: PythonCommand) -> bool:
-    found = flags.find("musubi-tuner", program.script)
-    return found is not None and found.path.endswith("_train_network.py") and found.path.count("/") == 2
+    entry_point = flags.find("musubi-tuner", program.script)
+    return (
+        entry_point is not None and entry_point.path.endswith("_train_network.py") and entry_point.path.count("/") == 2
+    )
 
 
-def remarks(given: Settings, fields: Fields) -> Iterator[Remark]:
+def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     """What does nothing."""
-    if given.get("--gradient_checkpointing_cpu_offload") and not given.get("--gradient_checkpointing"):
+    if settings.get("--gradient_checkpointing_cpu_offload") and not settings.get("--gradient_checkpointing"):
         yield Remark("--gradient_checkpointing_cpu_offload", "it acts with --gradient_checkpointing only")
-    if given.get("--fp8_scaled") and not given.get("--fp8_base"):
+    if settings.get("--fp8_scaled") and not settings.get("--fp8_base"):
         yield Remark("--fp8_scaled", f"it needs --fp8_base, and is refused without ({AT})")
-    if given.get("--ddp_gradient_as_bucket_view") and fields["sharding"] != "ddp":
+    if settings.get("--ddp_gradient_as_bucket_view") and fields["sharding"] != "ddp":
         yield Remark("--ddp_gradient_as_bucket_view", "one GPU has no buckets")
 
 
-def notes(given: Settings, fields: Fields) -> Iterator[str]:
+def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What it does without being asked."""
-    narrow = "--network_args" in given and family_of(fields["model"]) == "wan"
-    if not narrow and (said := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
-        yield said
+    narrow = "--network_args" in settings and family_of(fields["model"]) == "wan"
+    if not narrow and (note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
+        yield note
     yield f"latents and prompts are cached before training ({AT})"
-    if not given.get("--network_dim"):
+    if not settings.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":
         yield "samples are estimated as large as the clips: the file of --sample_prompts may say otherwise"
-    if not any(given.get(word) for word in ATTENTION):
+    if not any(settings.get(word) for word in ATTENTION):
         yield "no attention backend is set, without which it exits at once: estimated as with --sdpa"
-    if given.get("--block_swap_h2d_only"):
+    if settings.get("--block_swap_h2d_only"):
         yield "--block_swap_h2d_only holds a ring of two blocks more than is counted"
-    if dataset_key(given, "frame_extraction") == "full":
+    if dataset_key(settings, "frame_extraction") == "full":
         yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
 
 
@@ -336,7 +352,7 @@ DIALECT: Dialect = Dialect(
     source="https://github.com/kohya-ss/musubi-tuner at 30c658c",
     scripts=tuple(SCRIPT.format(family) for family in dict.fromkeys(family for family, _ in FAMILIES.values())),
     table=TABLE,
-    gather=gather,
+    read_script=read_script,
     remarks=remarks,
     notes=notes,
     moves=MOVES,

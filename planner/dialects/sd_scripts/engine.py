@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.dialects.base.bindings import Fields, Inexpressible, NotSaidError, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.spec.job import SPLIT
 from planner.spec.rules import DEEPSPEED
 
@@ -37,11 +37,11 @@ def engine(settings: Settings) -> Fields:
     return fields
 
 
-def say_engine(fields: Fields) -> Settings:
-    """The flags that say them; a NotSaidError for what they cannot."""
+def write_engine(fields: Fields) -> Settings:
+    """The flags that say them; an InexpressibleError for what they cannot."""
     settings: Settings = {"script": FULL if fields["method"] == "full" else LORA}
     if fields["sharding"] == "fsdp":
-        raise NotSaidError(Inexpressible("sharding", "fsdp", "zero-3", "its engine is DeepSpeed"))
+        raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-3", "its engine is DeepSpeed"))
     if fields["sharding"] in SPLIT:
         settings |= {"--deepspeed": True, "--zero_stage": str(fields["sharding"])[-1], "--mixed_precision": "bf16"}
         for field, flag in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
@@ -55,12 +55,12 @@ def say_engine(fields: Fields) -> Settings:
             settings["--fp8_base"] = True
         if fields["method"] == "full" or fields["adapter_dtype"] == half:
             settings |= {f"--full_{half}": True} if half != "none" else {}
-    said = engine(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
+    result = engine(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
     alone = {"adapter_dtype"} if fields["method"] == "full" else set()
-    wrong = [name for name in said if said[name] != fields[name] and name not in alone]
+    wrong = [name for name in result if result[name] != fields[name] and name not in alone]
     if wrong:
         why = f"its number formats follow --mixed_precision, its engines --deepspeed ({AT})"
-        raise NotSaidError(*(Inexpressible(name, fields[name], said[name], why) for name in wrong))
+        raise InexpressibleError(*(UnsupportedValue(name, fields[name], result[name], why) for name in wrong))
     del settings["script"]
     if "--zero_stage" in settings:
         settings["--zero_stage"] = int(settings["--zero_stage"])
@@ -73,8 +73,8 @@ def swapped(blocks: int) -> int:
     return blocks // 2 + (blocks - blocks // 2) * 2
 
 
-def swap_of(given: Settings) -> Fields:
+def swap_of(settings: Settings) -> Fields:
     """Blocks in host RAM. The older flags count halves of two (flux_train.py)."""
-    older = int(given.get("--double_blocks_to_swap") or 0) + int(given.get("--single_blocks_to_swap") or 0) // 2
-    asked = int(given.get("--blocks_to_swap") or older)
-    return {"swap_blocks": swapped(asked)}
+    older = int(settings.get("--double_blocks_to_swap") or 0) + int(settings.get("--single_blocks_to_swap") or 0) // 2
+    blocks = int(settings.get("--blocks_to_swap") or older)
+    return {"swap_blocks": swapped(blocks)}

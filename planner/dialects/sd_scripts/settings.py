@@ -12,13 +12,13 @@ from planner.dialects.base.bindings import (
     Dialect,
     Fields,
     Fixed,
-    Given,
-    Inexpressible,
+    FunctionPair,
+    InexpressibleError,
+    Invocation,
     Move,
-    NotSaidError,
     Remark,
     Settings,
-    Several,
+    UnsupportedValue,
     Value,
     When,
 )
@@ -27,17 +27,17 @@ from planner.dialects.base.launchers import (
     GPUS,
     NODES,
     command_line,
-    export_line,
-    given_flags,
-    known_model,
-    launched,
+    command_settings,
+    find_model,
+    launch_settings,
     one_of,
-    own_settings,
-    usual,
+    our_defaults,
+    parse_program,
+    script_head,
     word_for,
 )
 from planner.dialects.base.script import Script
-from planner.dialects.sd_scripts.engine import AT, FULL, LORA, engine, say_engine, swap_of, swapped
+from planner.dialects.sd_scripts.engine import AT, FULL, LORA, engine, swap_of, swapped, write_engine
 from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
@@ -49,29 +49,29 @@ MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md)."""
 
 
-def gather(script: Script) -> Given | None:
+def read_script(script: Script) -> Invocation | None:
     """A command of FLUX's scripts, or the TOML of one (--config_file) alone."""
-    found = [program for program in script.programs if program.script.rpartition("/")[2] in (FULL, LORA)]
-    if found:
-        program = found[-1]
-        told, notes = launched(program, script, {})
-        given = given_flags("sd-scripts", program, told, [*script.notes, *notes])
-        settings, unknown = given.settings, given.unknown
+    programs = [program for program in script.programs if program.script.rpartition("/")[2] in (FULL, LORA)]
+    if programs:
+        program = programs[-1]
+        launch, notes = launch_settings(program, script, {})
+        invocation = parse_program("sd-scripts", program, launch, [*script.notes, *notes])
+        settings, unknown = invocation.settings, invocation.unknown
         if path := settings.get("--config_file"):
             name = path if str(path).endswith(".toml") else f"{path}.toml"
             inside = script.document(str(name))
             if inside is None:
                 raise VplanError(f"{name} is not here", "run vplan where the command would run")
             parsed = flags.script("sd-scripts", program.script).parse_config(inside)
-            settings, unknown = parsed.given | settings, (*unknown, *parsed.unknown)
-        return _with_dataset(Given("sd-scripts", settings, unknown, given.gone, given.notes), script)
+            settings, unknown = parsed.values | settings, (*unknown, *parsed.unknown)
+        return _with_dataset(Invocation("sd-scripts", settings, unknown, invocation.removed, invocation.notes), script)
     config = script.config
     if config is not None and {"pretrained_model_name_or_path", "network_module", "t5xxl"} & _names(config):
         kind = LORA if "network_module" in _names(config) else FULL
         parsed = flags.script("sd-scripts", kind).parse_config(config)
-        gone = tuple(Remark(name, why) for name, why in parsed.gone.items())
-        given = Given("sd-scripts", {"script": kind, **parsed.given}, parsed.unknown, gone, script.notes)
-        return _with_dataset(given, script)
+        removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
+        invocation = Invocation("sd-scripts", {"script": kind, **parsed.values}, parsed.unknown, removed, script.notes)
+        return _with_dataset(invocation, script)
     return None
 
 
@@ -79,28 +79,32 @@ def _names(config: dict[str, Any]) -> set[str]:
     return {name.rpartition(".")[2] for name in flat(config, "config")}
 
 
-def _with_dataset(given: Given, script: Script) -> Given:
+def _with_dataset(invocation: Invocation, script: Script) -> Invocation:
     """Beside them what the dataset's file says, where it is here."""
-    path = given.settings.get("--dataset_config")
+    path = invocation.settings.get("--dataset_config")
     if not path:
-        return given
+        return invocation
     document = script.document(str(path))
     if document is None:
         note = f"{path} is not here: estimated at the model's default size, one sample per step"
-        return Given(given.trainer, given.settings, given.unknown, given.gone, (*given.notes, note))
+        return Invocation(
+            invocation.trainer, invocation.settings, invocation.unknown, invocation.removed, (*invocation.notes, note)
+        )
     inside = {f"{DATASET}{name}": value for name, value in flat(document, str(path)).items()}
-    return Given(given.trainer, given.settings | inside, given.unknown, given.gone, given.notes)
+    return Invocation(
+        invocation.trainer, invocation.settings | inside, invocation.unknown, invocation.removed, invocation.notes
+    )
 
 
 def _model(settings: Settings) -> Fields:
-    name = settings.get("model") or known_model(settings.get("--pretrained_model_name_or_path")) or "flux.1-dev"
+    name = settings.get("model") or find_model(settings.get("--pretrained_model_name_or_path")) or "flux.1-dev"
     return {"model": lookup.model(str(name)).name}
 
 
-def _say_model(fields: Fields) -> Settings:
+def _write_model(fields: Fields) -> Settings:
     if fields["model"] not in MODELS:
-        raise NotSaidError(
-            Inexpressible("model", fields["model"], "flux.1-dev", "its scripts are known here for FLUX.1")
+        raise InexpressibleError(
+            UnsupportedValue("model", fields["model"], "flux.1-dev", "its scripts are known here for FLUX.1")
         )
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
 
@@ -129,7 +133,7 @@ def _size(settings: Settings) -> Fields:
     return {"height": height, "width": width, "batch_size": batch}
 
 
-def _say_size(fields: Fields) -> Settings:
+def _write_size(fields: Fields) -> Settings:
     return {
         f"{DATASET}general.resolution": [fields["width"], fields["height"]],
         f"{DATASET}datasets[0].batch_size": fields["batch_size"],
@@ -152,45 +156,45 @@ def _optimizer(settings: Settings) -> Fields:
     return {"optimizer": one_of(OPTIMIZERS, "--optimizer_type")(settings.get("--optimizer_type") or "AdamW")}
 
 
-def _say_optimizer(fields: Fields) -> Settings:
+def _write_optimizer(fields: Fields) -> Settings:
     word = word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])
     return {"--optimizer_type": word} if word != "AdamW" else {}
 
 
-def _say_swap(fields: Fields) -> Settings:
-    wanted = int(fields["swap_blocks"])
-    if not wanted:
+def _write_swap(fields: Fields) -> Settings:
+    target = int(fields["swap_blocks"])
+    if not target:
         return {}
-    found = [blocks for blocks in range(1, 36) if swapped(blocks) <= wanted] or [1]
-    if swapped(found[-1]) != wanted:
+    settable = [blocks for blocks in range(1, 36) if swapped(blocks) <= target] or [1]
+    if swapped(settable[-1]) != target:
         why = "--blocks_to_swap counts a double block and two single ones alike: 1 to 35"
-        raise NotSaidError(Inexpressible("swap_blocks", wanted, swapped(found[-1]), why))
-    return {"--blocks_to_swap": found[-1]}
+        raise InexpressibleError(UnsupportedValue("swap_blocks", target, swapped(settable[-1]), why))
+    return {"--blocks_to_swap": settable[-1]}
 
 
-def _say_step(fields: Fields) -> Settings:
+def _write_step(fields: Fields) -> Settings:
     step = fields["optimizer_step"]
     if step not in ("foreach", "backward") or (step == "backward" and fields["method"] != "full"):
         why = "--fused_backward_pass (Adafactor) and --blockwise_fused_optimizers are all it has, for full training"
-        raise NotSaidError(Inexpressible("optimizer_step", step, "foreach", why))
+        raise InexpressibleError(UnsupportedValue("optimizer_step", step, "foreach", why))
     if step == "foreach":
         return {}
     return {"--fused_backward_pass" if fields["optimizer"] == "adafactor" else "--blockwise_fused_optimizers": True}
 
 
-def _cached(field: str, flag: str) -> Several:
+def _cached(field: str, flag: str) -> FunctionPair:
     """Cached by a flag, in memory or on disk; else on the GPU."""
 
-    def of(settings: Settings) -> Fields:
+    def to_fields(settings: Settings) -> Fields:
         on = settings.get(flag) or settings.get(f"{flag}_to_disk")
         return {field: "cached" if on else "resident"}
 
-    def say(fields: Fields) -> Settings:
+    def to_settings(fields: Fields) -> Settings:
         if fields[field] == "swapped":
-            raise NotSaidError(Inexpressible(field, "swapped", "cached", "it is cached, or stays on the GPU"))
+            raise InexpressibleError(UnsupportedValue(field, "swapped", "cached", "it is cached, or stays on the GPU"))
         return {flag: True} if fields[field] == "cached" else {}
 
-    return Several((field,), (flag, f"{flag}_to_disk"), of, say, {field: "resident, cached"})
+    return FunctionPair((field,), (flag, f"{flag}_to_disk"), to_fields, to_settings, {field: "resident, cached"})
 
 
 SAMPLES = ("--sample_every_n_steps", "--sample_every_n_epochs", "--sample_at_first")
@@ -201,9 +205,11 @@ def _validation(settings: Settings) -> Fields:
     return {"validation_mode": "on" if on else "off"}
 
 
-def _say_validation(fields: Fields) -> Settings:
+def _write_validation(fields: Fields) -> Settings:
     if fields["validation_mode"] == "offload":
-        raise NotSaidError(Inexpressible("validation_mode", "offload", "on", "it samples with the model where it is"))
+        raise InexpressibleError(
+            UnsupportedValue("validation_mode", "offload", "on", "it samples with the model where it is")
+        )
     on = {"--sample_prompts": "prompts.txt", "--sample_every_n_steps": 500}
     return on if fields["validation_mode"] == "on" else {}
 
@@ -231,8 +237,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if resident:
         yield f"{' and '.join(resident)} stay on the GPU: not cached"
     if fields["method"] == "full" and fields["weights_dtype"] in ("bf16", "fp16"):
-        what = f"weights, gradients and {fields['optimizer']} states"
-        yield f"{what} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"
+        parts = f"weights, gradients and {fields['optimizer']} states"
+        yield f"{parts} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
 
@@ -269,7 +275,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         extra |= {"--network_module": "networks.lora_flux", "--network_train_unet_only": True}
     return {
         "dataset.toml": tomli_w.dumps(data),
-        "train.sh": export_line(plan) + command_line(own_settings(settings), extra, launcher),
+        "train.sh": script_head(plan) + command_line(command_settings(settings), extra, launcher),
     }
 
 
@@ -283,7 +289,7 @@ FACTORED = ("--optimizer_type Adafactor", "--fused_backward_pass", "--max_grad_n
 ADAFACTOR_ARGS = '--optimizer_args "relative_step=False" "scale_parameter=False" "warmup_init=False"'
 
 
-def _several(fields: Fields) -> bool:
+def _several_gpus(fields: Fields) -> bool:
     return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
@@ -297,14 +303,16 @@ DIALECT = Dialect(
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     scripts=(FULL, LORA),
     table=(
-        Several(("model",), ("--pretrained_model_name_or_path",), _model, _say_model, {"model": "FLUX.1, by its file"}),
+        FunctionPair(
+            ("model",), ("--pretrained_model_name_or_path",), _model, _write_model, {"model": "FLUX.1, by its file"}
+        ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
-        Several(
+        FunctionPair(
             ("height", "width", "batch_size"),
             (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
             _size,
-            _say_size,
+            _write_size,
             {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
         ),
         Choice(
@@ -316,38 +324,38 @@ DIALECT = Dialect(
             },
         ),
         Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
-        Several(
-            ("optimizer",), ("--optimizer_type",), _optimizer, _say_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
+        FunctionPair(
+            ("optimizer",), ("--optimizer_type",), _optimizer, _write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
         ),
-        Several(
+        FunctionPair(
             ("optimizer_step",),
             ("--fused_backward_pass", "--blockwise_fused_optimizers"),
-            lambda given: {
+            lambda settings: {
                 "optimizer_step": "backward"
-                if given.get("--fused_backward_pass") or given.get("--blockwise_fused_optimizers")
+                if settings.get("--fused_backward_pass") or settings.get("--blockwise_fused_optimizers")
                 else "foreach"
             },
-            _say_step,
+            _write_step,
             {"optimizer_step": "foreach, backward (full training)"},
         ),
-        Several(
+        FunctionPair(
             ("swap_blocks",),
             ("--blocks_to_swap",),
             swap_of,
-            _say_swap,
+            _write_swap,
             {"swap_blocks": "--blocks_to_swap"},
         ),
         _cached("text_encoder", "--cache_text_encoder_outputs"),
         _cached("vae", "--cache_latents"),
         Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}}),
-        Several(
+        FunctionPair(
             (
                 *("weights_dtype", "adapter_dtype", "autocast", "master_weights", "sharding"),
                 *("offload_optimizer", "offload_gradients", "offload_params"),
             ),
             ("--mixed_precision", "--full_bf16", "--full_fp16", "--fp8_base", "--deepspeed", "--zero_stage"),
             engine,
-            say_engine,
+            write_engine,
             {
                 "weights_dtype": "bf16, fp16, fp32; fp8 for a frozen base",
                 "adapter_dtype": "fp32, bf16 (--full_bf16)",
@@ -359,36 +367,38 @@ DIALECT = Dialect(
                 "offload_params": "with zero-3",
             },
         ),
-        Several(("validation_mode",), SAMPLES, _validation, _say_validation, {"validation_mode": "off, on"}),
+        FunctionPair(("validation_mode",), SAMPLES, _validation, _write_validation, {"validation_mode": "off, on"}),
         EXPANDABLE,
         GPUS,
         NODES,
         Fixed("frames", 1, "these scripts train images"),
-        *usual("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
-        *usual("validation", "compute_dtype", "checkpointed_blocks", "ema", "text_encoder_dtype", "vae_dtype"),
-        *usual("vae_tiling", "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention"),
-        *usual("compile", "context_parallel"),
+        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "ema", "text_encoder_dtype", "vae_dtype"),
+        *our_defaults(
+            "vae_tiling", "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention"
+        ),
+        *our_defaults("compile", "context_parallel"),
     ),
-    gather=gather,
+    read_script=read_script,
     remarks=_remarks,
     notes=_notes,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
-        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states", said=_rate),
-        Move({"grad_buckets": "view"}, "free", when=_several),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states", words_for=_rate),
+        Move({"grad_buckets": "view"}, "free", when=_several_gpus),
         Move(
             {"optimizer": "adafactor", "optimizer_step": "backward"},
             "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
-            said=lambda settings: [*FACTORED, ADAFACTOR_ARGS, "--learning_rate 1e-5"],
+            words_for=lambda settings: [*FACTORED, ADAFACTOR_ARGS, "--learning_rate 1e-5"],
             when=lambda fields: fields["method"] == "full" and fields["gradient_accumulation"] == 1,
         ),
         Move(
             {"swap_blocks": 0}, "blocks move for every step", values=tuple(swapped(count) for count in range(4, 36, 4))
         ),
         *(
-            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=_several)
+            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=_several_gpus)
             for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
         ),
         Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits", when=lambda fields: not _full(fields)),

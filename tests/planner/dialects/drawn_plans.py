@@ -68,8 +68,8 @@ def nearest(name: str, plan: Plan) -> Plan | None:
     another job."""
     try:
         bindings.write(dialects.dialect(name), fields_of(plan))
-    except bindings.NotSaidError as error:
-        if any(each.field == "model" for each in error.refused):
+    except bindings.InexpressibleError as error:
+        if any(each.field == "model" for each in error.values):
             return None
     try:
         return plan_with(plan, bindings.nearest(dialects.dialect(name), fields_of(plan)))

@@ -73,7 +73,7 @@ def test_argparse_rules_hold() -> None:
             "--other=4",
         ]
     )
-    assert parsed.given == {
+    assert parsed.values == {
         "--num_frames": 49,
         "--use_gradient_checkpointing": True,
         "--lora_rank": 8,
@@ -81,7 +81,7 @@ def test_argparse_rules_hold() -> None:
     }
     assert parsed.unknown == ("--no_such", "--other")
     listed = flags.script("sd-scripts", "flux_train.py").parse(["--optimizer_args", "a=1", "b=2", "--sdpa"])
-    assert listed.given == {"--optimizer_args": ["a=1", "b=2"], "--sdpa": True}
+    assert listed.values == {"--optimizer_args": ["a=1", "b=2"], "--sdpa": True}
 
 
 @pytest.mark.parametrize("words", ["--width forty", "--width", "--log_with no", "--network 3"])
@@ -92,8 +92,8 @@ def test_what_the_script_refuses_is_refused(words: str) -> None:
 
 def test_what_is_gone_is_named_with_its_date() -> None:
     parsed = flags.script("diffsynth", WAN).parse(["--training_strategy", "deepspeed_stage_3", "--num_frames", "81"])
-    assert parsed.given == {"--num_frames": 81} and not parsed.unknown
-    assert parsed.gone["--training_strategy"].startswith("2025-06-13 (830b1b72)")
+    assert parsed.values == {"--num_frames": 81} and not parsed.unknown
+    assert parsed.removed["--training_strategy"].startswith("2025-06-13 (830b1b72)")
     old = flags.script("diffsynth", "examples/wanvideo/train_wan_t2v.py")
     assert old.removed and "2025-06-13" in old.removed and "--training_strategy" in old.flags
 
@@ -103,12 +103,12 @@ def test_launchers_are_split_from_what_they_start() -> None:
     parsed, words = launch(
         ["--use-deepspeed", "--mixed_precision=bf16", "--num_processes", "4", "train.py", "--mixed_precision", "x"]
     )
-    assert parsed.given == {"--use_deepspeed": True, "--mixed_precision": "bf16", "--num_processes": 4}
+    assert parsed.values == {"--use_deepspeed": True, "--mixed_precision": "bf16", "--num_processes": 4}
     assert words == ["train.py", "--mixed_precision", "x"]
     parsed, words = flags.script("torchrun", "run.py").launch(
         ["--nproc_per_node=2", "-m", "scripts.train_unet", "--a", "b"]
     )
-    assert parsed.given == {"--nproc-per-node": "2", "--module": True} and words == ["scripts.train_unet", "--a", "b"]
+    assert parsed.values == {"--nproc-per-node": "2", "--module": True} and words == ["scripts.train_unet", "--a", "b"]
 
 
 def test_config_keys_are_found_in_tables_lists_and_open_tables() -> None:
@@ -116,13 +116,13 @@ def test_config_keys_are_found_in_tables_lists_and_open_tables() -> None:
     parsed = script.parse_config(
         {"pipeline_stages": 1, "model": {"type": "wan", "no_such": 1}, "optimizer": {"lr": 1e-4}}
     )
-    assert parsed.given["model.type"] == "wan" and parsed.unknown == ("model.no_such",)
+    assert parsed.values["model.type"] == "wan" and parsed.unknown == ("model.no_such",)
     data = flags.script("sd-scripts", "dataset.toml").parse_config(
         {"general": {"enable_bucket": True}, "datasets": [{"batch_size": 2, "subsets": [{"image_dir": "a"}]}]}
     )
-    assert data.given["datasets[0].batch_size"] == 2 and not data.unknown
+    assert data.values["datasets[0].batch_size"] == 2 and not data.unknown
     trained = flags.script("sd-scripts", "flux_train.py").parse_config({"a": {"gradient_checkpointing": True}, "x": 1})
-    assert trained.given == {"--gradient_checkpointing": True} and trained.unknown == ("--x",)
+    assert trained.values == {"--gradient_checkpointing": True} and trained.unknown == ("--x",)
     with pytest.raises(VplanError, match="is no int"):
         flags.script("sd-scripts", "dataset.toml").parse_config({"datasets": [{"batch_size": "two"}]})
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
-from planner.dialects.base.bindings import Dialect, When, expressed, nearest, read, write
-from planner.dialects.base.script import of_file
+from planner.dialects.base.bindings import Dialect, When, capabilities, nearest, read, write
+from planner.dialects.base.script import from_file
 from planner.schema import choices
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
@@ -88,9 +88,9 @@ def test_what_is_written_is_read_back(name: str, asked: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for path, text in files.items():
             (Path(folder) / path).write_text(text)
-        again, found = dialects.recognise(of_file(Path(folder) / list(files)[-1]))
+        again, found = dialects.read_script(from_file(Path(folder) / list(files)[-1]))
     assert again.name == name
-    assert (found.unknown, found.gone) == ((), ())
+    assert (found.unknown, found.removed) == ((), ())
     reading = read(again, found)
     back = reading.job | reading.strategy | reading.machine
     for field in meaningful(dialect, asked):
@@ -102,7 +102,7 @@ def test_every_field_is_said_by_one_binding_of_a_dialect(name: str) -> None:
     dialect = dialects.dialect(name)
     bound = {field for binding in dialect.bindings for field in binding.fields}
     assert bound >= set(Strategy.model_fields) | set(Job.model_fields)
-    assert set(expressed(dialect)) == bound
+    assert set(capabilities(dialect)) == bound
     owners: dict[str, object] = {}
     for binding in dialect.bindings:
         for setting in binding.settings:

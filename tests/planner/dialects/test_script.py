@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.commands import cli
-from planner.dialects.base.script import of_file, of_words
+from planner.dialects.base.script import from_file, from_words
 from planner.dialects.base.shell import commands
 from planner.errors import VplanError
 from planner.untrusted import read_document
@@ -59,8 +59,8 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("text", LAUNCHES)
-def test_launchers_say_what_runs_on_how_many(text: str) -> None:
-    (program,) = of_words(text.split()).programs
+def test_launchers_write_what_runs_on_how_many(text: str) -> None:
+    (program,) = from_words(text.split()).programs
     assert (program.launcher, program.script, program.gpus, program.nodes) == LAUNCHES[text]
 
 
@@ -124,5 +124,5 @@ def test_a_config_s_bytes_and_the_folder_beside_it(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("data: {sizes: [1, 2], sets: [{n: 3}]}\n")
     assert read_document(tmp_path / "c.yaml") == {"data": {"sizes": [1, 2], "sets": [{"n": 3}]}}
     (tmp_path / "run.sh").write_text("python a.py --c c.yaml\n")
-    script = of_file(tmp_path / "run.sh")
+    script = from_file(tmp_path / "run.sh")
     assert script.document("c.yaml") and script.document("$C/c.yaml") is None and script.document("no.yaml") is None

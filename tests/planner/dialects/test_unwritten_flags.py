@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner import dialects
 from planner.dialects.base import bindings, config_text, flags
-from planner.dialects.base.script import of_file
+from planner.dialects.base.script import from_file
 from planner.foreign.export import Exported, fields_of, targets, write_files
 from planner.spec.plan import Plan
 from tests.planner.dialects.drawn_plans import nearest, plans
@@ -58,7 +58,9 @@ def test_never(name: str, data: st.DataObject) -> None:
     assert dialect.files is not None
     said = bindings.write(dialect, fields_of(plan))
     files = dialect.files(plan, said)
-    carried = config_text.carried(dialect, said, getattr(dialects.module(name), "CARRIES", None), fields_of(plan))
+    carried = config_text.fields_by_setting(
+        dialect, said, getattr(dialects.module(name), "CARRIES", None), fields_of(plan)
+    )
     assert set(carried) == set(said) and all(carried.values())  # each is said to carry something of the plan
     whole = "\n".join(line for text in files.values() for line in text.splitlines() if not line.startswith("#"))
     for word in NEVER.get(name, ()):
@@ -101,8 +103,8 @@ def test_no_flag_is_gone_or_unknown(name: str, data: st.DataObject, tmp_path_fac
     files = dialect.files(plan, bindings.write(dialect, fields_of(plan)))
     folder = tmp_path_factory.mktemp("files")
     paths = write_files(Exported(name, plan, files, {}), folder, False)
-    found, told = dialects.recognise(of_file(paths[-1]))
-    assert found.name == name and not told.gone and not told.unknown
+    found, told = dialects.read_script(from_file(paths[-1]))
+    assert found.name == name and not told.removed and not told.unknown
 
 
 def test_gone_flags_are_in_the_lists() -> None:

@@ -10,8 +10,8 @@ import pytest
 from planner import dialects
 from planner.dialects.base import bindings
 from planner.dialects.base.bindings import Translation
-from planner.dialects.base.script import of_file
-from planner.dialects.base.shell import joined
+from planner.dialects.base.script import from_file
+from planner.dialects.base.shell import join_continued_lines
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.foreign.case import settle
@@ -22,7 +22,7 @@ from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 def read(folder: Path, name: str, text: str) -> tuple[str, Translation, tuple[str, ...]]:
     """Whose file it is, what it means, and what of it is unknown."""
     (folder / name).write_text(text)
-    dialect, given = dialects.recognise(of_file(folder / name))
+    dialect, given = dialects.read_script(from_file(folder / name))
     return dialect.name, bindings.read(dialect, given), given.unknown
 
 
@@ -112,9 +112,12 @@ def test_what_the_trainers_own_pages_have(
 
 def test_lines_of_flags_belong_to_the_command_above() -> None:
     text = "python a.py \\\n  --a 1\n--b 2\n# --c 3\n--d 4\n\n--e 5\npython b.py ^\n --f\n"
-    found, loose = joined(text)
+    found, loose = join_continued_lines(text)
     assert found == "python a.py \\\n  --a 1 \\\n--b 2\n# --c 3\n--d 4\n\n--e 5\npython b.py \\\n --f\n" and loose
-    assert joined("python a.py --a\npython b.py -- --c\n") == ("python a.py --a\npython b.py -- --c\n", False)
+    assert join_continued_lines("python a.py --a\npython b.py -- --c\n") == (
+        "python a.py --a\npython b.py -- --c\n",
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_lines_of_flags_belong_to_the_command_above() -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_told_in_the_trainers_words(text: str, fault: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(text.replace("--use_ema ", ""))
-    dialect, given = dialects.recognise(of_file(tmp_path / "a.sh"))
+    dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
     with pytest.raises(VplanError, match=fault) as caught:
         settle(dialect, given, {}, {"gpu": "24GB"})
     assert fix in caught.value.fix
@@ -143,7 +146,7 @@ BATCH = SD.replace("train_text_to_image.py --use_ema", "train_text_to_image_lora
 def test_a_smaller_batch_with_as_many_samples_a_step_is_offered(tmp_path: Path) -> None:
     """The mildest that does, lossless, in the trainer's flags; applied it fits, and the plan saved says the same."""
     (tmp_path / "a.sh").write_text(BATCH)
-    dialect, given = dialects.recognise(of_file(tmp_path / "a.sh"))
+    dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
     case = settle(dialect, given, {}, {"gpu": "8GB"})
     found = check_case(case)
     assert found.outcome.estimate.verdict == "no"
@@ -185,7 +188,7 @@ def test_a_batch_that_is_not_recorded_names_one_that_is(tmp_path: Path) -> None:
         (clip, "general.batch_size = 2 --gradient_accumulation_steps 2"),
     ):
         (tmp_path / "a.sh").write_text(text)
-        case = settle(*dialects.recognise(of_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
+        case = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
         with pytest.raises(NotRecordedError, match="sample by sample") as caught:
             check_case(case, search=False)
         assert fix in caught.value.fix
@@ -198,7 +201,7 @@ def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
         "accelerate launch src/musubi_tuner/wan_train_network.py --task t2v-14B --dataset_config dataset.toml "
         "--mixed_precision bf16 --network_module networks.lora_wan --gradient_checkpointing --sdpa\n"
     )
-    dialect, given = dialects.recognise(of_file(tmp_path / "train.sh"))
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
     plain = settle(dialect, given, {}, {"gpu": "rtx4090"})
     assert {shape.frames for shape in plain.job.shapes} == {1, 25, 45}
     told = settle(dialect, given, {"frames": 17, "height": None}, {"gpu": "rtx4090"})

@@ -68,7 +68,7 @@ def test_what_accelerate_is_told_is_what_it_would_read(asked: Plan) -> None:
     """The nearest that can be said is written, and read back it is the same; no field that a launcher sets is lost."""
     wanted = bindings.nearest(accelerate.DIALECT, fields_of(asked))
     said = bindings.write(accelerate.DIALECT, wanted)
-    back = {field: value for binding in accelerate.DIALECT.bindings for field, value in binding.of(said).items()}
+    back = {field: value for binding in accelerate.DIALECT.bindings for field, value in binding.to_fields(said).items()}
     alone = wanted["sharding"] in ("none", "ddp")
     theirs = {"gradient_accumulation", "batch_size", "master_weights"}  # the script's, without DeepSpeed
     if alone:
@@ -79,7 +79,7 @@ def test_what_accelerate_is_told_is_what_it_would_read(asked: Plan) -> None:
     for field, value in back.items():
         if field not in theirs:
             assert value == wanted[field], field
-    assert set(config_text.carried(accelerate.DIALECT, said, accelerate.CARRIES)) == set(said)
+    assert set(config_text.fields_by_setting(accelerate.DIALECT, said, accelerate.CARRIES)) == set(said)
     for name in said:  # everything written is known to the launcher itself
         if name.startswith("config:"):
             key = name.removeprefix("config:").rpartition(".")[2]
