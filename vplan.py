@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(error, as_json="--json" in arguments)
     # A command makes many objects and hardly any garbage: collecting took a third of a replay, and again at the exit.
     gc.set_threshold(200_000)
+    # Else the first record makes pydantic read the entry points of every package installed, to look for plugins.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from planner.commands import cli
 
     for stream in (sys.stdout, sys.stderr):  # a bar that a terminal cannot spell is no reason to die

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -42,6 +41,8 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most like `name`, best first; empty when none is at all like it."""
     # A pasted wall of text cannot be a typo of a short name, and difflib is quadratic in its length.
     text = name.lower()[:100]
+    import difflib  # only for what is misspelt
+
     asked = difflib.SequenceMatcher(b=text)
     scores: dict[str, float] = {}
     for candidate in known:

@@ -7,8 +7,7 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -30,8 +29,7 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """An annotation of a closed list: values that are known so that they can be refused by name. No list shows them."""
 
     values: frozenset[str]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -77,7 +76,7 @@ def command(
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
     if asked.model is not None and asked.gpu is not None:
-        question = replace(asked.settle(), allow_lossy=allow is not None)
+        question = asked.settle()._replace(allow_lossy=allow is not None)
         suggestion = Suggester(asked.trainer, prefer).suggest(question)
         if output:
             write_plan(suggestion.to_plan(asked.trainer), output)
@@ -160,7 +159,7 @@ class _Table:
         return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"
 
     def _row(self, name: str, question: Question) -> render.TableRow:
-        search = self.suggester.search(replace(question, allow_lossy=self.allow_lossy))
+        search = self.suggester.search(question._replace(allow_lossy=self.allow_lossy))
         suggestion = self.suggester.best(search, explain=False)
         if suggestion is None:
             least = search.tightest(question.job)

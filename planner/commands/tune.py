@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +137,7 @@ def command(
     real = said["runner_name"] == "real"
     gpu = _own_gpu() if real else None
     question = asked.settle(gpu=None if asked.gpu else gpu)  # of --gpu auto the card is known
-    question = replace(question, allow_lossy=allow is not None)
+    question = question._replace(allow_lossy=allow is not None)
     if asked.trainer != "vplan":
         raise VplanError(
             f"the plan is for {asked.trainer}, but tune measures vplan's own training step", 'write trainer = "vplan"'

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +99,7 @@ def learned(
     encoded = [each for part, each in runs if part == "encode"]
     encoding = fit(encoded, gpu.title, "its encoders") if encoded else None
     correction = fit([each for part, each in runs if part == "step"], gpu.title)
-    return ModelMeasurements(replace(correction, encoding=encoding), proofs)
+    return ModelMeasurements(correction._replace(encoding=encoding), proofs)
 
 
 def _minor(version: str) -> list[str]:
@@ -160,7 +159,7 @@ def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
 
 def with_learned(known: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
     """The facts of a question with what measurements say: the ledgers', or these."""
-    return replace(known, measurements=learned(known.model.name, known.gpu, trainer, from_rows))
+    return known._replace(measurements=learned(known.model.name, known.gpu, trainer, from_rows))
 
 
 class _Said:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from planner.catalog.plan_id import row_id
@@ -71,8 +71,7 @@ class MeasuredRun(NamedTuple):
         return measured - (self.predicted.device_bytes - self.predicted.reserved_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Correction:
+class Correction(NamedTuple):
     """What measurements change of an estimate. As it is made without arguments it changes nothing."""
 
     reserved: float = 1.0
@@ -223,12 +222,11 @@ class Proof(NamedTuple):
     """else it ran, capped, on a card of another architecture"""
 
 
-@dataclass(frozen=True)
-class ModelMeasurements:
+class ModelMeasurements(NamedTuple):
     """What is known from measurements about one model on one card."""
 
-    correction: Correction = field(default_factory=Correction)
-    proofs: Mapping[str, tuple[Proof, ...]] = field(default_factory=dict)
+    correction: Correction = Correction()
+    proofs: Mapping[str, tuple[Proof, ...]] = MappingProxyType({})
     """by `row_id`"""
 
     def with_proofs(self, estimate: Estimate, trainer: str = "vplan") -> Estimate:

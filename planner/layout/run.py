@@ -15,7 +15,8 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from planner.allocator.implementation import alive
 from planner.catalog.components import calls
@@ -48,8 +49,7 @@ STRATEGY_MOMENT = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What is known about a question: the model, the card, and the recordings that answer for it."""
 
     model: ModelProfile
@@ -58,10 +58,10 @@ class Facts:
     """one training step; of a job that only samples, one forward without gradients"""
 
     optimizer: Tape
-    parameters: Parameters = field(default_factory=Parameters)
+    parameters: Parameters = Parameters()
     """needed where something is split between GPUs, or copied in another format"""
 
-    around: Mapping[str, Tape] = field(default_factory=dict)
+    around: Mapping[str, Tape] = MappingProxyType({})
     """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
 
     sample: Tape | None = None

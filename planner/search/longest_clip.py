@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.catalog.profiles import GpuProfile
 from planner.layout import margin
@@ -152,7 +152,7 @@ def longest(
     found = []
     overheads: dict[tuple[Strategy, bool], float] = {}
     for card, machine in sorted(cards, key=lambda pair: -pair[0].allocatable_bytes):  # what it knows of, others share
-        there = Search(replace(search.question, machine=machine, gpu=card), search.screen)
+        there = Search(search.question._replace(machine=machine, gpu=card), search.screen)
         if machine.host_ram not in ways:
             ways[machine.host_ram] = _ways(there, job, ladder(there, job, quick_estimates(there, job)))
         finder = Finder(there, forms, overheads)

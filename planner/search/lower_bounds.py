@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
@@ -54,8 +53,7 @@ def is_walked(job: Job, strategy: Strategy) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Walked:
+class Walked(NamedTuple):
     """What a recorded step allocates at a shape, at full depth, without the workspaces of attention kernels: bytes."""
 
     load_peak: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
@@ -25,8 +25,7 @@ MOST_SAMPLES = 1_000
 Value = int | tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(NamedTuple):
     """One number of a job that can be turned: its values in rising order, and how to read and set it."""
 
     name: str
@@ -149,7 +148,7 @@ def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
     if question.machine.host_ram is None:
         return
     machine = question.machine.replace(host_ram=2**50)
-    richer = Search(replace(question, machine=machine), search.screen)
+    richer = Search(question._replace(machine=machine), search.screen)
     plans = richer.by_speed(job, _kind(richer, job))
     few = job.method == "sample"
     plan = min(plans, key=lambda plan: plan.host_ram_bytes, default=None) if few else next(plans, None)
@@ -164,7 +163,7 @@ def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
     question = search.question
     for field in (field for field in searched(job.method) if field in question.fixed):
         freed = {field, "checkpointed_blocks"} if field == "gradient_checkpointing" else {field}
-        freer = Search(replace(question, fixed=question.fixed - freed), search.screen)
+        freer = Search(question._replace(fixed=question.fixed - freed), search.screen)
         try:
             plan = next(freer.by_speed(job, _kind(freer, job)), None)
         except ContradictionError:  # the rest of what was typed allows nothing else

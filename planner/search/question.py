@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
@@ -13,8 +12,7 @@ from planner.spec.plan import Estimate, Plan
 from planner.spec.rules import ResolvedStrategy, check, resolve
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One question, complete: the records, what was looked up for them, and which of their fields were typed."""
 
     job: Job
@@ -50,8 +48,7 @@ class Question:
         return strategy
 
 
-@dataclass(frozen=True)
-class Switch:
+class Switch(NamedTuple):
     """One step from the baseline towards the plan, and what it changed: negative is saved."""
 
     field: str
@@ -71,8 +68,7 @@ class Switch:
         }
 
 
-@dataclass(frozen=True)
-class Relaxed:
+class Relaxed(NamedTuple):
     """A plan for the same job with one wish less, and which."""
 
     field: str
@@ -85,8 +81,7 @@ class Relaxed:
         return {"field": self.field, "from": self.before, "to": self.after, "lossy": list(self.plan.lossy)}
 
 
-@dataclass(frozen=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """The answer of a search. `plan` fits, or is tight, or is the tightest there is."""
 
     plan: Estimate

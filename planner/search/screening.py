@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import held
 from planner.catalog.shapes import grid
@@ -37,8 +37,7 @@ PastOutcome = Literal["ran", "ran out"] | None
 """Of runs of one plan, where some were measured: it had memory enough, or ran out."""
 
 
-@dataclass(frozen=True)
-class QuickEstimate:
+class QuickEstimate(NamedTuple):
     """What a strategy needs by its tape, at the worst of the job's shapes."""
 
     strategy: Strategy

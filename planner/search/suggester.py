@@ -5,8 +5,6 @@ One `Suggester` answers questions about several models and cards, and reads each
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError
@@ -47,15 +45,15 @@ class Suggester:
             plan = _tightest(search)
             suggestion = Suggestion(plan, (), (), search.considered, relaxed=relaxed(search, question.job))
         else:
-            suggestion = replace(suggestion, smaller_cards=self._on_smaller_cards(search, suggestion.plan))
+            suggestion = suggestion._replace(smaller_cards=self._on_smaller_cards(search, suggestion.plan))
         plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))
-        return replace(suggestion, plan=plan, considered=search.considered)
+        return suggestion._replace(plan=plan, considered=search.considered)
 
     def search(self, question: Question) -> Search:
         """A search for a question, with what measurements of its model on its card say."""
         self._cards[question.machine.gpu] = question.gpu
         measurements = self._measurements_of(question.model.name, question.gpu)
-        return Search(replace(question, learned=measurements), self.screen)
+        return Search(question._replace(learned=measurements), self.screen)
 
     def best(self, search: Search, explain: bool) -> Suggestion | None:
         """What is preferred most, of all that fits; None where nothing fits."""
@@ -66,7 +64,7 @@ class Suggester:
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
         known = load_facts(job, strategy, machine, None, self._cards[machine.gpu])
-        return replace(known, measurements=self._measurements_of(known.model.name, known.gpu))
+        return known._replace(measurements=self._measurements_of(known.model.name, known.gpu))
 
     def _measurements_of(self, model: str, gpu: GpuProfile) -> ModelMeasurements:
         key = model, gpu.name

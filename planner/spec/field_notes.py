@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple
 
 Setting = str | int | bool | None
 """A value of a strategy's field."""
@@ -12,8 +12,7 @@ Setting = str | int | bool | None
 ALL: Final = "all"
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """Values that change what is learnt, not only where and when it is computed (DESIGN section 3, "Lossless before
     lossy")."""
 
@@ -24,8 +23,7 @@ class Loss:
     """an fp32 master of the trained weights removes the loss"""
 
 
-@dataclass(frozen=True)
-class Searched:
+class Searched(NamedTuple):
     """That a search sets the field, and the values it tries.
 
     By method: None where the search leaves the field alone, an empty tuple where the job or the machine decides which
@@ -43,8 +41,7 @@ class Searched:
         return {"lora": self.lora, "full": self.full, "sample": self.sample}[method]
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """An annotation of a strategy's field."""
 
     trained: tuple[Setting, ...] | Literal["all"]
@@ -52,6 +49,6 @@ class Note:
     a new value would need code"""
     losses: tuple[Loss, ...] = ()
     """values that lose something; all others are lossless"""
-    words: Mapping[Setting, str] = field(default_factory=dict)
+    words: Mapping[Setting, str] = MappingProxyType({})
     """value -> how one line of a table or a message says it; values that need no mention are left out"""
     searched: Searched | None = None

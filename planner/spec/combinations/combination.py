@@ -20,8 +20,7 @@ class Refusal(NamedTuple):
     fix: str
 
 
-@dataclass(frozen=True, slots=True)
-class Combination(Generic[Subject]):
+class Combination(NamedTuple, Generic[Subject]):
     """One combination that may not run, or is not worth trying."""
 
     kind: Kind
@@ -112,8 +111,7 @@ class Proposal:
         return parts * -(-self.machine.gpus // parts)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSummary:
+class ModelSummary(NamedTuple):
     """What rows ask about a model; `planner.catalog.shapes.summary` takes it from a profile."""
 
     title: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def ask(*words: str) -> TypedQuestion:
 
 def settle(*words: str) -> Question:
     question = ask(*words).settle()
-    return replace(question, strategy=question.resolved_strategy())
+    return question._replace(strategy=question.resolved_strategy())
 
 
 def test_defaults_are_taken_and_said() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -328,7 +327,7 @@ def test_both_experts_swap_the_same_blocks() -> None:
     """Of the expert that does not run the same blocks wait in host RAM (musubi-tuner)."""
     job = JOB.replace(experts="both")
     model = FACTS.model.model_copy(update={"experts": 2})
-    known = replace(FACTS, model=model)
+    known = FACTS._replace(model=model)
     strategy = resolve(job, Strategy(gradient_checkpointing="full", swap_blocks=2, inactive_expert="gpu"), ONE)
     run = lay_out(job, strategy, ONE, known, GRID, "musubi-tuner")
     other = next(run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == "other expert")

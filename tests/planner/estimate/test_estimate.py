@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,7 +87,7 @@ def test_on_unified_memory_what_is_offloaded_comes_out_of_the_same_budget() -> N
 def test_what_is_not_counted_is_said_and_never_called_fits() -> None:
     asked, where = job(), Machine.read({"gpu": "h100-80gb", "host_ram": 64 * GIB})
     known = load_facts(asked, CHECKPOINTED, where)
-    unknown = replace(known, around={key: tape for key, tape in known.around.items() if "Autoencoder" not in key})
+    unknown = known._replace(around={key: tape for key, tape in known.around.items() if "Autoencoder" not in key})
     assert estimate(asked, CHECKPOINTED, where, known).verdict == "fits"
     found = estimate(asked, CHECKPOINTED, where, unknown)
     assert found.verdict == "tight"

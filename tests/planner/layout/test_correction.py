@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,7 +158,7 @@ def recorded() -> Estimate:
 
 
 def priced(known: ModelMeasurements, strategy: Strategy = STRATEGY) -> Estimate:
-    return estimate(JOB, strategy, MACHINE, replace(load_facts(JOB, strategy, MACHINE), measurements=known))
+    return estimate(JOB, strategy, MACHINE, load_facts(JOB, strategy, MACHINE)._replace(measurements=known))
 
 
 def proof(device: float, outcome: Any = "ok", **fields: Any) -> ModelMeasurements:
@@ -325,7 +324,7 @@ def test_a_run_that_encoded_too_corrects_each_part_by_its_own(own: Ledger, recor
     steps = steps.replace(measured=steps.measured.replace(**told["step"]))
     of_both, of_steps = (learned(JOB.model, card, known=[known] * 4).correction for known in (both, steps))
     assert of_both.encoding is not None and of_steps.encoding is None
-    assert replace(of_both, encoding=None) == of_steps  # encoding says nothing of training
+    assert of_both._replace(encoding=None) == of_steps  # encoding says nothing of training
     assert of_both.encoding.reserved == pytest.approx(1.1, abs=0.001)
     found = priced(ModelMeasurements(of_both))
     assert found.basis == "nearby" and found.peak.phase == "encode"
@@ -339,7 +338,7 @@ def test_what_ran_out_while_it_encoded_says_nothing_of_steps(own: Ledger, record
     seen = row(23.0, details={"phases": told})
     ran_out = seen.replace(measured=seen.measured.replace(outcome="oom", phase="encode"))
     found = learned(JOB.model, lookup.gpu("24GB"), known=[ran_out]).correction
-    assert found.encoding is not None and replace(found, encoding=None) == Correction()
+    assert found.encoding is not None and found._replace(encoding=None) == Correction()
     assert priced(ModelMeasurements(found)).verdict != "fits"
 
 
@@ -353,7 +352,7 @@ def search(known: ModelMeasurements = NO_MEASUREMENTS) -> Search:
     machine = Machine(gpu="8GB", host_ram=32 * GIB)
 
     def find(job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        return replace(load_facts(job, strategy, machine), measurements=known)
+        return load_facts(job, strategy, machine)._replace(measurements=known)
 
     return Search(Question(job, Strategy(), machine, model, card, learned=known), Screen(find))
 

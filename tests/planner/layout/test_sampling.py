@@ -238,7 +238,7 @@ def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str
     known = Strategy(validation_mode="on") if method == "lora" else Strategy()
     found = load_facts(job, known, MACHINE)
     assert estimate(job, known, MACHINE, found).verdict == "fits"
-    unknown = replace(found, around={key: tape for key, tape in found.around.items() if "decode" not in key})
+    unknown = found._replace(around={key: tape for key, tape in found.around.items() if "decode" not in key})
     told = estimate(job, known, MACHINE, unknown)
     assert told.verdict == "tight"
     assert any("AutoencoderKLWan has no recording to decode" in note for note in told.assumptions)

@@ -203,7 +203,7 @@ def test_a_wish_that_contradicts_the_rest_of_what_was_typed_is_passed_over() -> 
 def test_more_host_ram_is_named_when_it_would_do() -> None:
     fixed = {"gradient_checkpointing": "full", "adapter_dtype": "fp32", "optimizer": "adamw", "weights_dtype": "bf16"}
     search = ask("8GB", fixed, frames=49, height=480, width=720)
-    question = replace(search.question, machine=search.question.machine.replace(host_ram=3 * GIB))
+    question = search.question._replace(machine=search.question.machine.replace(host_ram=3 * GIB))
     poor = Search(question, SCREEN)
     assert poor.best(question.job) is None
     (wish,) = [wish for wish in relaxed(poor, question.job) if wish.field == "host_ram"]
@@ -246,7 +246,7 @@ def test_every_optimizer_that_is_typed_is_searched_with_what_is_estimated_of_it(
     for card in ("8GB", "48GB"):
         search = ask(card, {"optimizer": optimizer}, method="full")
         machine = search.question.machine.replace(gpus=gpus, host_ram=256 * GIB)
-        search = Search(replace(search.question, machine=machine), SCREEN)
+        search = Search(search.question._replace(machine=machine), SCREEN)
         job = search.question.job
         found = search.best(job)
         plan = found.plan if found else search.tightest(job)
@@ -267,7 +267,7 @@ def test_every_optimizer_that_is_typed_is_searched_with_what_is_estimated_of_it(
 )
 def test_what_is_typed_and_not_estimated_is_named(typed: dict[str, Any], fault: str) -> None:
     search = ask_of(lookup.model("hunyuan-video"), "80GB", typed, method="full")
-    search = Search(replace(search.question, machine=search.question.machine.replace(gpus=2)), SCREEN)
+    search = Search(search.question._replace(machine=search.question.machine.replace(gpus=2)), SCREEN)
     assert search.best(search.question.job) is None
     assert fault in str(search.missing)
 
@@ -275,7 +275,7 @@ def test_what_is_typed_and_not_estimated_is_named(typed: dict[str, Any], fault: 
 def test_8_bit_states_over_more_numbers_than_bitsandbytes_counts_are_left_out() -> None:
     search = ask_of(lookup.model("wan2.1-t2v-14b"), "141GB", {"optimizer": "adamw-8bit"}, method="full")
     machine = search.question.machine.replace(gpus=4, host_ram=2**40)
-    search = Search(replace(search.question, machine=machine), SCREEN)
+    search = Search(search.question._replace(machine=machine), SCREEN)
     job, asked = search.question.job, {"optimizer": "adamw-8bit", "master_weights": "fp32", "optimizer_step": "foreach"}
     split = resolve(job, Strategy.read({**asked, "sharding": "zero-2"}), machine)
     with pytest.raises(VplanError, match="bitsandbytes supports up to 2,147,483,647"):
@@ -297,7 +297,7 @@ def test_what_is_refused_once_it_is_laid_out_is_passed_over() -> None:
     asked = {"method": "full", "trainable": ("blocks",)}
     search = ask_of(lookup.model("wan2.1-t2v-14b"), "h200", {"optimizer": "adamw-8bit"}, **asked)
     machine = search.question.machine.replace(gpus=4, host_ram=2**40)
-    search = Search(replace(search.question, machine=machine), SCREEN)
+    search = Search(search.question._replace(machine=machine), SCREEN)
     assert best(search).plan.strategy.sharding in ("ddp", "zero-3")
     assert search.tightest(search.question.job) is not None
 
@@ -330,7 +330,7 @@ def test_the_longest_clip_is_one_that_the_gpus_which_share_it_can_divide() -> No
     job = {"height": 480, "width": 848}  # 30 x 53 patches: an odd number of latent frames does not divide by four
     search = ask_of(model, "12GB", {"context_parallel": 4}, frames=81, **job)
     machine = search.question.machine.replace(gpus=4, host_ram=256 * GIB)
-    search = Search(replace(search.question, machine=machine), SCREEN)
+    search = Search(search.question._replace(machine=machine), SCREEN)
     found = largest(search, frames(model))
     assert found is not None
     latent = (found.plan.job.frames - 1) // 4 + 1
