@@ -322,7 +322,7 @@ def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
 
 def breakdown_at(top: ReplayedStage, peak: PhasePeak, correction: Correction) -> Breakdown:
     """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
-    category = top.run.program.category
+    category = list(top.run.program.category)
     there: dict[str, list[int]] = {}
     for buffer in alive(top.ops[: top.replayed.allocated_peak_at + 1], top.before):
         there.setdefault(category[buffer], []).append(buffer)

@@ -190,7 +190,7 @@ def validation(run: Run) -> None:
     elif mode == "offload":
         decode.stretches = [leaving, *decode.stretches, (STRATEGY_MOMENT, moved)]
     take_sizes(run, first)
-    run.phases.validation = [("denoise", denoise), ("decode", decode)]
+    run.phases.validation = (("denoise", denoise), ("decode", decode))
 
 
 def _dequantised_bytes(run: Run) -> int:

@@ -1,19 +1,19 @@
 """What a Run carries beside its training stages, one record per reader.
 
-Transformations fill these in; who reads them is said at each. The defaults are those of our own trainer.
+Transformations set their attributes; who reads them is said at each. The defaults are those of our own trainer: class
+attributes that nothing can change, so that no `__init__` is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from planner.spec.plan import PhaseName
 from planner.tape.program import Stage
 
 
-@dataclass
 class PhaseStages:
     """The stages of the phases around training. `Run.stages` puts them in order."""
 
@@ -26,7 +26,7 @@ class PhaseStages:
     encode: Stage | None = None
     """text encoders and VAE work on each batch before the model does; of a run that only encodes, all it does"""
 
-    validation: list[tuple[PhaseName, Stage]] = field(default_factory=list)
+    validation: tuple[tuple[PhaseName, Stage], ...] = ()
     """denoising and decoding of a sample; where a job only samples, what comes behind its denoising"""
 
     reload: Stage | None = None
@@ -35,32 +35,29 @@ class PhaseStages:
     save: Stage | None = None
 
 
-@dataclass
 class EmptyCache:
     """Where a trainer calls ``torch.cuda.empty_cache``. Read by the replay."""
 
     after_load: bool = False
     around_encode: bool = False
     before_validation: bool = True
-    after: list[Stage] = field(default_factory=list)
+    after: tuple[Stage, ...] = ()
     """stages behind which it is called as well"""
 
 
-@dataclass
 class DeviceTerms:
     """Device memory that is on no tape. Read by `planner.estimate.estimate`."""
 
     outside_bytes: int = 0
     """what a trainer takes outside torch's allocator, beside the context"""
 
-    split_bytes: Mapping[PhaseName, int] = field(default_factory=dict)
+    split_bytes: Mapping[PhaseName, int] = MappingProxyType({})
     """the most that a VAE's convolutions which work in parts take beyond what is counted, by phase"""
 
     encoders_together: bool = False
     """whether a trainer holds all encoders on the GPU while it caches"""
 
 
-@dataclass
 class HostTerms:
     """How a trainer uses host RAM where the strategy does not say. Read by `planner.estimate.host_ram`."""
 
@@ -80,7 +77,6 @@ class HostTerms:
     """processes that load data, per GPU"""
 
 
-@dataclass
 class WorkTerms:
     """Work of a step that no tape counts. Read by `planner.estimate.traffic`, for seconds."""
 
@@ -94,14 +90,13 @@ class WorkTerms:
     """what these read and write"""
 
 
-@dataclass
 class Handover:
     """What one transformation leaves for a later one."""
 
     gathered_bytes: int = 0
     """the most that an engine that splits weights gathers in a forward, with its buffers: validation takes it too"""
 
-    workspaces: list[int] = field(default_factory=list)
+    workspaces: tuple[int, ...] = ()
     """buffers of cuBLAS's workspaces, of the thread that runs forward and of autograd's, put in last of all"""
 
 

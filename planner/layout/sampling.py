@@ -21,10 +21,10 @@ def sampling(run: Run) -> None:
         offload_model_groups(run, run.step)
     first = len(run.program.buffers)
     decode = decode_with(run, decoder(run, run.grid, batch_samples(run)))
-    run.phases.validation = [("decode", decode)]
+    run.phases.validation = (("decode", decode),)
     if run.strategy.vae == "swapped" and (moved := weights_on_gpu(run)):
         leaving = Stage("denoise", [(STRATEGY_MOMENT, [~buffer for buffer in moved])])
-        run.phases.validation.insert(0, ("denoise", leaving))
+        run.phases.validation = (("denoise", leaving), *run.phases.validation)
         run.phases.reload = Stage("load", [(STRATEGY_MOMENT, moved)])
-        run.empty_cache.after.append(leaving)
+        run.empty_cache.after = (*run.empty_cache.after, leaving)
     take_sizes(run, first)

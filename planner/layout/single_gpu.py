@@ -21,11 +21,10 @@ def cublas_workspace(run: Run) -> None:
     """cuBLAS takes a workspace per handle from the caching allocator, when a thread first asks for the handle, and
     keeps it: 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
     getCurrentCUDABlasHandle). One for the thread that runs forward, one for autograd's."""
-    run.handover.workspaces = [
-        run.new(cublas_bytes(run.facts.gpu), "workspace", "cublas") for _ in range(CUBLAS_HANDLES)
-    ]
+    workspaces = [run.new(cublas_bytes(run.facts.gpu), "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
+    run.handover.workspaces = tuple(workspaces)
     if run.samples_only:
-        run.place(run.load, run.handover.workspaces, "cublas")
+        run.place(run.load, workspaces, "cublas")
 
 
 def workspaces_at_first_use(run: Run) -> None:

@@ -41,11 +41,10 @@ class FieldOption(click.Option):
         if bool in set(_leaves(record, field)):
             super().__init__([f"--{flag}/--no-{flag}", field], default=None)
         else:
-            read = _reader(record, field)
             super().__init__(
                 [f"--{flag}", field],
                 metavar=self._metavar(),
-                callback=lambda _context, _option, text: None if text is None else read(text),
+                callback=lambda _context, _option, text: None if text is None else _reader(record, field)(text),
             )
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:

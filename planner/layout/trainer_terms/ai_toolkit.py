@@ -86,7 +86,7 @@ def encoders_at_start(run: Run) -> None:
     run.phases.unload = Stage(
         "encoders leave", [(STRATEGY_MOMENT._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
     )
-    run.empty_cache.after.append(run.phases.unload)
+    run.empty_cache.after = (*run.empty_cache.after, run.phases.unload)
 
 
 def layers_in_turn(run: Run) -> None:

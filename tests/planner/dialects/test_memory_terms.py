@@ -136,7 +136,7 @@ def test_group_norms_of_a_decode_under_autocast_work_in_fp32() -> None:
     norm, mean = (run.new(size, "activation", "native_group_norm") for size in (8 * MIB, 512))
     silu, convolution = run.new(8 * MIB, "activation", "silu"), run.new(4 * MIB, "activation", "convolution")
     decode = Stage("decode", [(STRATEGY_MOMENT, [norm, mean, silu, ~norm, convolution, ~silu])])
-    run.phases.validation = [("decode", decode)]
+    run.phases.validation = (("decode", decode),)
     latentsync.decode_under_autocast(run)
     (_, events) = decode.stretches[0]
     upcast, downcast = events[0], events[6]
@@ -163,7 +163,7 @@ def test_easyanimate_has_everything_on_the_gpu_at_the_start() -> None:
 
 def test_easyanimate_validates_with_a_second_transformer() -> None:
     run = laid_out()
-    run.phases.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    run.phases.validation = (("denoise", Stage("denoise", [])), ("decode", Stage("decode", [])))
     easyanimate.second_transformer(run)
     found = {entry.phase: entry for entry in replay_stages(run)}
     weights = LOADED - CUBLAS
@@ -194,7 +194,7 @@ def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
     run = laid_out()
     strategy = run.strategy.replace(validation_mode=mode)
     run.configuration = run.configuration._replace(strategy=strategy)
-    run.phases.validation = [("denoise", Stage("denoise", [])), ("decode", Stage("decode", []))]
+    run.phases.validation = (("denoise", Stage("denoise", [])), ("decode", Stage("decode", [])))
     diffusers.validation_prompts(run)
     found = {entry.phase: entry for entry in replay_stages(run)}
     encoders = component_bytes(run, "cached") - 2 * MODEL.vae.parameters

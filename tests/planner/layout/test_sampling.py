@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -275,7 +274,7 @@ def test_suggest_decodes_in_tiles_only_when_nothing_lossless_fits() -> None:
 
 def test_too_little_host_ram_is_answered_with_the_least_that_does() -> None:
     found = search(LARGE, "24GB")
-    poor = replace(found.question, machine=found.question.machine.replace(host_ram=32 * GIB))
+    poor = found.question._replace(machine=found.question.machine.replace(host_ram=32 * GIB))
     told = {wish.field: wish.after for wish in relaxed(Search(poor, Screen(load_facts)), found.question.job)}
     assert told["host_ram"] == "34GiB"  # the model pageable and one process, not 79 GiB of pinned copies
 
