@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -352,7 +351,7 @@ def test_what_a_search_skips_would_not_have_fitted() -> None:
 def test_what_one_way_of_stepping_loses_to_fragmentation_rules_no_other_out() -> None:
     typed = {"gradient_checkpointing": "full", "optimizer": "adamw"}
     question = ask_of(lookup.model("flux.1-dev"), "14.36GiB", typed, height=256, width=256).question
-    search = Search(replace(question, machine=question.machine.replace(host_ram=int(13.7 * GIB))), SCREEN)
+    search = Search(question._replace(machine=question.machine.replace(host_ram=int(13.7 * GIB))), SCREEN)
     found = best(search).plan.strategy
     assert (found.weights_dtype, found.optimizer_step) == ("bf16", "fused")
 
@@ -380,7 +379,7 @@ def test_what_is_known_without_a_look_is_what_looks_say(name: str, typed: dict[s
     ruled_out = no_smaller = 0
     for gib, ram in itertools.product((5.45, 7.2, 8.85, 14.36), (13.7, 200)):
         question = ask_of(model, f"{gib}GiB", typed, lossy=True, frames=1, height=256, width=256).question
-        search = Search(replace(question, machine=question.machine.replace(host_ram=int(ram * GIB))), SCREEN)
+        search = Search(question._replace(machine=question.machine.replace(host_ram=int(ram * GIB))), SCREEN)
         for strategy in search.candidates(question.job):
             known = question.job, strategy, verdict
             look = search.swap_count.fewest(*known)
