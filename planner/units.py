@@ -28,7 +28,8 @@ _FACTORS = {
 
 
 def power_of_two(nbytes: int) -> int:
-    """Pinned memory is handed out in powers of two (ATen/core/CachingHostAllocator.h, ``PowerOf2Ceil``)."""
+    """The next power of two at or above `nbytes`: pinned memory is handed out in these sizes
+    (ATen/core/CachingHostAllocator.h, ``PowerOf2Ceil``)."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 

@@ -23,14 +23,14 @@ def write(
     probes: Sequence[Mapping[str, Any]] = (),
     compared: Sequence[Comparison] = (),
     command: str = "",
-    made: str | None = None,
+    created: str | None = None,
 ) -> None:
     """Writes one HTML page to ``path``, which must end in .html.
 
     ``plans``: (name, plan), shown one after another and, when several, side by side. ``rows``: measurements to compare
     with, beside those that come with vplan. ``probes``: rows of our own as `planner.evidence.jsonl` reads them, each
     shown with its outcome. ``compared``: as `planner.evidence.accuracy.compare` gives them, for a page of their own.
-    ``command``: what makes this page again. ``made``: ISO 8601; now, when left out.
+    ``command``: what makes this page again. ``created``: ISO 8601; now, when left out.
     """
     from datetime import UTC, datetime
 
@@ -42,23 +42,23 @@ def write(
     from reports import data, page, share
 
     page.check_name(path)
-    known = [*(shipped_rows() if plans else ()), *rows]
+    measured = [*(shipped_rows() if plans else ()), *rows]
     with without_garbage_collection():
         points = timeline.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
-        with counted("report", data.PARTS * len(plans)) as done:
-            told = tuple(
-                data.Builder(name, plan, known, probes, points).data(share.shared, done) for name, plan in plans
+        with counted("report", data.PARTS * len(plans)) as progress:
+            plan_pages = tuple(
+                data.Builder(name, plan, measured, probes, points).data(share.shared, progress) for name, plan in plans
             )
-    found = page.Page(
+    content = page.Page(
         title=_title(plans),
-        plans=told,
+        plans=plan_pages,
         compared=tuple(compared),
         summary=accuracy.summary(compared) if compared else {},
         halves=held_out.halves(compared),
-        environment=data.environment(made or datetime.now(UTC).isoformat(timespec="seconds")),
+        environment=data.environment(created or datetime.now(UTC).isoformat(timespec="seconds")),
         command=command,
     )
-    page.write(page.render(found), path)
+    page.write(page.render(content), path)
 
 
 def _title(plans: Sequence[tuple[str, Plan]]) -> str:

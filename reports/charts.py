@@ -23,7 +23,7 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class Area:
-    """One part of the timeline: an SVG path in the inner box."""
+    """One part of the timeline: its name, and an SVG path in the chart's inner box."""
 
     name: str
     path: str
@@ -31,14 +31,14 @@ class Area:
 
 @dataclass(frozen=True)
 class Axis:
-    """From numbers to per cent of a chart's side."""
+    """A linear or logarithmic scale from numbers to per cent of a chart's side."""
 
     low: float
     high: float
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Per cent from the low end."""
+        """The place of a value in per cent from the low end."""
         if self.log:
             low, high, value = (math.log(max(number, 1e-9)) for number in (self.low, self.high, value))
         else:
@@ -46,11 +46,12 @@ class Axis:
         return 100 * (value - low) / ((high - low) or 1)
 
     def ticks(self, most: int = 5) -> list[float]:
-        """A few round numbers in between."""
+        """Round numbers on the axis for marks, about `most` of them."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             marks = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
             marks = [tick for tick in marks if self.low <= tick <= self.high]
+            # Less than a decade has too few of 1, 2, 5: such an axis is marked in even steps.
             if len(marks) > FEWEST:
                 return marks
         span = (self.high - self.low) / most
@@ -61,7 +62,7 @@ class Axis:
 
 
 def around(values: Sequence[float], log: bool = False) -> Axis:
-    """An axis with some room around all values; they are positive."""
+    """An axis over all values with some room at both ends; the values must be positive."""
     low, high = min(values), max(values)
     if log:
         return Axis(low / 1.25, high * 1.25, True)
@@ -78,29 +79,29 @@ def areas(timeline: Timeline, highest: int) -> list[Area]:
     """The parts of a step stacked on what is outside torch, from below; ``highest``: bytes at the upper edge."""
     points = timeline.points
     floor = [timeline.outside_bytes] * len(points)
-    found = [Area("context", _between(timeline, [0] * len(points), floor, highest))]
+    parts = [Area("context", _between(timeline, [0] * len(points), floor, highest))]
     for place, name in enumerate(timeline.parts):
         ceiling = [below + point.parts[place] for below, point in zip(floor, points, strict=True)]
-        found.append(Area(name, _between(timeline, floor, ceiling, highest)))
+        parts.append(Area(name, _between(timeline, floor, ceiling, highest)))
         floor = ceiling
-    return found
+    return parts
 
 
 def reserved(timeline: Timeline, highest: int) -> str:
     """The line of what the allocator holds, with what is outside torch."""
-    held = [timeline.outside_bytes + point.reserved_bytes for point in timeline.points]
-    return "M" + "L".join(_spots(timeline, held, highest))
+    device_bytes = [timeline.outside_bytes + point.reserved_bytes for point in timeline.points]
+    return "M" + "L".join(_spots(timeline, device_bytes, highest))
 
 
 def spots(timeline: Timeline, points: Sequence[tuple[float, int]], highest: int) -> str:
-    """A line through (events since the step began, bytes)."""
+    """The SVG path of a line through (events since the step began, bytes). ``highest``: bytes at the upper edge."""
     last = max(timeline.events, 1)
     return polyline([(100 * at / last, 100 * value / highest) for at, value in points])
 
 
 def _between(timeline: Timeline, below: Sequence[int], above: Sequence[int], highest: int) -> str:
-    there, back = _spots(timeline, above, highest), _spots(timeline, below, highest)
-    return "M" + "L".join([*there, *reversed(back)]) + "Z"
+    upper, lower = _spots(timeline, above, highest), _spots(timeline, below, highest)
+    return "M" + "L".join([*upper, *reversed(lower)]) + "Z"
 
 
 def _spots(timeline: Timeline, values: Sequence[int], highest: int) -> list[str]:

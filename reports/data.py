@@ -20,8 +20,7 @@ from planner.evidence.published import Row
 from planner.hardware.memory_trace import Overlay
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
-from planner.search import capacity_axes
-from planner.search import ladder as ways_of
+from planner.search import capacity_axes, ladder
 from planner.search.capacity_map import Capacity, Forms, Mapper, Shape
 from planner.search.longest_clip import Longest, longest
 from planner.search.question import Question, Switch
@@ -43,7 +42,7 @@ VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """One candidate: its memory, speed and what it switches on."""
+    """One candidate strategy: its options in words, memory, speed, and whether the host has the RAM."""
 
     words: str
     lossy: tuple[str, ...]
@@ -58,13 +57,13 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class PlanData:
-    """Everything the page says of one plan."""
+    """Everything that the page shows about one plan."""
 
     name: str
     verdict: str
     understood: str
     command: str
-    found: Estimate
+    estimate: Estimate
     words: str
     note: str
     phases: tuple[step_timeline.PhaseParts, ...]
@@ -79,7 +78,7 @@ class PlanData:
     switches: tuple[Switch, ...]
     naive_bytes: int
     """the device peak before the first switch, by quick estimate"""
-    ways: tuple[RunnerUp, ...]
+    candidates: tuple[RunnerUp, ...]
     longest: tuple[Longest, ...]
     longest_words: Mapping[str, tuple[str, str]]
     compared: tuple[Comparison, ...]
@@ -89,7 +88,7 @@ class PlanData:
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the environment."""
+    """One line of the page's environment: a name and its value."""
 
     name: str
     value: str
@@ -110,49 +109,49 @@ class Builder:
         self.name = name
         self.plan = plan
         self.rows = rows
-        self.told = probes
+        self.probe_rows = probes
         self.cards: dict[str, GpuProfile] = {}
         self.model = lookup.model(plan.job.model)
         self.gpu = lookup.parse_gpus(plan.machine.gpu)[1]
         self.cards[plan.machine.gpu] = self.gpu
         self.screen = Screen(self._facts, plan.trainer)
         # What a search sets is open again: the page is about all ways, not the plan's alone.
-        asked = typed_only(plan.job.method, plan.strategy, ())
-        self.search = Search(Question(plan.job, asked, plan.machine, self.model, self.gpu), self.screen)
+        typed = typed_only(plan.job.method, plan.strategy, ())
+        self.search = Search(Question(plan.job, typed, plan.machine, self.model, self.gpu), self.screen)
 
     def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        known = self.model if job.model == self.plan.job.model else None
-        return load_facts(job, strategy, machine, known, self.cards[machine.gpu])
+        profile = self.model if job.model == self.plan.job.model else None
+        return load_facts(job, strategy, machine, profile, self.cards[machine.gpu])
 
     def estimate(self) -> Estimate:
-        """The plan's own, or a new one where its file has none."""
+        """The plan's own estimate, or a new one where its file has none."""
         plan = self.plan
         if plan.estimate is not None:
             return plan.estimate
-        known = self._facts(plan.job, plan.strategy, plan.machine)
-        return assess(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
+        facts = self._facts(plan.job, plan.strategy, plan.machine)
+        return assess(plan.job, plan.strategy, plan.machine, facts, plan.trainer).estimate
 
-    def looks(self) -> tuple[QuickEstimate, ...]:
-        """All candidates, and the plan's own way."""
-        own = self.search.quick_estimate(self.plan.job, self.plan.strategy)
-        candidates = ways_of.quick_estimates(self.search, self.plan.job)
-        return tuple({quick.strategy: quick for quick in (*candidates, own)}.values())
+    def quick_estimates(self) -> tuple[QuickEstimate, ...]:
+        """Quick estimates of all candidate strategies and of the plan's own."""
+        plan_quick = self.search.quick_estimate(self.plan.job, self.plan.strategy)
+        candidates = ladder.quick_estimates(self.search, self.plan.job)
+        return tuple({quick.strategy: quick for quick in (*candidates, plan_quick)}.values())
 
     def steps(self) -> tuple[tuple[step_timeline.PhaseParts, ...], step_timeline.Timeline]:
-        """Phases, and the timeline of a step."""
+        """(phases, timeline): every phase at its peak, and the memory of one steady step."""
         plan = self.plan
-        known = self._facts(plan.job, plan.strategy, plan.machine)
-        run = step_timeline.laid_out(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+        facts = self._facts(plan.job, plan.strategy, plan.machine)
+        run = step_timeline.laid_out(plan.job, plan.strategy, plan.machine, facts, plan.trainer)
         return step_timeline.phases(run), step_timeline.timeline(run, self.points)
 
     def _forms(self) -> Forms:
         return Forms(self.screen, self.plan.job, capacity_axes.axis(self.model))
 
     def map(self, rungs: Sequence[QuickEstimate]) -> Capacity:
-        """The capacity map."""
+        """The capacity map of the plan's job on its machine, over a ladder."""
         return Mapper(self.search, self._forms()).map(rungs)
 
-    def longest(self, rungs: Sequence[QuickEstimate], own: bool) -> tuple[Longest, ...]:
+    def longest(self, rungs: Sequence[QuickEstimate], same_ram: bool) -> tuple[Longest, ...]:
         """The longest clip of each class of card with as much host RAM as the plan's, or of all others.
 
         ``rungs``: the plan's ladder, which is that of its own class.
@@ -161,7 +160,7 @@ class Builder:
         for group in lookup.gpu_classes():
             card = lookup.gpu(group.name)
             ram = lookup.default_host_ram(card, self.plan.machine.gpus)
-            if (ram == self.plan.machine.host_ram) is not own:
+            if (ram == self.plan.machine.host_ram) is not same_ram:
                 continue
             self.cards[card.name] = card
             machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
@@ -170,60 +169,61 @@ class Builder:
 
     def compared(self) -> tuple[Comparison, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
-        found = self.estimate()
-        own = accuracy.compare(
+        predicted = self.estimate()
+        of_plan = accuracy.compare(
             [evidence_row(self.plan, entry) for entry in self.plan.evidence],
-            lambda *_: Prediction.of(found),
+            lambda *_: Prediction.of(predicted),
             lambda *_: 0,
         )
         proof = {entry.id for entry in self.plan.evidence}
-        others = [row for row in self.rows if row.id not in proof]
-        return (*own, *accuracy.compare(nearest(others, self.plan.job), _predict, _after_step))
+        unproven = [row for row in self.rows if row.id not in proof]
+        return (*of_plan, *accuracy.compare(nearest(unproven, self.plan.job), _predict, _after_step))
 
     def data(
-        self, share: Callable[[Builder, PartDone], Parts] | None = None, done: PartDone = lambda part: part
+        self, share: Callable[[Builder, PartDone], Parts] | None = None, progress: PartDone = lambda part: part
     ) -> PlanData:
-        """All of it. ``share``: works the parts out on several cores (`reports.share`). ``done``: see there."""
-        plan, found = self.plan, self.estimate()
-        seen, phases, timeline, table, reach, compared = (share or in_turn)(self, done)
-        switches, naive_bytes = self._switches(found)
+        """All data of the plan's page. ``share`` computes the slow parts, on several cores (`reports.share`) or by
+        default in turn; ``progress`` is called with every finished part and returns it."""
+        plan, answer = self.plan, self.estimate()
+        candidates, phases, timeline, table, reach, compared = (share or in_turn)(self, progress)
+        switches, naive_bytes = self._switches(answer)
         return PlanData(
             name=self.name,
-            verdict=verdict(self.model.title, self.gpu, found),
-            understood=understood(self.gpu, found),
+            verdict=verdict(self.model.title, self.gpu, answer),
+            understood=understood(self.gpu, answer),
             command=cli_words.command("estimate", plan.job, plan.strategy, plan.machine, self.name),
-            found=found,
-            words=words(plan.strategy, found.lossy),
+            estimate=answer,
+            words=words(plan.strategy, answer.lossy),
             note=f"as {plan.trainer} trains" if plan.trainer != "vplan" else "",
             phases=phases,
             timeline=timeline,
-            overlay=overlay(plan, self.told, timeline),
+            overlay=overlay(plan, self.probe_rows, timeline),
             capacity=table,
             ladder=tuple(_rung(look.strategy, plan.job) for look in table.ladder),
             measured=measured(table, self.rows, plan.job),
             switches=switches,
             naive_bytes=naive_bytes,
-            ways=ways(seen, plan, self.search),
-            longest=tuple(sorted(reach, key=lambda each: each.budget_bytes)),
+            candidates=runners_up(candidates, plan, self.search),
+            longest=tuple(sorted(reach, key=lambda clip: clip.budget_bytes)),
             longest_words={
-                each.card: (_by(each.lossless_by, plan.job), _by(each.lossy_by, plan.job)) for each in reach
+                clip.card: (_by(clip.lossless_by, plan.job), _by(clip.lossy_by, plan.job)) for clip in reach
             },
             compared=compared,
             rows_known=sum(row.job.model == plan.job.model for row in self.rows),
-            probes=probes(self.plan, self.told),
+            probes=probes(self.plan, self.probe_rows),
         )
 
-    def _switches(self, found: Estimate) -> tuple[tuple[Switch, ...], int]:
+    def _switches(self, answer: Estimate) -> tuple[tuple[Switch, ...], int]:
         """What each switch did, and the device peak that the first one found."""
-        switches = self.search.switches(found)
-        start = self.search.quick_estimate(found.job, found.strategy).device_bytes
+        switches = self.search.switches(answer)
+        start = self.search.quick_estimate(answer.job, answer.strategy).device_bytes
         return switches, start - sum(switch.device_bytes for switch in switches)
 
 
 class Parts(NamedTuple):
-    """The parts of a page that take long."""
+    """The parts of a page that take long to compute."""
 
-    looks: tuple[QuickEstimate, ...]
+    quick: tuple[QuickEstimate, ...]
     phases: tuple[step_timeline.PhaseParts, ...]
     timeline: step_timeline.Timeline
     table: Capacity
@@ -242,37 +242,38 @@ PARTS = 5
 """Times that ``done`` is called for a plan."""
 
 
-def in_turn(builder: Builder, done: PartDone) -> Parts:
-    """One after another."""
-    looks = done(builder.looks())
-    rungs = ways_of.ladder(builder.search, builder.plan.job, looks)
-    phases, timeline = done(builder.steps())
-    own = done(builder.longest(rungs, own=True))
-    further, compared = done((builder.longest((), own=False), builder.compared()))
-    return Parts(looks, phases, timeline, done(builder.map(rungs)), (*own, *further), compared)
+def in_turn(builder: Builder, progress: PartDone) -> Parts:
+    """Computes the slow parts of a page one after another. ``progress`` is called with every finished part and returns
+    it."""
+    quick = progress(builder.quick_estimates())
+    rungs = ladder.ladder(builder.search, builder.plan.job, quick)
+    phases, timeline = progress(builder.steps())
+    longest = progress(builder.longest(rungs, same_ram=True))
+    longest_elsewhere, compared = progress((builder.longest((), same_ram=False), builder.compared()))
+    return Parts(quick, phases, timeline, progress(builder.map(rungs)), (*longest, *longest_elsewhere), compared)
 
 
 # ---- sentences
 
 
 def verdict(title: str, gpu: GpuProfile, answer: Estimate) -> str:
-    """The answer in one sentence."""
+    """The verdict on the plan in one sentence: what is trained, on which card, and what it needs."""
     job = answer.job
     shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
     count = f"{answer.machine.world} x " if answer.machine.world > 1 else ""
     card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
     card = card if answer.machine.world > 1 or lookup.gpu_class(gpu.name) is None else f"a {card}"
-    what = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
+    activity = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
     batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
     need = f"it needs {gib(answer.peak.device_bytes):.1f} of {gib(answer.budget_bytes):.1f} GiB"
     if answer.limit == "host":
         need += f", but {gib(answer.host_ram_bytes):.1f} GiB of host RAM"
     word = VERDICTS[answer.verdict]
-    return f"{title}, {what} at {shape}{batch}, {word} on {count}{card}: {need}."
+    return f"{title}, {activity} at {shape}{batch}, {word} on {count}{card}: {need}."
 
 
 def understood(gpu: GpuProfile, answer: Estimate) -> str:
-    """The budget as it was understood."""
+    """The budget of device memory and host RAM, in words."""
     text = f"{gpu.title} gives a process {gpu.allocatable_gib:.2f} GiB"
     if answer.machine.reserve:
         text += f", of which {gib(answer.machine.reserve):.2f} GiB are kept free"
@@ -296,10 +297,10 @@ def _by(strategy: Strategy | None, job: Job) -> str:
 # ---- parts
 
 
-def ways(seen: Sequence[QuickEstimate], plan: Plan, search: Search) -> tuple[RunnerUp, ...]:
-    """All candidates, the fastest first."""
-    front = ways_of.pareto(seen)
-    found = [
+def runners_up(candidates: Sequence[QuickEstimate], plan: Plan, search: Search) -> tuple[RunnerUp, ...]:
+    """All candidate strategies, the fastest first."""
+    front = ladder.pareto(candidates)
+    rows = [
         RunnerUp(
             _words(look.strategy, plan.job),
             look.strategy.lossy_fields(plan.job),
@@ -310,9 +311,9 @@ def ways(seen: Sequence[QuickEstimate], plan: Plan, search: Search) -> tuple[Run
             look.strategy == plan.strategy,
             search.feasibility.has_ram(look),
         )
-        for index, look in enumerate(seen)
+        for index, look in enumerate(candidates)
     ]
-    return tuple(sorted(found, key=lambda way: (way.step_seconds, way.device_bytes)))
+    return tuple(sorted(rows, key=lambda row: (row.step_seconds, row.device_bytes)))
 
 
 def _predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
@@ -323,13 +324,13 @@ def _after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) ->
     return after_step_bytes(job, strategy, machine, load_facts(job, strategy, machine), trainer)
 
 
-def environment(made: str) -> tuple[Fact, ...]:
-    """The versions behind the page. ``made``: when, ISO 8601."""
-    found = [Fact("made", made), Fact("vplan", planner.__version__)]
-    found += [Fact("Python", platform.python_version()), Fact("system", f"{platform.system()} {platform.machine()}")]
+def environment(created: str) -> tuple[Fact, ...]:
+    """Versions and system behind the page. ``created``: when it was made, ISO 8601."""
+    facts = [Fact("made", created), Fact("vplan", planner.__version__)]
+    facts += [Fact("Python", platform.python_version()), Fact("system", f"{platform.system()} {platform.machine()}")]
     for package in PACKAGES:
         try:
-            found.append(Fact(package, metadata.version(package)))
+            facts.append(Fact(package, metadata.version(package)))
         except metadata.PackageNotFoundError:
-            found.append(Fact(package, "not installed (estimates need none but numpy)"))
-    return tuple(found)
+            facts.append(Fact(package, "not installed (estimates need none but numpy)"))
+    return tuple(facts)

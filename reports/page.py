@@ -31,7 +31,7 @@ LETTERS = "ABCDEFGH"
 
 @dataclass(frozen=True)
 class Page:
-    """What one file shows."""
+    """The content of one HTML file: plans, accuracy, environment."""
 
     title: str
     plans: tuple[PlanData, ...] = ()
@@ -46,10 +46,12 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page's HTML."""
+    """The HTML of a page, with style and script inside."""
     environment = _environment()
     style = environment.get_template("style.css").render()
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    # The page loads nothing, and of scripts runs only its own: names in it come from users' files, and the page may be
+    # passed on.
     policy = "; ".join(
         [
             "default-src 'none'",
@@ -59,10 +61,10 @@ def render(page: Page) -> str:
             "form-action 'none'",
         ]
     )
-    found: str = environment.get_template("page.html").render(
+    html: str = environment.get_template("page.html").render(
         page=page, style=_raw(style), script=_raw(script), policy=policy
     )
-    return found
+    return html
 
 
 def write(html: str, path: str | Path) -> None:
@@ -79,7 +81,7 @@ def write(html: str, path: str | Path) -> None:
 
 
 def check_name(path: str | Path) -> None:
-    """Raises a VplanError for what no page should be written to: a plan that was meant as input, say."""
+    """Raises a VplanError unless the path ends in .html or .htm: it may be a plan that was meant as input."""
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise VplanError(f"the report {quoted(str(path))} is no .html file", "name one, as report.html")
 
@@ -95,13 +97,14 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
+        # A misspelt name in a template is an error, not an empty cell.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"gib": _gib, "signed_gib": _signed, "seconds": format_seconds, "pct": _share, "at": _at}
     environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "timeline": _spots}
-    environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _used, "is_own": _is_own}
+    environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _parts_used, "is_own": _is_own}
     environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds, "halves_words": halves}
     environment.globals |= {"rungs_used": _rungs_used}
     return environment
@@ -126,9 +129,9 @@ def _signed(nbytes: int) -> str:
     return f"{gib(nbytes):+.2f}"
 
 
-def _share(value: float, whole: float) -> str:
+def _share(value: float, total: float) -> str:
     """As an SVG length."""
-    return f"{100 * value / whole:.2f}%"
+    return f"{100 * value / total:.2f}%"
 
 
 def _at(value: float) -> str:
@@ -149,7 +152,9 @@ def _spots(data: PlanData) -> dict[str, Sequence[Any]]:
 
 def _front(data: PlanData, x: charts.Axis, y: charts.Axis) -> list[tuple[float, float]]:
     """Where the ways lie that no other beats."""
-    return [(x.at(way.device_bytes), y.at(way.step_seconds)) for way in data.ways if way.front]
+    return [
+        (x.at(candidate.device_bytes), y.at(candidate.step_seconds)) for candidate in data.candidates if candidate.front
+    ]
 
 
 def _ticks_gib(axis: charts.Axis) -> list[float]:
@@ -157,9 +162,9 @@ def _ticks_gib(axis: charts.Axis) -> list[float]:
     return charts.Axis(axis.low / GIB, axis.high / GIB, axis.log).ticks()
 
 
-def _used(phases: Sequence[PhaseParts]) -> list[str]:
+def _parts_used(phases: Sequence[PhaseParts]) -> list[str]:
     """The parts that any phase has."""
-    return [name for name in Breakdown.model_fields if any(getattr(each.breakdown, name) for each in phases)]
+    return [name for name in Breakdown.model_fields if any(getattr(phase.breakdown, name) for phase in phases)]
 
 
 def _rungs_used(data: PlanData) -> list[int]:
@@ -168,7 +173,7 @@ def _rungs_used(data: PlanData) -> list[int]:
 
 
 def _is_own(cell: Cell, data: PlanData) -> bool:
-    job = data.found.job
+    job = data.estimate.job
     return cell.shape == (getattr(job, AXES[data.capacity.axis]), job.height, job.width)
 
 

@@ -22,7 +22,7 @@ NEAREST = 6
 
 @dataclass(frozen=True)
 class Probe:
-    """One measured run, or why it ended."""
+    """One probe: what it measured, or why it ended. Bytes and seconds; None where nothing was measured."""
 
     id: str
     time: str
@@ -42,15 +42,15 @@ class Probe:
 def measured(table: Capacity, rows: Iterable[Row], job: Job) -> dict[Shape, tuple[str, ...]]:
     """Shapes of the map at which somebody ran this model by this method, with the rows' ids and outcomes."""
     shapes = {cell.shape for row in table.cells for cell in row}
-    found: dict[Shape, tuple[str, ...]] = {}
+    by_shape: dict[Shape, tuple[str, ...]] = {}
     for row in rows:
         length = row.job.frames if table.axis == "frames" else row.job.batch_size
         shape = (length, row.job.height, row.job.width)
         alike = row.job.model == job.model and row.job.method == job.method
         if alike and shape in shapes and (table.axis == "batch" or row.job.batch_size == job.batch_size):
-            seen = f"{row.id} on {row.machine.gpu}: {row.outcome}"
-            found[shape] = (*found.get(shape, ()), seen)
-    return found
+            label = f"{row.id} on {row.machine.gpu}: {row.outcome}"
+            by_shape[shape] = (*by_shape.get(shape, ()), label)
+    return by_shape
 
 
 def nearest(rows: Iterable[Row], job: Job) -> list[Row]:
@@ -66,22 +66,22 @@ def _pixels(job: Job) -> int:
     return job.batch_size * job.frames * job.height * job.width
 
 
-def probes(plan: Plan, told: Iterable[Mapping[str, Any]]) -> tuple[Probe, ...]:
+def probes(plan: Plan, rows: Iterable[Mapping[str, Any]]) -> tuple[Probe, ...]:
     """The plan's evidence, then rows of a file of the same model, each with how it ended."""
-    own = [_probe(entry.id, entry.measured.to_json(), entry.env.to_json(), "", True) for entry in plan.evidence]
-    known = {probe.id for probe in own}
-    others = [
+    evidence = [_probe(entry.id, entry.measured.to_json(), entry.env.to_json(), "", True) for entry in plan.evidence]
+    ids = {probe.id for probe in evidence}
+    further = [
         _probe(str(row["id"]), row["measured"], row.get("env", {}), _reason(row), False)
-        for row in told
-        if row.get("job", {}).get("model") == plan.job.model and row["id"] not in known
+        for row in rows
+        if row.get("job", {}).get("model") == plan.job.model and row["id"] not in ids
     ]
-    return (*own, *others)
+    return (*evidence, *further)
 
 
-def overlay(plan: Plan, told: Iterable[Mapping[str, Any]], timeline: step_timeline.Timeline) -> Overlay | None:
+def overlay(plan: Plan, rows: Iterable[Mapping[str, Any]], timeline: step_timeline.Timeline) -> Overlay | None:
     """The trace of this very plan's last probe that has one, over the step that was replayed."""
     name = row_id(plan)
-    traces = [trace for row in told if row["id"] == name and (trace := trace_of(row))]
+    traces = [trace for row in rows if row["id"] == name and (trace := trace_of(row))]
     return laid_over(timeline, traces[-1], name) if traces else None
 
 
@@ -90,30 +90,30 @@ def _reason(row: Mapping[str, Any]) -> str:
     return str(details.get("message", "")) if isinstance(details, dict) else ""
 
 
-def _probe(name: str, seen: Mapping[str, Any], env: Mapping[str, Any], reason: str, planned: bool) -> Probe:
+def _probe(name: str, measured: Mapping[str, Any], env: Mapping[str, Any], reason: str, planned: bool) -> Probe:
     return Probe(
         id=name,
         time=str(env.get("time", "")),
         gpu=str(env.get("gpu", "")),
-        outcome=str(seen.get("outcome", "")),
-        phase=str(seen.get("phase") or ""),
-        allocated_bytes=seen.get("allocated_bytes"),
-        reserved_bytes=seen.get("reserved_bytes"),
-        device_bytes=seen.get("device_bytes"),
-        step_seconds=seen.get("step_seconds"),
-        retries=seen.get("retries"),
+        outcome=str(measured.get("outcome", "")),
+        phase=str(measured.get("phase") or ""),
+        allocated_bytes=measured.get("allocated_bytes"),
+        reserved_bytes=measured.get("reserved_bytes"),
+        device_bytes=measured.get("device_bytes"),
+        step_seconds=measured.get("step_seconds"),
+        retries=measured.get("retries"),
         reason=reason,
         planned=planned,
     )
 
 
 def evidence_row(plan: Plan, entry: Evidence) -> Row:
-    """A plan's evidence as a row to compare."""
-    seen = entry.measured
+    """A plan's evidence as a row that `planner.evidence.accuracy` can compare."""
+    measured = entry.measured
     counters: tuple[tuple[Counter, int | None], ...] = (
-        ("device", seen.device_bytes),
-        ("reserved", seen.reserved_bytes),
-        ("allocated", seen.allocated_bytes),
+        ("device", measured.device_bytes),
+        ("reserved", measured.reserved_bytes),
+        ("allocated", measured.allocated_bytes),
     )
     intervals = [Interval(name, gib(size), gib(size)) for name, size in counters if size]
     return Row(
@@ -122,6 +122,6 @@ def evidence_row(plan: Plan, entry: Evidence) -> Row:
         job=plan.job,
         strategy=plan.strategy,
         machine=plan.machine,
-        outcome=seen.outcome,
-        intervals=tuple(intervals) if seen.outcome == "ok" else (),
+        outcome=measured.outcome,
+        intervals=tuple(intervals) if measured.outcome == "ok" else (),
     )

@@ -19,22 +19,22 @@ from reports.data import Builder, PartDone, Parts, in_turn
 T = TypeVar("T")
 
 
-def shared(builder: Builder, done: PartDone) -> Parts:
-    """As `reports.data.in_turn`, the same to the byte: the step is told beside the looks, and the map and other cards'
-    longest clips beside those of the plan's own host RAM."""
+def shared(builder: Builder, progress: PartDone) -> Parts:
+    """`reports.data.in_turn` on several cores, the same to the byte: the step is laid out beside the quick estimates,
+    the map and other cards' longest clips beside those of the plan's own host RAM."""
     # A fork knows all that was looked at before. It is safe where no other thread could hold a lock.
     if cores() < 2 or sys.platform != "linux" or threading.active_count() > 1:
-        return in_turn(builder, done)
+        return in_turn(builder, progress)
     steps = Aside(lambda: (builder.steps(), builder.compared()))
-    looks = done(builder.looks())
-    rungs = ladder.ladder(builder.search, builder.plan.job, looks)
-    others = Aside(lambda: builder.longest((), own=False))
+    quick = progress(builder.quick_estimates())
+    rungs = ladder.ladder(builder.search, builder.plan.job, quick)
+    elsewhere = Aside(lambda: builder.longest((), same_ram=False))
     table = Aside(lambda: builder.map(rungs))
-    own = done(builder.longest(rungs, own=True))
+    longest = progress(builder.longest(rungs, same_ram=True))
     page.prepare()
-    (phases, timeline), compared = done(steps.result())
-    further = done(others.result())
-    return Parts(looks, phases, timeline, done(table.result()), (*own, *further), compared)
+    (phases, timeline), compared = progress(steps.result())
+    longest_elsewhere = progress(elsewhere.result())
+    return Parts(quick, phases, timeline, progress(table.result()), (*longest, *longest_elsewhere), compared)
 
 
 class Aside(Generic[T]):
@@ -42,15 +42,16 @@ class Aside(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         forking = multiprocessing.get_context("fork")
-        self._found, sender = forking.Pipe(duplex=False)
+        self._receiver, sender = forking.Pipe(duplex=False)
         self._process = forking.Process(target=_send, args=(work, sender), daemon=True)
         self._process.start()
         sender.close()
 
     def result(self) -> T:
-        """What came of it."""
+        """Waits for the process and returns its result. Raises the error that it raised, or a VplanError when it
+        died."""
         try:
-            found, error = self._found.recv()
+            outcome, error = self._receiver.recv()
         except EOFError:
             self._process.join()
             fault = f"a process that worked on the report ended with exit code {self._process.exitcode}"
@@ -58,7 +59,7 @@ class Aside(Generic[T]):
         self._process.join()
         if error is not None:
             raise error
-        result: T = found
+        result: T = outcome
         return result
 
 

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Calibrating:
-    """One device, measured kernel by kernel."""
+    """The calibration of one device: context, kernel modules and rates, measured kernel by kernel."""
 
     def __init__(self, device: str, report: ResultFile) -> None:
         import torch
@@ -75,7 +75,7 @@ class Calibrating:
         )
 
     def run(self) -> None:
-        """Context first, then what kernels bring with them, then rates."""
+        """Measures the CUDA context, then what kernels load on their first run, then rates, and reports each."""
         import torch
 
         try:
@@ -119,7 +119,7 @@ class Calibrating:
         return {"kernels": outside, "workspaces": workspace}
 
     def first_runs(self) -> dict[str, Callable[[], None]]:
-        """One small run of each kind, forward and backward."""
+        """One small forward and backward run of each kind of kernel, by name."""
         import torch
         from torch.nn import functional
 
@@ -146,7 +146,7 @@ class Calibrating:
         return {f"{name}_per_second": rate for name, rate in found.items()}
 
     def matmul_rate(self) -> dict[str, float]:
-        """Of a square matrix product."""
+        """The rate of a square bf16 matrix product, FLOP per second."""
         import torch
 
         side = self.sizes.square
@@ -188,7 +188,7 @@ class Calibrating:
         }
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """The median time of one run."""
+        """The median seconds of one call of `run`, with the GPU's work waited for."""
         from torch.utils.benchmark import Timer
 
         timer = Timer("run()", globals={"run": run})  # it waits for the GPU

@@ -77,7 +77,7 @@ def run(request: RunRequest, report: ResultFile) -> int:
 
 
 class TrainingRun:
-    """One rank of a training run: set up when it is made, trained to the finished weights by `train`."""
+    """One rank of a training run. Made, it is set up and ready; `train` runs it to the finished weights."""
 
     def __init__(self, request: RunRequest, report: ResultFile) -> None:
         from trainers.families import family
@@ -108,7 +108,7 @@ class TrainingRun:
         report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
 
     def train(self) -> None:
-        """All steps that are left, with a checkpoint every so many, and the finished weights."""
+        """Runs the remaining steps, writes checkpoints on the way, and exports the finished weights."""
         from trainers.parallel import export
 
         request = self.request

@@ -115,7 +115,8 @@ def _growable_bytes(block: _Block) -> int:
 
 
 class CachingAllocator:
-    """One GPU's caching allocator. State lives on between runs, so steps and phases chain on one object."""
+    """PyTorch's caching allocator of one GPU. State stays between runs, so that the steps and phases of a training run
+    can be replayed on one object."""
 
     def __init__(self, *, expandable_segments: bool, capacity_bytes: int | None = None) -> None:
         """`capacity_bytes`: what segments may take together (the card less context and libraries). None: no limit."""
@@ -135,7 +136,7 @@ class CachingAllocator:
 
     @property
     def live(self) -> list[int]:
-        """The buffers that are allocated, by number."""
+        """The numbers of the buffers that are allocated now, sorted."""
         return sorted(self._live)
 
     def run(self, ops: Sequence[int], sizes: Sequence[int], streams: Sequence[int] | None = None) -> Replayed:
@@ -392,7 +393,8 @@ class CachingAllocator:
 
 
 def held(ops: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """What ops add to what is allocated, and the most on the way, each buffer in whole blocks."""
+    """(change, peak) in allocated bytes over a sequence of ops, each buffer rounded up to whole blocks. An op is a
+    buffer's number to allocate, or its complement (`~number`) to free."""
     block = BLOCK_ROUND_BYTES
     levels = list(accumulate(-(-sizes[op] // block) * block if op >= 0 else -sizes[~op] // block * block for op in ops))
     return levels[-1], max(levels)

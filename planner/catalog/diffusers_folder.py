@@ -44,7 +44,7 @@ NOT_ARCHITECTURE = ("quantization_config",)
 
 
 class Source(NamedTuple):
-    """What a folder says of a model."""
+    """What a diffusers folder or config.json says of a model: its place, class and configs."""
 
     origin: str
     """absolute path of the transformer's or UNet's config.json"""
@@ -96,10 +96,10 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
     root, place = location
     config = read_config(place, root)
     class_name = _class_of(config, place, sorted(classes))
-    check_values(config, _shown(place, root))
+    check_values(config, _relative(place, root))
     if place.parent == root:
-        named = root.parent if root.name in (*DENOISERS, SECOND_EXPERT) else root
-        return Source(str(place), _called(named), class_name, config)
+        folder = root.parent if root.name in (*DENOISERS, SECOND_EXPERT) else root
+        return Source(str(place), _called(folder), class_name, config)
     parts = {part: read_config(root / part / CONFIG, root) for part in ("vae", *ENCODERS) if _has(root, part)}
     for part, part_config in parts.items():
         check_values(part_config, f"{part}/{CONFIG}", may_be_negative=part != "vae")
@@ -116,13 +116,13 @@ def _has(root: Path, part: str) -> bool:
     return os.path.lexists(root / part / CONFIG)
 
 
-def _shown(place: Path, root: Path) -> str:
+def _relative(place: Path, root: Path) -> str:
     return place.relative_to(root).as_posix()
 
 
 def read_config(place: Path, root: Path) -> Config:
     """The JSON object in a config file that really lies under `root`; a VplanError says what else it is."""
-    name = _shown(place, root)
+    name = _relative(place, root)
     try:
         real = Path(os.path.realpath(place, strict=True))  # `resolve` ends a loop with an error of its own
         if not any(real.is_relative_to(allowed) for allowed in allowed_roots(root)):
@@ -130,6 +130,7 @@ def read_config(place: Path, root: Path) -> Config:
         if not real.is_file():
             raise VplanError(f"{name} is not a file", "pass the config.json of a diffusers model")
         with real.open("rb") as file:
+            # Never more than the limit, whatever size the file claims; one byte more shows that it is larger.
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise VplanError(f"cannot read {name}: {error.strerror}", "check that it exists and is readable") from None
@@ -165,6 +166,7 @@ def _not_finite(text: str) -> NoReturn:
 def _class_of(config: Config, place: Path, classes: list[str]) -> str:
     """The config's class, which must be one of our own table: a name from a file is never looked up anywhere else."""
     name = config.get("_class_name")
+    # `auto_map` names Python files that diffusers would import.
     if "auto_map" in config:
         fix = "if the model is one of diffusers' own classes, remove auto_map from a copy of the file"
         raise VplanError(f"{place.name} refers to custom code (auto_map), which is never run", fix)
@@ -248,23 +250,23 @@ def _leaves(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, An
         yield key, value, depth
 
 
-def check_kinds(config: Config, known: Iterable[Config], where: str) -> None:
-    """Raises a VplanError for text where all `known` configs of the class have numbers, and the like.
+def check_kinds(config: Config, configs: Iterable[Config], where: str) -> None:
+    """Raises a VplanError for text where all `configs` of the class have numbers, and the like.
 
     Null is allowed everywhere, and lists where there are single values: diffusers takes both. A key that no known
     config has is not judged here.
     """
     kinds: dict[str, set[str]] = {}
-    for other in known:
-        for key, value in other.items():
+    for config_of_class in configs:
+        for key, value in config_of_class.items():
             kinds.setdefault(key, set()).update(_kinds(value))
     for key, value in config.items():
         allowed = kinds.get(key, set())
-        if len(allowed) == 1 and not _kinds(_whole(value)) <= allowed | _ALSO.get(min(allowed), set()):
+        if len(allowed) == 1 and not _kinds(_as_integer(value)) <= allowed | _ALSO_ALLOWED.get(min(allowed), set()):
             raise VplanError(f"{where}: {key} {quoted(value)} is not {min(allowed)}", "correct the file")
 
 
-_ALSO = {"a number": {"a whole number"}, "a whole number": set(), "a text": set(), "true or false": {"a text"}}
+_ALSO_ALLOWED = {"a number": {"a whole number"}, "a whole number": set(), "a text": set(), "true or false": {"a text"}}
 """What else may stand where all known values are of one kind: a switch that later became a choice has a name."""
 
 
@@ -274,6 +276,6 @@ def _kinds(value: Any) -> set[str]:
     return {names[type(leaf)] for _, leaf, _ in _leaves(value) if leaf is not None}
 
 
-def _whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     """4.0 is as whole as 4: JSON written elsewhere has both."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -91,12 +91,14 @@ def model(name: str) -> ModelProfile:
     if len(text) > _LONGEST_NAME:
         raise VplanError(f"model {quoted(name)} is not known", "`vplan models` lists what is")
     if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
+        # An exact name first, which opens one file; aliases need all of them.
         if profiles.model_path(text).is_file():
             return _model(text)
-        if user_data.is_name(text) and (own_profile := _own(text)):
+        if user_data.is_name(text) and (own_profile := _own_model(text)):
             return own_profile
     if canonical := bundled_name(text):
         return _model(canonical)
+    # A start that several models have is refused with their names: guessing one would plan for another model.
     variants = _variants(text)
     if len(variants) == 1:
         return model(variants[0])
@@ -124,7 +126,7 @@ def _model(name: str) -> ModelProfile:
     return _checked(_load(path, ModelProfile), name, f"profile {path.name} is damaged", "reinstall vplan")
 
 
-def _own(name: str) -> ModelProfile | None:
+def _own_model(name: str) -> ModelProfile | None:
     """The user's own model of a name. Read anew each time, because `vplan record` may just have written it."""
     data = user_data.read_profile(name)
     if data is None:
@@ -138,24 +140,26 @@ def lent_traits(lender: ModelProfile) -> Traits:
     return lender.traits.replace(same_shape=())
 
 
-def _with_traits(own: ModelProfile) -> ModelProfile:
+def _with_traits(profile: ModelProfile) -> ModelProfile:
     """An own model with the traits of its classes. No file of the user's holds them, so that a model recorded by an
     earlier version has them as this one knows them."""
-    if not own.lent_by:
-        return own
+    if not profile.lent_by:
+        return profile
 
     def bundled() -> Iterator[ModelProfile]:  # the lender first: opening all files takes time
-        yield _model(own.lent_by)
+        yield _model(profile.lent_by)
         yield from map(_model, profiles.model_names())
 
     encoders = []
-    for encoder in own.text_encoders:
-        alike = (known for lender in bundled() for known in lender.text_encoders)
-        traits = next((known.traits for known in alike if known.class_name == encoder.class_name), encoder.traits)
+    for encoder in profile.text_encoders:
+        alike = (component for lender in bundled() for component in lender.text_encoders)
+        traits = next(
+            (component.traits for component in alike if component.class_name == encoder.class_name), encoder.traits
+        )
         encoders.append(encoder.replace(traits=traits))
-    vaes = (lender.vae for lender in bundled() if lender.vae.class_name == own.vae.class_name)
-    vae = own.vae.replace(traits=next((known.traits for known in vaes), own.vae.traits))
-    return own.replace(traits=lent_traits(_model(own.lent_by)), vae=vae, text_encoders=tuple(encoders))
+    vaes = (lender.vae for lender in bundled() if lender.vae.class_name == profile.vae.class_name)
+    vae = profile.vae.replace(traits=next((component.traits for component in vaes), profile.vae.traits))
+    return profile.replace(traits=lent_traits(_model(profile.lent_by)), vae=vae, text_encoders=tuple(encoders))
 
 
 def _recorded_from(text: str) -> ModelProfile | None:
@@ -169,12 +173,12 @@ def _recorded_from(text: str) -> ModelProfile | None:
     root, place = location
     record = f"vplan record {text.strip()}"
     for name in user_data.model_names():
-        own = _own(name)
-        if own and own.origin == str(place):
+        profile = _own_model(name)
+        if profile and profile.origin == str(place):
             config = diffusers_folder.architecture(diffusers_folder.read_config(place, root))
-            if any(own.config.get(key) != value for key, value in config.items()):
+            if any(profile.config.get(key) != value for key, value in config.items()):
                 raise VplanError(f"{quoted(text)} has changed since it was recorded as {name}", record)
-            return own
+            return profile
     raise VplanError(f"the model in {quoted(text)} is not recorded yet", record)
 
 
@@ -212,9 +216,9 @@ def _model_aliases() -> dict[str, str]:
         if not isinstance(aliases, list):
             raise VplanError(f"profile {name}.toml is damaged: it has no list of aliases", "reinstall vplan")
         for alias in (name, *aliases):
-            other = index.setdefault(_model_key(str(alias)), name)
-            if other != name:
-                raise VplanError(f"profiles {other} and {name} are damaged: both say {alias!r}", "reinstall vplan")
+            owner = index.setdefault(_model_key(str(alias)), name)
+            if owner != name:
+                raise VplanError(f"profiles {owner} and {name} are damaged: both say {alias!r}", "reinstall vplan")
     return index
 
 
@@ -261,12 +265,12 @@ def _gpu_aliases() -> dict[str, GpuProfile]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Names of all cards we know, in the file's order."""
+    """Names of all cards in `profiles/gpus.toml`, in the file's order."""
     return tuple(card.name for card in _gpu_file().gpu)
 
 
 def gpu_classes() -> tuple[GpuClass, ...]:
-    """All card classes, the smallest first."""
+    """All card classes (8GB, 24GB, ...) of `profiles/gpus.toml`, the smallest first."""
     return tuple(sorted(_gpu_file().classes, key=lambda group: group.gb))
 
 
@@ -298,10 +302,10 @@ def parse_gpus(text: str) -> tuple[int, GpuProfile]:
 
     What stands behind the x must be a card or have a digit: `24XB` and `7900xtx` are one mistyped word.
     """
-    several = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text.strip(), re.IGNORECASE | re.ASCII)
-    if several is None or not (re.search(r"\d", several[2]) or _named_card(several[2])):
+    match = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or not (re.search(r"\d", match[2]) or _named_card(match[2])):
         return 1, gpu(text)
-    return parse_count(several[1], "--gpu count", at_most=1_024), gpu(several[2])
+    return parse_count(match[1], "--gpu count", at_most=1_024), gpu(match[2])
 
 
 def _named_card(text: str) -> GpuProfile | None:
@@ -327,6 +331,7 @@ def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
     if not GIB <= budget <= 1024 * GIB:
         side = "smaller" if budget < GIB else "larger"
         raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "use a class (24GB) or a budget (23.5GiB)")
+    # GB names a class, the label that cards are sold under; what a card gives, and so a budget, is in GiB.
     if unit == "gb":
         near = min(gpu_classes(), key=lambda group: abs(group.gb * GB - budget))
         fix = f"use {near.name}, or {budget / GIB:.5g}GiB for exactly that much"

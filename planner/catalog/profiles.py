@@ -35,8 +35,8 @@ VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "forc
 
 def _folder(class_name: str, config: dict[str, Any]) -> str:
     """The folder of a component's tapes: its class and a hash of its config, so that models share what they share."""
-    kept = {key: value for key, value in config.items() if key not in VALUES}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    structure = {key: value for key, value in config.items() if key not in VALUES}
+    digest = hashlib.sha256(json.dumps(structure, sort_keys=True).encode()).hexdigest()
     return f"{class_name}-{digest[:8]}"
 
 
@@ -54,7 +54,7 @@ class Vae(Record):
 
     @functools.cached_property
     def folder(self) -> str:
-        """The folder of its tapes, by class and config."""
+        """The name of the folder that holds its tapes, from its class and config: models with the same VAE share it."""
         return _folder(self.class_name, self.config)
 
     @property
@@ -76,7 +76,8 @@ class TextEncoder(Record):
 
     @functools.cached_property
     def folder(self) -> str:
-        """The folder of its tapes, by class and config."""
+        """The name of the folder that holds its tapes, from its class and config: models with the same encoder share
+        it."""
         return _folder(self.class_name, self.config)
 
     @property
@@ -86,7 +87,7 @@ class TextEncoder(Record):
 
 
 class ShapeRules(Record):
-    """Which clips the model takes, and which are usual."""
+    """The shapes of clips or images that a model takes, and which are usual. Sizes are in pixels."""
 
     patch: tuple[Count, Count, Count]
     """latent frames, rows and columns of one cell of the grid that tapes count in"""
@@ -116,7 +117,7 @@ class ShapeRules(Record):
 
 
 class LoraDefaults(Record):
-    """Which layers get an adapter when the job does not say."""
+    """The layers that get an adapter when the job does not name any."""
 
     targets: Annotated[tuple[Text, ...], Field(min_length=1)]
     wide: tuple[Text, ...] = ()
@@ -124,7 +125,8 @@ class LoraDefaults(Record):
 
 
 class Training(Record):
-    """The loss and the noise of the model's training."""
+    """How the model is trained: its loss, its noise schedule, and the noise level at which a second expert takes
+    over."""
 
     method: Literal["lora", "full"] = "lora"
     """what a job trains when it does not say"""
@@ -164,7 +166,8 @@ class Training(Record):
 
 
 class ModelProfile(Record):
-    """One model: the exact published architecture and the facts around it."""
+    """One model: its published architecture (the config), and the facts around it: VAE, text encoders, shapes,
+    sources."""
 
     name: Text
     title: Text
@@ -196,11 +199,11 @@ class ModelProfile(Record):
 
     @property
     def is_own(self) -> bool:
-        """Whether `vplan record FOLDER` made it, here."""
+        """Whether this is a model of the user's, made by `vplan record FOLDER`, and not a bundled one."""
         return bool(self.origin)
 
     def depth(self, stack: Stack) -> int:
-        """Blocks in one of the stacks."""
+        """The number of blocks in one stack of the model. Raises a VplanError when the config has no such key."""
         value = self.config.get(stack.depth_key)
         if isinstance(value, list):
             return len(value)
@@ -210,7 +213,7 @@ class ModelProfile(Record):
 
     @property
     def blocks(self) -> int:
-        """Blocks in all stacks: what checkpointing and swapping count."""
+        """The number of blocks in all stacks: what checkpointing and swapping count."""
         return sum(self.depth(stack) for stack in self.stacks)
 
     @property
@@ -222,12 +225,12 @@ class ModelProfile(Record):
         return size if isinstance(size, int) else 128
 
     def trained_with(self, trainer: str, trait: TrainerTrait) -> bool:
-        """Whether a trainer, by its name, does that with this model."""
+        """Whether a trainer, by its name, has a trait with this model (as "own-model"): from the profile's traits."""
         return trait in self.traits.trainers.get(trainer, ())
 
     @property
     def text_encoder_parameters(self) -> int:
-        """Parameters of all encoders of the condition."""
+        """The number of parameters of all text and image encoders together."""
         return sum(encoder.parameters for encoder in self.text_encoders)
 
 
@@ -270,17 +273,17 @@ class GpuProfile(Record):
 
     @property
     def allocatable_bytes(self) -> int:
-        """The budget of a plan on this card."""
+        """What torch can allocate on this card, bytes: the budget of a plan. NVML's total less the driver's reserve."""
         return round(self.allocatable_gib * GIB)
 
     @property
     def context_bytes(self) -> int:
-        """CUDA context of one process."""
+        """The CUDA context of one process on this card, bytes."""
         return round(self.context_mib * MIB)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability, as (8, 9)."""
+        """The compute capability as (major, minor): (8, 9)."""
         major, minor = self.compute_capability.split(".")
         return int(major), int(minor)
 
@@ -294,12 +297,12 @@ class GpuClass(Record):
 
     @property
     def name(self) -> str:
-        """As people type it: `24GB`."""
+        """The name people type for it: `24GB`."""
         return f"{self.gb}GB"
 
 
 class GpuFile(Record):
-    """The whole of `profiles/gpus.toml`."""
+    """All records of `profiles/gpus.toml`: cards and classes."""
 
     gpu: Annotated[tuple[GpuProfile, ...], Field(min_length=1)]
     classes: Annotated[tuple[GpuClass, ...], Field(min_length=1)] = Field(alias="class")

@@ -77,11 +77,11 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
     return max(1, round(side / multiple)) * multiple, max(1, round(longer / multiple)) * multiple
 
 
-def job_for(model: ModelProfile, given: Mapping[str, object]) -> Job:
+def job_for(model: ModelProfile, arguments: Mapping[str, object]) -> Job:
     """The job of what was said, checked; the model's usual frames, size and references fill what was not."""
     height, width = model.shape.resolutions[0]
     usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in arguments.items() if value is not None}
     job = Job.read({"references": model.shape.references, **usual, **fields, "model": model.name})
     check_job(model, job)
     return job
@@ -114,7 +114,7 @@ def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
 
 
 def summary(model: ModelProfile) -> ModelSummary:
-    """What the table of combinations asks about a model."""
+    """The facts about a model that the tables of combinations (`planner.spec.combinations`) ask for."""
     return ModelSummary(
         title=model.title,
         blocks=model.blocks,

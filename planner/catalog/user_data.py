@@ -20,7 +20,8 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.ASCII)
 
 
 def folder() -> Path:
-    """The user's data folder, whether or not it is there yet."""
+    """The user's data folder: that of the environment variable `VARIABLE`, else the platform's config folder. It need
+    not exist yet."""
     place = os.environ.get(VARIABLE)
     if place:
         return Path(place).expanduser().absolute()
@@ -30,12 +31,12 @@ def folder() -> Path:
 
 
 def tapes() -> Path:
-    """The folder of the tapes: one folder a model in it."""
+    """The folder of the user's own tapes, with one folder per model. It need not exist yet."""
     return folder() / "tapes"
 
 
 def model_path(name: str) -> Path:
-    """Where the user's model of that name is described, whether or not there is one."""
+    """The JSON file that describes the user's model of that name. It need not exist."""
     return folder() / "models" / f"{name}.json"
 
 
@@ -55,12 +56,12 @@ def is_name(text: str) -> bool:
     )
 
 
-def check_name(text: str, what: str = "--name") -> str:
+def check_name(text: str, option: str = "--name") -> str:
     """The name in lower case, or a VplanError when it is no safe file name."""
     name = text.lower()
     if not is_name(name):
         fix = "use letters, digits, points, dashes and underscores, as --name my-model"
-        raise VplanError(f"{what} {quoted(text)} is not a safe file name", fix)
+        raise VplanError(f"{option} {quoted(text)} is not a safe file name", fix)
     return name
 
 
@@ -70,7 +71,8 @@ def name_for(folder_name: str) -> str:
 
 
 def read_profile(name: str) -> dict[str, Any] | None:
-    """What is kept about the user's model of that name; None when there is none."""
+    """The stored profile of the user's model of that name; None when there is none. Raises a VplanError for a damaged
+    file."""
     path = model_path(name)
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))

@@ -53,11 +53,11 @@ class Verbs(click.Group):
     """A group that lists its verbs without importing them, and ends every command the same way."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All verbs, in the order of the table."""
+        """The names of all verbs, in the order of the table."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one verb."""
+        """Imports the module of one verb and returns its command; None for an unknown verb."""
         if cmd_name not in VERBS:
             return None
         command: click.Command = importlib.import_module(f"planner.commands.{cmd_name}").command

@@ -163,7 +163,7 @@ def _typed(path: str, options: list[str], device: str) -> str:
 
 
 def told_line(row: Row) -> str:
-    """One row in a few words."""
+    """One row of measurements in a few words."""
     seen, details = row["measured"], row["details"]
     words = [seen["outcome"]]
     if seen["device_bytes"] is not None:

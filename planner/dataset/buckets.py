@@ -55,7 +55,7 @@ class Clip(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A clip at one of the plan's shapes."""
+    """A clip with the plan's shape that it is trained at, and the frames that are taken of it."""
 
     clip: Clip
     bucket: Bucket
@@ -134,8 +134,8 @@ def _best(clip: Clip, usable: int, job: Job) -> Bucket:
         raise VplanError(f"too short: {usable} frames at the model's rate, and the plan's shortest shape has {least}")
 
     def worth(shape: Bucket) -> tuple[float, float, int]:
-        kept = _kept_picture(clip, shape) * shape.frames / usable
-        return kept, min(1.0, 1 / _enlarged(clip, shape)), shape.frames * shape.height * shape.width
+        share = _kept_picture(clip, shape) * shape.frames / usable
+        return share, min(1.0, 1 / _enlarged(clip, shape)), shape.frames * shape.height * shape.width
 
     return max(shapes, key=worth)
 
@@ -155,6 +155,7 @@ def _native(clip: Clip, usable: int, profile: ModelProfile, job: Job) -> Bucket:
     """A clip's own size and the most frames the model's rule and the plan allow."""
     rules, largest = profile.shape, max(job.shapes, key=_volume)
     frames = min(usable, max(shape.frames for shape in job.shapes))
+    # The VAE takes 1 + n * frame_step frames.
     frames -= (frames - 1) % rules.frame_step
     height, width = (side // rules.size_multiple * rules.size_multiple for side in (clip.height, clip.width))
     if not height or not width:
@@ -162,7 +163,7 @@ def _native(clip: Clip, usable: int, profile: ModelProfile, job: Job) -> Bucket:
     check_shape(profile, frames, height, width)
     bucket = Bucket(frames=frames, height=height, width=width, batch_size=largest.batch_size)
     if _volume(bucket) > _volume(largest):
-        shape, most = _shown(bucket), _shown(largest)
+        shape, most = _printable(bucket), _printable(largest)
         raise VplanError(f"larger than the plan: {shape}, and the plan's largest shape is {most}")
     return bucket
 
@@ -172,7 +173,7 @@ def _volume(shape: Bucket) -> int:
     return shape.frames * shape.height * shape.width
 
 
-def _shown(shape: Bucket) -> str:
+def _printable(shape: Bucket) -> str:
     return f"{shape.frames}x{shape.height}x{shape.width}"
 
 
@@ -180,16 +181,16 @@ def _notes(samples: list[Sample], rate: Fraction | None, reading: FrameSampling)
     """What is worth knowing of how clips were fitted: samples by shape, and what of them is not used."""
     if not samples:
         return ()
-    shapes = Counter(_shown(sample.bucket) for sample in samples)
+    shapes = Counter(_printable(sample.bucket) for sample in samples)
     notes = ["samples by shape (frames x height x width): " + ", ".join(f"{n} of {s}" for s, n in shapes.items())]
     if len(of_clips := {sample.clip: sample for sample in samples}) < len(samples):
         notes.append(f"{len(samples)} windows of {len(of_clips)} clips")
         samples = list(of_clips.values())  # the last of each
-    taken = sum(len(sample.indices) for sample in samples)
+    used_frames = sum(len(sample.indices) for sample in samples)
     cut = [s for s in samples if reading.sampling == "fps" and s.indices[-1] + _step(s.clip, rate) < s.clip.frames]
     if cut and len(samples) == sum(shapes.values()):
         unused = sum(int((s.clip.frames - 1) / _step(s.clip, rate)) + 1 - len(s.indices) for s in cut)
-        share = unused / (taken + unused)
+        share = unused / (used_frames + unused)
         notes.append(f"{len(cut)} clips are longer than their shape: {share:.0%} of all frames are unused")
     cropped = [s for s in samples if _kept_picture(s.clip, s.bucket) < 0.9]
     if cropped and reading.sizes == "plan":

@@ -27,7 +27,7 @@ class UnusableError(ValueError):
 
 
 class Media(NamedTuple):
-    """What there is in a file, turned as it is shown."""
+    """The frames, frame rate and size in pixels of a video or image, turned as it is shown."""
 
     frames: int
     """1 for an image"""
@@ -61,7 +61,7 @@ def frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixel
 
 
 def has_sound(path: Path) -> bool:
-    """Whether a file says that there is sound in it."""
+    """Whether a file has a sound stream. Raises an UnusableError for a file that cannot be read."""
     if path.suffix.lower() in IMAGES:
         return False
     try:
@@ -79,8 +79,9 @@ def sound(path: Path, rate: int) -> Waves:
             if not container.streams.audio:
                 raise UnusableError("no sound in it")
             resampler = av.AudioResampler(format="s16", layout="mono", rate=rate)
+            # None flushes what the resampler still holds (av.AudioResampler.resample).
             for frame in itertools.chain(container.decode(audio=0), [None]):
-                parts += [made.to_ndarray()[0] for made in resampler.resample(frame)]
+                parts += [part.to_ndarray()[0] for part in resampler.resample(frame)]
     except (av.FFmpegError, OSError) as error:
         raise UnusableError(f"corrupt sound ({_short(error)})") from None
     if not parts:
@@ -111,6 +112,7 @@ def _video_size(path: Path) -> Media:
                 raise UnusableError("zero frames")
             rate = stream.average_rate or stream.guessed_rate
             fps = Fraction(rate) if rate else Fraction(0)
+            # Counting packets may have read to the end.
             container.seek(0)
             first = next(container.decode(stream), None)
     except (av.FFmpegError, OSError) as error:
@@ -123,23 +125,23 @@ def _video_size(path: Path) -> Media:
 
 
 def _video_frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixels:
-    wanted, made, last = frozenset(indices), [], max(indices)
+    numbers, pictures, last = frozenset(indices), [], max(indices)
     try:
         with av.open(str(path)) as container:
             container.streams.video[0].thread_type = "AUTO"
             for number, frame in enumerate(container.decode(video=0)):
                 if frame.is_corrupt:
                     raise UnusableError(f"corrupt video (frame {number} is damaged)")
-                if number in wanted:
+                if number in numbers:
                     picture = Image.fromarray(frame.to_ndarray(format="rgb24")).rotate(frame.rotation, expand=True)
-                    made.append(numpy.asarray(_fit(picture, height, width)))
+                    pictures.append(numpy.asarray(_fit(picture, height, width)))
                 if number == last:
                     break
     except (av.FFmpegError, OSError) as error:
         raise UnusableError(f"corrupt video ({_short(error)})") from None
-    if len(made) < len(wanted):
+    if len(pictures) < len(numbers):
         raise UnusableError(f"corrupt video (it ends before frame {last})")
-    return numpy.stack(made)
+    return numpy.stack(pictures)
 
 
 def _fit(picture: Image.Image, height: int, width: int) -> Image.Image:

@@ -36,7 +36,7 @@ columns called so as files)."""
 
 MAX_CAPTION = 10_000
 """Characters. Encoders read a few hundred words; more is a file that is no caption."""
-NAMED = 5
+MAX_NAMED = 5
 """Faults that a message names; it counts the others."""
 
 
@@ -51,7 +51,7 @@ class Fault(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What is in a folder: usable clips by name, and everything else that was meant to be one."""
+    """The contents of a folder: usable clips, sorted by name, and the faults of all others."""
 
     clips: tuple[Clip, ...]
     faults: tuple[Fault, ...]
@@ -73,12 +73,12 @@ def read(folder: Path, profile: ModelProfile, job: Job, reading: FrameSampling |
     and larger pictures shrunk. With `sizes = "native"` nothing is shrunk, and what is larger than the plan is a fault.
     """
     reading = reading or FrameSampling()
-    heard = bool(profile.inputs.get("sound"))
-    found = _with_companions(scan(folder, captioned=not heard), profile, job)
-    if heard:
-        found = _with_sound(found, profile)
-    samples, unfit, notes = assign(found.clips, profile, job, reading)
-    faults = sorted((*found.faults, *(Fault(*fault) for fault in unfit)))
+    needs_sound = bool(profile.inputs.get("sound"))
+    folder_scan = _with_companions(scan(folder, captioned=not needs_sound), profile, job)
+    if needs_sound:
+        folder_scan = _with_sound(folder_scan, profile)
+    samples, unfit, notes = assign(folder_scan.clips, profile, job, reading)
+    faults = sorted((*folder_scan.faults, *(Fault(*fault) for fault in unfit)))
     if faults and not (reading.skip_bad and samples):
         raise refused(faults, len(samples) + len(faults))
     return Dataset(samples, tuple(faults), notes)
@@ -91,7 +91,9 @@ def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan
         return folder_scan
     column, why = (REFERENCE, "edits an image") if changes else (CONTROL, "is controlled by a video")
     has = {clip.name for clip in folder_scan.clips if (clip.reference if changes else clip.control)}
-    faults = [Fault(_shown(clip.name), f"no {column} in its row: {profile.title} {why}") for clip in folder_scan.clips]
+    faults = [
+        Fault(_printable(clip.name), f"no {column} in its row: {profile.title} {why}") for clip in folder_scan.clips
+    ]
     faults = [fault for clip, fault in zip(folder_scan.clips, faults, strict=True) if clip.name not in has]
     return Scan(
         tuple(clip for clip in folder_scan.clips if clip.name in has), tuple(sorted((*folder_scan.faults, *faults)))
@@ -107,16 +109,16 @@ def _with_sound(folder_scan: Scan, profile: ModelProfile) -> Scan:
                 raise UnusableError(f"no sound in it, which {profile.title} is conditioned on")
             usable.append(clip)
         except UnusableError as error:
-            faults.append(Fault(_shown(clip.name), str(error)))
+            faults.append(Fault(_printable(clip.name), str(error)))
     return Scan(tuple(usable), tuple(sorted(faults)))
 
 
 def refused(faults: list[Fault], total: int) -> VplanError:
-    """The error that names the first faults and counts the others."""
-    named = "; ".join(map(str, faults[:NAMED]))
-    more = f"; and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+    """The VplanError that names the first faults and counts the others. ``total``: all samples; not raised here."""
+    first_faults = "; ".join(map(str, faults[:MAX_NAMED]))
+    more = f"; and {len(faults) - MAX_NAMED} more" if len(faults) > MAX_NAMED else ""
     fix = "correct or remove them" + (", or leave them out with --skip-bad" if len(faults) < total else "")
-    return VplanError(f"{len(faults)} of {total} samples cannot be used: {named}{more}", fix)
+    return VplanError(f"{len(faults)} of {total} samples cannot be used: {first_faults}{more}", fix)
 
 
 def scan(folder: Path, *, captioned: bool = True) -> Scan:
@@ -135,24 +137,26 @@ def scan(folder: Path, *, captioned: bool = True) -> Scan:
     if len(tables) > 1:
         raise VplanError(f"{folder} has both {' and '.join(METADATA)}", "keep the one that holds the captions")
     if not names and not tables:
-        known = ", ".join((*clips.VIDEOS, *clips.IMAGES))
-        raise VplanError(f"there are no videos or images in {folder}", f"put some there ({known}), with captions")
-    beside: dict[str, dict[str, str]] = {}
+        suffixes = ", ".join((*clips.VIDEOS, *clips.IMAGES))
+        raise VplanError(f"there are no videos or images in {folder}", f"put some there ({suffixes}), with captions")
+    companions: dict[str, dict[str, str]] = {}
     faults: list[Fault] = []
     if not captioned:
         captions, tables = dict.fromkeys(names, ""), []
     else:
-        captions, faults = _from_table(root, tables[0], beside) if tables else _from_texts(root, names)
+        captions, faults = _from_table(root, tables[0], companions) if tables else _from_texts(root, names)
     if tables:
-        told = {
+        in_table = {
             *captions,
-            *(name for names in beside.values() for name in names.values()),
+            *(name for names in companions.values() for name in names.values()),
             *(fault.name for fault in faults),
         }
-        without = [name for name in names if name not in told and _shown(name) not in told]
-        faults += [Fault(_shown(name), f"caption missing: no row in {tables[0]}") for name in without]
+        without = [name for name in names if name not in in_table and _printable(name) not in in_table]
+        faults += [Fault(_printable(name), f"caption missing: no row in {tables[0]}") for name in without]
     with ThreadPoolExecutor() as pool:
-        looks = list(pool.map(lambda name: _look(root, name, captions[name], beside.get(name, {})), sorted(captions)))
+        looks = list(
+            pool.map(lambda name: _look(root, name, captions[name], companions.get(name, {})), sorted(captions))
+        )
     faults += [look for look in looks if isinstance(look, Fault)]
     return Scan(tuple(look for look in looks if isinstance(look, Clip)), tuple(sorted(faults)))
 
@@ -174,24 +178,24 @@ def _is_media(name: str) -> bool:
     return name.lower().endswith((*clips.VIDEOS, *clips.IMAGES))
 
 
-def _look(root: Path, name: str, caption: str, beside: dict[str, str]) -> Clip | Fault:
+def _look(root: Path, name: str, caption: str, companions: dict[str, str]) -> Clip | Fault:
     """One file by its header, and those that its row names beside it."""
     try:
         path = _inside(root, name)
         clip = Clip(path, name, caption, *clips.probe(path))
     except UnusableError as error:
-        return Fault(_shown(name), str(error))
-    for column, other in beside.items():
-        what = "reference" if column == REFERENCE else "control"
+        return Fault(_printable(name), str(error))
+    for column, companion in companions.items():
+        role = "reference" if column == REFERENCE else "control"
         try:
-            if not other.lower().endswith(clips.IMAGES if column == REFERENCE else (*clips.VIDEOS, *clips.IMAGES)):
+            if not companion.lower().endswith(clips.IMAGES if column == REFERENCE else (*clips.VIDEOS, *clips.IMAGES)):
                 raise UnusableError(f"not named like {'an image' if column == REFERENCE else 'a video'}")
-            frames = clips.probe(_inside(root, other)).frames
+            frames = clips.probe(_inside(root, companion)).frames
             if column == CONTROL and frames < clip.frames:
                 raise UnusableError(f"has {frames} frames, and the clip {clip.frames}")
         except UnusableError as error:
-            return Fault(_shown(name), f"its {what} {_shown(other)}: {error}")
-        path = root / other
+            return Fault(_printable(name), f"its {role} {_printable(companion)}: {error}")
+        path = root / companion
         clip = clip._replace(reference=path) if column == REFERENCE else clip._replace(control=path)
     return clip
 
@@ -224,14 +228,14 @@ def _from_texts(root: Path, names: Iterable[str]) -> tuple[dict[str, str], list[
     """Captions of the `.txt` files beside the clips."""
     captions, faults = {}, []
     for name in names:
-        beside = PurePosixPath(name).with_suffix(".txt").as_posix()
+        caption_file = PurePosixPath(name).with_suffix(".txt").as_posix()
         try:
             _inside(root, name)
-            if not os.path.lexists(root / beside):
+            if not os.path.lexists(root / caption_file):
                 raise UnusableError("caption missing: no .txt of its name")
-            captions[name] = _text_of(_inside(root, beside))
+            captions[name] = _text_of(_inside(root, caption_file))
         except UnusableError as error:
-            faults.append(Fault(_shown(name), str(error)))
+            faults.append(Fault(_printable(name), str(error)))
     return captions, faults
 
 
@@ -247,7 +251,7 @@ def _text_of(file: Path) -> str:
         raise UnusableError(f"its caption cannot be read ({error.strerror})") from None
 
 
-def _from_table(root: Path, table: str, beside: dict[str, dict[str, str]]) -> tuple[dict[str, str], list[Fault]]:
+def _from_table(root: Path, table: str, companions: dict[str, dict[str, str]]) -> tuple[dict[str, str], list[Fault]]:
     """Captions of the metadata's rows; what else they name is added to ``beside``, by clip and column."""
     captions: dict[str, str] = {}
     faults: list[Fault] = []
@@ -272,13 +276,15 @@ def _from_table(root: Path, table: str, beside: dict[str, dict[str, str]]) -> tu
             if text is not None and not isinstance(text, str):
                 raise UnusableError("its text is not text")
             captions[name] = _caption(text or "")
-            also = {column: row.get(column) for column in (REFERENCE, CONTROL)}
-            beside[name] = {column: PurePosixPath(str(other)).as_posix() for column, other in also.items() if other}
+            columns = {column: row.get(column) for column in (REFERENCE, CONTROL)}
+            companions[name] = {
+                column: PurePosixPath(str(companion)).as_posix() for column, companion in columns.items() if companion
+            }
         except UnusableError as error:
-            faults.append(Fault(_shown(name), f"{error} ({where})"))
+            faults.append(Fault(_printable(name), f"{error} ({where})"))
     for name in twice:
         captions.pop(name, None)
-    return captions, faults + [Fault(_shown(name), f"several rows in {table}") for name in sorted(twice)]
+    return captions, faults + [Fault(_printable(name), f"several rows in {table}") for name in sorted(twice)]
 
 
 def _inside_or_refuse(root: Path, table: str) -> Path:
@@ -322,6 +328,6 @@ def _caption(text: str) -> str:
     return text.strip()
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     """A name as it may stand in a one-line message."""
     return name if name.isprintable() and len(name) <= 80 else quoted(name, 80)

@@ -49,13 +49,14 @@ UNREAD = {
 
 @functools.cache
 def all_dialects() -> dict[str, Dialect]:
-    """The dialects that we read or write, by name."""
+    """All dialects, former versions of trainers included, by name."""
     table: tuple[Dialect, ...] = tuple(module(name).DIALECT for name in (*TRAINERS, *FORMER))
     return {dialect.name: dialect for dialect in table}
 
 
 def dialect(name: str) -> Dialect:
-    """The dialect of a trainer; a VplanError names those there are."""
+    """The dialect of a trainer by name; `trainer@version` gives the trainer's. Raises a VplanError that lists the
+    supported ones."""
     table = all_dialects()
     name = name if name in table else name.partition("@")[0]
     if name not in table:
@@ -65,7 +66,8 @@ def dialect(name: str) -> Dialect:
 
 
 def read_script(script: Script) -> tuple[Dialect, Invocation]:
-    """Whose script, config or Python file was given, and what it says; a VplanError names those we read."""
+    """The dialect whose script, config or Python file this is, and its settings. Raises a VplanError that lists the
+    supported trainers when it is none of theirs."""
     import profiles
     from planner.dialects.base import flags
 

@@ -153,7 +153,7 @@ def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Fact
 
 
 def estimate_run(run: Run, played: list[ReplayedStage], trainer: str = "vplan") -> Estimate:
-    """The estimate of a replayed run."""
+    """The estimate of a run from its replayed stages, as `trainer` would run it."""
     job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
     correction, outside = facts.measurements.correction, outside_bytes(run)
     phases = {
@@ -238,7 +238,7 @@ def outside_bytes(run: Run) -> int:
 
 
 def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
-    """The highest of each counter."""
+    """A PhasePeak with the highest value of each counter over all of `peaks`."""
     entries = list(peaks)
     return PhasePeak(**{name: max(getattr(peak, name) for peak in entries) for name in PhasePeak.model_fields})
 
@@ -302,7 +302,7 @@ def peak_stage(played: list[ReplayedStage]) -> ReplayedStage:
 
 
 def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
-    """The moment of a stage's allocated peak, in words."""
+    """The moment of a stage's allocated peak in words, such as "recompute and backward of block 17"."""
     index = played.replayed.allocated_peak_at
     moment: Moment = played.stage.moment(max(index, 0))
     what = moment.passes

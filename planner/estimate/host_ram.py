@@ -52,7 +52,7 @@ Parts = dict[str, int]
 
 
 class HostRam(NamedTuple):
-    """Host RAM of all processes on one node."""
+    """Host RAM of all processes on one node: bytes by phase, the phase that needs most, and its categories."""
 
     phase: PhaseName
     """where most is needed, the later among equals"""
@@ -62,7 +62,7 @@ class HostRam(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What the run needs."""
+        """Host RAM that one node needs in its worst phase, bytes."""
         return self.phases[self.phase]
 
 
@@ -81,7 +81,7 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
 
 
 def ram_bytes(run: Run, machine: Machine) -> int:
-    """Host RAM of all processes on one node, at the worst phase."""
+    """Host RAM of all processes on one node in the worst phase, bytes."""
     return host_ram(run, machine).nbytes
 
 
@@ -157,7 +157,8 @@ def _offloaded_bytes(strategy: Strategy, machine: Machine, trained: int, paramet
 
 
 def floor_bytes(job: Job, strategy: Strategy, machine: Machine, parameters: int) -> int:
-    """What a node needs for certain, known without laying a run out, to train a model of so many parameters."""
+    """Host RAM, bytes, that one node needs at least to train a model of `parameters` parameters: known without laying a
+    run out."""
     whole = job.method == "full" and not job.trainable
     offloaded = strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp"
     if not whole or not offloaded:
@@ -229,7 +230,7 @@ def _saving(run: Run) -> int:
 
 
 def trained_bytes(run: Run) -> int:
-    """What is trained, in the storage it is trained in."""
+    """Bytes of the trained parameters in their storage format, 4 or 2 each."""
     return (4 if trained_storage(run.job, run.strategy) == "fp32" else 2) * run.trained_parameters
 
 

@@ -75,7 +75,7 @@ DISK_BYTES_PER_SECOND = 3.2e9
 
 
 class Work(NamedTuple):
-    """What operators compute and move. Of the kind `kernels`, `flops` is the number of launches."""
+    """What operators compute (FLOP) and move (bytes). For the kind `kernels`, `flops` is the number of launches."""
 
     flops: int
     nbytes: int
@@ -95,7 +95,7 @@ Choice = Callable[[Block | None], bool]
 
 
 class StepWork(NamedTuple):
-    """The work of one step on one GPU."""
+    """The work of one training step on one GPU, by kind of operator."""
 
     passes: Mapping[Kind, Work]
     """forward and backward of one micro-batch"""
@@ -108,7 +108,7 @@ class StepWork(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one whole step (all accumulated micro-batches) moves for one GPU, bytes."""
+    """What one whole step (all accumulated micro-batches) moves over links for one GPU, bytes."""
 
     host_bytes: int = 0
     """over its link to host RAM, the fuller of both directions, while kernels run"""
@@ -171,7 +171,7 @@ def symbolic_work(
 
 
 def evaluate_work(terms: Mapping[SizeTerm, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
-    """Symbolic work at the given values of the tape's atoms."""
+    """Symbolic work, summed by kind, at the given values of the tape's atoms."""
     total: dict[Kind, Work] = {}
     for (kind, half, exponents), (flops, nbytes) in terms.items():
         factor = math.prod(atom**power for atom, power in zip(atoms, exponents, strict=True) if power)
@@ -193,7 +193,7 @@ def work_of(
 
 
 def add_work(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
-    """The work of both."""
+    """The sum of two amounts of work, kind by kind."""
     total = dict(one)
     for kind, amount in other.items():
         before = total.get(kind, Work(0, 0))
@@ -259,7 +259,8 @@ def step_seconds(
 
 
 class KernelBatch(NamedTuple):
-    """Seconds of work that is launched in one go."""
+    """Kernels that are launched together, in seconds: running them, the gaps between them on the GPU, and launching
+    them from the host."""
 
     kernels: float
     gaps: float

@@ -91,7 +91,7 @@ def reused_replay(run: Run, earlier: Sequence[ReplayedStage], cached: bool = Tru
 
 
 def replay_encoding(encoding: Run) -> Replayed:
-    """What is encoded before training, on an allocator of its own."""
+    """Replays the encoding phase of a run on an allocator of its own. Only for a run that encodes before training."""
     assert encoding.phases.encode is not None
     return _replay_alone(
         encoding.strategy.expandable_segments, tuple(encoding.phases.encode.ops), tuple(encoding.sizes)

@@ -37,7 +37,7 @@ STEADY: tuple[PhaseName, ...] = ("train", "optimizer")
 
 @dataclass(frozen=True)
 class PhaseParts:
-    """One phase at its highest: what the device's bytes are."""
+    """One phase at its peak: device bytes by category, and the moment in words."""
 
     phase: PhaseName
     moment: str
@@ -46,7 +46,7 @@ class PhaseParts:
 
 @dataclass(frozen=True)
 class Point:
-    """One moment of a step."""
+    """Memory at one moment of a step, bytes."""
 
     at: int
     """events of the allocator since the step began"""
@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a stretch of the step begins."""
+    """The beginning of a named stretch (pass, block) within the step."""
 
     at: int
     name: str
@@ -65,7 +65,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A steady step from its first event to its last."""
+    """Memory of one steady step from its first event to its last."""
 
     parts: tuple[str, ...]
     points: tuple[Point, ...]
@@ -85,7 +85,7 @@ def laid_out(job: Job, strategy: Strategy, machine: Machine, facts: Facts, train
 
 
 def phases(run: Run) -> tuple[PhaseParts, ...]:
-    """Every phase at its highest, in the order they run."""
+    """Every phase of a run at its peak, in the order in which they run."""
     strategy, correction = run.strategy, run.facts.measurements.correction
     played, outside = replay_stages(run), outside_bytes(run)
     parts_of_phases = []

@@ -29,7 +29,7 @@ AFTER_STEP: Counter = "allocated_after_step"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The part of an estimate that measurements can judge."""
+    """The part of an estimate that a measurement can check."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -58,13 +58,13 @@ class Prediction:
         )
 
     def peaks_in(self, phases: Collection[str]) -> bool:
-        """Whether the highest phase is one of these."""
+        """Whether the phase with the highest device bytes is one of these."""
         top = max(self.phases, key=lambda phase: self.phases[phase].device_bytes, default=None)
         return top in phases
 
     @classmethod
     def of(cls, estimate: Estimate) -> Prediction:
-        """What an estimate predicts."""
+        """The numbers and verdict of an estimate, as a prediction."""
         return cls(
             allocated_bytes=estimate.peak.allocated_bytes,
             reserved_bytes=estimate.peak.reserved_bytes,
@@ -96,7 +96,7 @@ class PredictedRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One predicted number beside its measurement; with no `measured`, a verdict beside the outcome."""
+    """One predicted number with its measurement; without `measured`, a verdict with the outcome of the run."""
 
     row: Row
     counter: Counter
@@ -149,7 +149,7 @@ class Comparison:
         return "false_refusal" if not ran_out and self.verdict == "no" else None
 
     def to_json(self) -> dict[str, Any]:
-        """The row under the names of DESIGN section 9."""
+        """The comparison as a row of `vplan accuracy --json`: GiB, per cent and verdicts by name."""
         return {
             "id": self.row.id,
             "counter": self.counter,
@@ -278,7 +278,7 @@ def _range(counter: Counter, prediction: Prediction, after_step_bytes: int) -> P
 
 
 def answer(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """The whole JSON of `vplan accuracy`."""
+    """The JSON answer of `vplan accuracy`: `rows` and `summary`."""
     return {"rows": [entry.to_json() for entry in compared], "summary": summary(compared)}
 
 
@@ -334,7 +334,7 @@ def _by_counter(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def spread(compared: Iterable[Comparison]) -> dict[str, Any]:
-    """How many errors and how large, sign left out, in per cent; null without any."""
+    """How many errors there are (`n`), with their mean, median and largest magnitude in per cent; None without any."""
     errors = [abs(entry.error_pct) for entry in compared if entry.error_pct is not None]
     return {
         "n": len(errors),

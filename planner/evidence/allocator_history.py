@@ -44,7 +44,7 @@ ACTIONS = {"alloc": "alloc", "free_completed": "free"}
 
 
 class Event(NamedTuple):
-    """One allocation or free, on either side."""
+    """One allocation or free, on the tape or in the GPU's history, with its size in bytes."""
 
     kind: str
     nbytes: int
@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Where the two do not agree."""
+    """One place where the tape and the GPU's history disagree, with the events of both sides."""
 
     at: int
     """place among the tape's events of that phase"""
@@ -66,14 +66,14 @@ class Difference(NamedTuple):
     """where in the model"""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The difference as plain JSON values."""
         sides = {side: [event._asdict() for event in getattr(self, side)] for side in ("tape", "run")}
         return {"at": self.at, "what": self.what, "module": self.module, **sides}
 
 
 @dataclass(frozen=True)
 class PhaseComparison:
-    """One phase on both sides."""
+    """The comparison of one phase: how many events agree, and where the sides differ."""
 
     phase: str
     events: int
@@ -88,7 +88,7 @@ class PhaseComparison:
 
 @dataclass(frozen=True)
 class History:
-    """What a GPU's allocator did in a probe."""
+    """The recorded history of a GPU's allocator in a probe, with the plan that was probed."""
 
     plan: Plan
     torch: str
@@ -99,7 +99,7 @@ class History:
     frames: tuple[str, ...]
 
     def of(self, phase: str, least: int) -> list[Event]:
-        """The events of a phase."""
+        """The events of a phase of at least `least` bytes, in order."""
         starts = [start for _, start in self.phases] + [len(self.events)]
         found = []
         for index, (name, start) in enumerate(self.phases):
@@ -164,7 +164,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def laid_out(plan: Plan) -> Run:
-    """A plan's run at its largest shape, as a probe steps it."""
+    """The run of a plan at its largest shape: the one that a probe steps."""
     known = load_facts(plan.job, plan.strategy, plan.machine)
     shapes = [grid(known.model, plan.job, shape) for shape in plan.job.shapes]
     largest = max(shapes, key=lambda at: at["B"] * (at["F"] * at["H"] * at["W"] + at["T"]))
@@ -172,7 +172,7 @@ def laid_out(plan: Plan) -> Run:
 
 
 def on_tape(run: Run, least: int = 0) -> dict[str, list[Event]]:
-    """Phase -> events, of a run that is laid out."""
+    """The allocations and frees of at least `least` bytes of a run, by phase."""
     found: dict[str, list[Event]] = {}
     for phase, stage in run.stages:
         events = found.setdefault(phase, [])
@@ -195,7 +195,8 @@ def _where(moment: Moment, run: Run, buffer: int) -> str:
 
 
 def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseComparison]:
-    """Every phase that both sides have, in the order they run."""
+    """Compares every phase that both the plan's tape and the GPU's history have, in the order in which they run; events
+    under `least` bytes are left out."""
     tape = on_tape(laid_out(history.plan), least)
     for phase in dict.fromkeys(name for name, _ in history.phases):
         if phase in tape:
@@ -203,7 +204,7 @@ def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseCompari
 
 
 def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> PhaseComparison:
-    """The two sides of one phase, aligned by order, kind and size."""
+    """Aligns the events of one phase of both sides by order, kind and size, and lists where they differ."""
     found: list[Difference] = []
     one = other = 0
     parted = False

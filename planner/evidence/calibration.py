@@ -24,7 +24,7 @@ FOLDER = "calibrations"
 
 
 class Rates(Record):
-    """What large kernels and copies reached."""
+    """The rates that large kernels and copies reached in a calibration."""
 
     matmul_flops_per_second: NotNegative
     """bf16, fp32 added up"""
@@ -37,7 +37,7 @@ class Rates(Record):
 
 
 class Calibration(Record):
-    """Of one GPU under one driver, torch and diffusers."""
+    """The measured context, kernel modules and rates of one GPU under one driver, torch and diffusers."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     gpu: str
@@ -58,19 +58,19 @@ class Calibration(Record):
 
     @property
     def outside_bytes(self) -> int | None:
-        """Context and kernels together; None where NVML does not tell."""
+        """Bytes of the CUDA context and loaded kernels together; None where NVML does not tell."""
         if self.context_bytes is None or None in self.kernels.values():
             return None
         return self.context_bytes + sum(found or 0 for found in self.kernels.values())
 
     @property
     def setup(self) -> Setup:
-        """What it is of."""
+        """The GPU, driver, torch and diffusers that it was measured with."""
         return Setup(self.gpu, self.driver, self.torch, self.diffusers)
 
 
 def path_of(gpu: str, driver: str, torch: str) -> Path:
-    """Where the calibration of a GPU under a driver and a torch is kept, whether or not there is one."""
+    """The file of the calibration of a GPU under a driver and a torch. It need not exist."""
     return user_data.folder() / FOLDER / f"{user_data.name_for(f'{gpu}-{driver}-{torch}')}.json"
 
 

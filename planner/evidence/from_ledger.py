@@ -53,7 +53,7 @@ class Here(NamedTuple):
 
 @functools.cache
 def here() -> Here:
-    """What is installed, and the first card."""
+    """The first card of this machine, its driver, and the installed torch and diffusers; None for what is missing."""
     from planner.hardware import doctor  # NVML is asked only where there are measurements
 
     driver, cards = doctor.gpus()

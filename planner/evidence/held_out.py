@@ -55,7 +55,8 @@ def halves(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
 
 
 def verdicts(name: str, half: dict[str, Any]) -> str:
-    """What came of the verdicts of a half, and of its order of speed, in words."""
+    """One line on one half of the rows: how many verdicts were wrong, each way, and how well the order of speed was
+    predicted. ``name``: the half's."""
     verdict, order = half["verdict"], half["order"]
     words = f"{name}: of {verdict['n']} runs {verdict['under']} were said to fit but ran out, "
     words += f"{verdict['false_refusal']} were refused but ran"

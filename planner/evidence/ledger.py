@@ -31,12 +31,12 @@ LOCKED_AT = 1 << 40
 
 
 def default_path() -> Path:
-    """The user's own ledger, whether or not it is there yet."""
+    """The path of the user's own ledger. It need not exist yet."""
     return user_data.folder() / NAME
 
 
 class Ledger:
-    """A file of measurements, which need not be there yet."""
+    """An append-only file of measurements (JSON lines), which need not exist yet."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

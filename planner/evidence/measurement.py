@@ -12,7 +12,7 @@ from planner.spec.plan import Environment, Measured, PhaseName
 
 
 class ProbeRow(Record):
-    """One measured run of our own, as a line of a file of measurements (DESIGN section 9)."""
+    """One measured run of our own, as a line of a ledger. The fields are those of the JSON."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     id: str
@@ -79,7 +79,8 @@ def is_of_a_gpu(row: ProbeRow) -> bool:
 
 
 class Setup(NamedTuple):
-    """On what two measurements of one plan give the same numbers."""
+    """The GPU, driver, torch and diffusers: two measurements of one plan with the same setup should give the same
+    numbers."""
 
     gpu: str
     """as torch and NVML name it"""
@@ -89,5 +90,5 @@ class Setup(NamedTuple):
 
     @classmethod
     def of(cls, env: Environment) -> "Setup":
-        """Of a row's environment."""
+        """The setup of a row's environment."""
         return cls(env.gpu, env.driver, env.torch, env.diffusers)

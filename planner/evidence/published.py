@@ -25,7 +25,7 @@ Counter = Literal["allocated", "reserved", "device", "unknown", "allocated_after
 
 
 class Default(NamedTuple):
-    """What a trainer does where its user says nothing, and where that is written."""
+    """A trainer's own default for a field, and where that is documented."""
 
     implementation: str
     """of the rows it fills; empty: every published row"""
@@ -123,7 +123,7 @@ class CardSize(NamedTuple):
     source: str
 
     def reason(self, size: float) -> str:
-        """Why that number is no measurement of a peak."""
+        """Why a printed number of GB is the size of a card and not a measured peak, in words."""
         card = self.cards[size]
         return f"not a measured peak but the memory of the card it fits in: {size:g} GB, {card} ({self.source})"
 
@@ -139,7 +139,8 @@ CARD_SIZES = (
 
 
 class Interval(NamedTuple):
-    """What one counter showed, GiB: a printed number allows an interval, our own counters are exact."""
+    """The interval of GiB in which one measured counter lies: a printed number is rounded, our own counters are
+    exact."""
 
     counter: Counter
     low_gib: float
@@ -148,7 +149,8 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured run. `unsupported` is why we cannot price it, as far as reading it tells."""
+    """One measured run. `unsupported`: why it cannot be estimated, as far as reading the row tells; None when it
+    can."""
 
     id: str
     implementation: str
@@ -215,7 +217,7 @@ class _Line(Record):
 
 
 def shipped() -> list[Path]:
-    """The files of measurements that come with vplan."""
+    """The measurement files that are bundled with vplan, sorted. Raises a VplanError when there are none."""
     found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     if not found:
         raise VplanError("this vplan has no bundled measurements", "reinstall vplan, or pass a .jsonl file")
@@ -223,7 +225,7 @@ def shipped() -> list[Path]:
 
 
 def shipped_rows() -> list[Row]:
-    """Their rows."""
+    """The rows of all measurement files that are bundled with vplan."""
     return [row for path in shipped() for row in read_rows(path)[0]]
 
 
@@ -302,7 +304,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
 
 
 def own_row(row: ProbeRow) -> Row:
-    """A row of a ledger."""
+    """A row of the user's ledger in the form of the published rows."""
     return _row(row.to_json(), row.id, None)
 
 

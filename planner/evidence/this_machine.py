@@ -16,7 +16,8 @@ from planner.units import format_gib, gib
 
 
 class CardHere(NamedTuple):
-    """The card to plan for."""
+    """The card of this machine to plan for, with the device memory to reserve and host RAM, bytes, and the installed
+    torch."""
 
     card: GpuProfile
     reserve_bytes: int

@@ -20,7 +20,7 @@ from planner.spec.rules import ResolvedStrategy, check, resolve
 
 @dataclass(frozen=True)
 class Case:
-    """One command on one machine, in our words."""
+    """A foreign trainer's command on a machine, translated into job, strategy and machine."""
 
     dialect: Dialect
     given: Invocation
@@ -36,17 +36,18 @@ class Case:
 
     @property
     def trainer(self) -> str:
-        """Whose memory terms apply."""
+        """The name of the trainer's memory terms, with the version where one is set: "diffsynth@2025"."""
         return f"{self.dialect.name}@{self.version}" if self.version else self.dialect.name
 
     @property
     def fields(self) -> Fields:
-        """Everything the dialect's table speaks of."""
+        """The fields that the dialect's table speaks of, by name: those of job and strategy, `gpus`, `nodes` and
+        `version`."""
         machine = {"gpus": self.machine.gpus, "nodes": self.machine.nodes}
         return {**self.job.__dict__, **self.strategy.__dict__, **machine, "version": self.version}
 
     def changed(self, changes: Mapping[str, Any]) -> Case:
-        """The same command with some fields different."""
+        """A copy of the case with some fields of job or strategy changed."""
         job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
         inside = {name: value for name, value in changes.items() if name in Strategy.model_fields}
         return replace(

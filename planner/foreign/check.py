@@ -51,7 +51,7 @@ WORTH = 100 << 20
 
 @dataclass(frozen=True)
 class CheckedEstimate:
-    """What happens: the estimate, and the phase and moment that decide."""
+    """The estimate of a command, with the phase and moment that decide its verdict."""
 
     estimate: Estimate
     phase: str
@@ -72,7 +72,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Checked:
-    """The whole answer."""
+    """The answer of `vplan check`: the case, its estimate, and fixes where it does not fit."""
 
     case: Case
     outcome: CheckedEstimate
@@ -86,11 +86,11 @@ class Checked:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """How the command was understood, and what its estimate takes for granted."""
+        """How the command was understood, and what its estimate assumes; in words."""
         return (*self.case.notes, *self.outcome.estimate.assumptions)
 
     def to_json(self) -> dict[str, Any]:
-        """The object of DESIGN section 9."""
+        """The answer as `vplan check --json` prints it."""
         case, found = self.case, self.outcome.estimate
         found = found.replace(assumptions=self.assumptions)
         return {
@@ -130,7 +130,7 @@ class Pricing:
         self.screens: dict[str, Screen] = {}
 
     def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        """What is known about a question."""
+        """The facts (tapes, model, card, measurements) for an estimate."""
         return load_facts(job, strategy, machine, self.model, self.gpu)
 
     def may_be(self, verdict: str, case: Case) -> bool:
@@ -149,7 +149,7 @@ class Pricing:
         return held and (high if verdict == "fits" else low) <= budget
 
     def outcome(self, case: Case) -> CheckedEstimate:
-        """What happens, and where it ends if it does not fit."""
+        """The estimate of a case, with the phase and moment at which it ends if it does not fit."""
         known = self.facts(case.job, case.strategy, case.machine)
         run, played, found, kept = assess(case.job, case.strategy, case.machine, known, case.trainer)
         if kept:
@@ -180,7 +180,8 @@ def _phase(phase: str, moment: str) -> str:
 
 
 def check_case(case: Case, search: bool = True) -> Checked:
-    """The whole answer for a case."""
+    """Estimates a case and, with ``search``, looks for the smallest changes that fit. Raises a NotRecordedError in the
+    trainer's words where a tape is missing."""
     pricing = Pricing(case)
     try:
         outcome = pricing.outcome(case)

@@ -17,7 +17,7 @@ from planner.units import MIB, gib
 
 
 def models_page() -> str:
-    """Everything we know of every bundled model, with its sources."""
+    """The Markdown of docs/models.md: all bundled models with their sources."""
     models = [lookup.model(name) for name in profiles.model_names()]
     lines = [
         "# Models",
@@ -133,7 +133,7 @@ def _mark(words: str | None) -> str:
 
 
 def gpus_page() -> str:
-    """Everything we know of every card and class of cards, with its sources."""
+    """The Markdown of docs/gpus.md: all cards and classes of cards with their sources."""
     cards = [lookup.gpu(name) for name in lookup.gpu_names()]
     cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
     classes = [

@@ -34,7 +34,7 @@ MOST_TRIES = 40
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written for a plan."""
+    """The files that were written for a plan, with the fields that they carry, leave out and change."""
 
     trainer: str
     plan: Plan
@@ -51,7 +51,7 @@ class Exported:
 
     @property
     def start(self) -> str:
-        """The command that starts it."""
+        """The shell command that starts the exported training."""
         name = list(self.files)[-1]
         if self.trainer == SLURM:
             return f"sbatch {name}"
@@ -59,7 +59,7 @@ class Exported:
 
 
 def targets() -> tuple[str, ...]:
-    """Names that a plan can be exported to."""
+    """The names that `vplan export --to` takes."""
     return (*sorted(name for name, dialect in dialects.all_dialects().items() if dialect.files is not None), SLURM)
 
 
@@ -252,7 +252,7 @@ def _changes(dialect: Dialect) -> Iterator[Fields]:
 
 
 def flags_of(changed: Fields) -> str:
-    """Changed fields as our own command line says them."""
+    """Changed fields as options of our own command line."""
     words = []
     for name, value in changed.items():
         flag = f"--{name.replace('_', '-')}"

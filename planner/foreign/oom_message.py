@@ -66,7 +66,7 @@ HINTS = (
 
 @dataclass(frozen=True)
 class OomMessage:
-    """What one message says, in bytes; None where its wording has no such number."""
+    """The numbers of one out-of-memory message, in bytes; None where its wording has no such number."""
 
     requested_bytes: int
     """asked of the driver: a tensor rounded up as the allocator rounds"""
@@ -92,7 +92,7 @@ class OomMessage:
     """how many such messages the text holds; the first was read"""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The message as plain JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -112,7 +112,7 @@ class MatchingTensor:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A message, what it means and what to switch on."""
+    """The explanation of an out-of-memory message: the cause, why, and what to switch on."""
 
     message: OomMessage
     cause: Cause
@@ -122,7 +122,7 @@ class Explanation:
     """the likeliest first; None where no job was given"""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
+        """The explanation as `vplan check --error --json` prints it."""
         asked = None if self.asked is None else [dataclasses.asdict(each) for each in self.asked]
         return {
             "error": self.message.to_json(),
@@ -218,7 +218,8 @@ def _traceback(text: str) -> tuple[str, str]:
 
 
 def allocation_bytes(nbytes: int) -> int:
-    """What the allocator asks the driver for when nothing it holds will do (`get_allocation_size`)."""
+    """The size in bytes of the segment that the allocator asks the driver for to serve `nbytes`
+    (`get_allocation_size`)."""
     size = -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
     if size <= SMALL_LIMIT_BYTES:
         return SMALL_SEGMENT_BYTES
@@ -228,7 +229,7 @@ def allocation_bytes(nbytes: int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes as torch prints them in the message."""
+    """A number of bytes as PyTorch prints it in an out-of-memory message."""
     if nbytes <= KIB:
         return f"{nbytes} bytes"
     for unit, size in (("KiB", KIB), ("MiB", MIB)):
@@ -344,7 +345,7 @@ OPENINGS: dict[Cause, str] = {
 
 
 def render(found: Explanation) -> list[str]:
-    """The explanation as lines of text."""
+    """The explanation as lines of text for the terminal."""
     message = found.message
     card = "" if message.gpu is None else f"GPU {message.gpu}: "
     lines = [f"{card}{message.requested_text} could not be allocated."]

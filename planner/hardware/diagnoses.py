@@ -40,7 +40,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 class Finding(NamedTuple):
-    """What is so, how bad that is, and the command or the act that mends it."""
+    """One diagnosis: how bad it is (error, warning, note), what was found, and the command or action that fixes it."""
 
     level: str
     what: str
@@ -48,9 +48,9 @@ class Finding(NamedTuple):
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Everything worth a word, the worst first."""
-    found = [*_cards(facts), *_packages(facts), *_allocator(facts), *_host(facts)]
-    return sorted(found, key=lambda finding: (ERROR, WARNING, NOTE).index(finding.level))
+    """All diagnoses of what `doctor.examine` found, the most severe first."""
+    rows = [*_cards(facts), *_packages(facts), *_allocator(facts), *_host(facts)]
+    return sorted(rows, key=lambda finding: (ERROR, WARNING, NOTE).index(finding.level))
 
 
 def _cards(facts: Facts) -> Iterator[Finding]:
@@ -77,12 +77,12 @@ def _card(card: Facts) -> Iterator[Finding]:
     if card["name"] is None:
         yield Finding(WARNING, f"GPU {card['index']} does not respond", "check `nvidia-smi`: it may be broken")
         return
-    used, free = card["used_bytes"], card["free_bytes"]
-    if used is not None and used > HELD_BYTES:
+    used_bytes, free = card["used_bytes"], card["free_bytes"]
+    if used_bytes is not None and used_bytes > HELD_BYTES:
         holders = sorted({process["name"] or "an invisible process" for process in card["processes"]})
         by = f" by {', '.join(holders)}" if holders else ""
-        reserve = f"end that process, or plan around it: --reserve {used / GIB:.1f}GiB"
-        yield Finding(WARNING, f"{name}: {format_gib(used)} are already in use{by}", reserve)
+        reserve = f"end that process, or plan around it: --reserve {used_bytes / GIB:.1f}GiB"
+        yield Finding(WARNING, f"{name}: {format_gib(used_bytes)} are already in use{by}", reserve)
     if card["mig"]:
         budget = f"--gpu {free / GIB:.1f}GiB" if free else "--gpu with its memory"
         yield Finding(NOTE, f"{name} is split into MIG slices", f"plan for the slice: {budget}")
@@ -108,54 +108,56 @@ def _packages(facts: Facts) -> Iterator[Finding]:
                 f"{name} {packages[name]} is older than training is tested with ({least})",
                 fix,
             )
-    for name, what in OPTIONAL.items():
+    for name, feature in OPTIONAL.items():
         if packages[name] is None and facts["system"]["os"][:7] != "Windows":
-            yield Finding(NOTE, f"{name} is not installed: {what} will not work", f"pip install {name}")
+            yield Finding(NOTE, f"{name} is not installed: {feature} will not work", f"pip install {name}")
     if build and build["for"] != "cuda" and facts["gpus"]:
         fix = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
         yield Finding(ERROR, f"the installed torch was built for {build['for']}, but there is an NVIDIA GPU", fix)
+    # Only the major version counts: within one, CUDA is compatible with older drivers (CUDA Compatibility, minor
+    # version compatibility).
     if build and build["cuda"] and driver["cuda"] and _numbers(build["cuda"])[0] > _numbers(driver["cuda"])[0]:
         fault = f"torch was built for CUDA {build['cuda']}; this driver supports up to {driver['cuda']}"
         yield Finding(ERROR, fault, "update the driver, or install a torch for an older CUDA")
     differs = facts["tapes"]["differs"]
     if differs:
         recorded = facts["tapes"]["recorded_with"]
-        each = ", ".join(f"{name} {packages[name]} (recorded: {', '.join(recorded[name])})" for name in differs)
+        versions = ", ".join(f"{name} {packages[name]} (recorded: {', '.join(recorded[name])})" for name in differs)
         fix = "if an estimate looks wrong: vplan record --check --variant step-lora-half-fp32-autocast-full-one"
-        yield Finding(NOTE, f"installed versions differ from those the tapes were recorded with: {each}", fix)
+        yield Finding(NOTE, f"installed versions differ from those the tapes were recorded with: {versions}", fix)
 
 
 def _allocator(facts: Facts) -> Iterator[Finding]:
     environment = facts["environment"]
     old, new = environment.get("PYTORCH_CUDA_ALLOC_CONF"), environment.get("PYTORCH_ALLOC_CONF")
-    said = [text for text in (new, old) if text]
+    values = [text for text in (new, old) if text]
     if old is not None and new is not None and old != new:
         fix = "unset PYTORCH_CUDA_ALLOC_CONF"
         yield Finding(WARNING, "both allocator variables are set, to different values", fix)
     if not facts["expandable_segments"]:
         fix = "plan with --no-expandable-segments, or train on Linux or in WSL"
         yield Finding(NOTE, "this system's torch has no expandable segments: more memory is lost to fragmentation", fix)
-    elif facts["gpus"] and not any(EXPANDABLE in text.replace(" ", "") for text in said):
+    elif facts["gpus"] and not any(EXPANDABLE in text.replace(" ", "") for text in values):
         # torch 2.9 renamed the variable; both names are read since.
         name = "PYTORCH_CUDA_ALLOC_CONF" if new is None else "PYTORCH_ALLOC_CONF"
-        settings = ",".join([*said[:1], EXPANDABLE])
-        what = "expandable segments are off in this shell, but estimates assume them (--no-expandable-segments)"
-        yield Finding(WARNING, what, f"export {name}={settings}")
+        settings = ",".join([*values[:1], EXPANDABLE])
+        fault = "expandable segments are off in this shell, but estimates assume them (--no-expandable-segments)"
+        yield Finding(WARNING, fault, f"export {name}={settings}")
 
 
 def _host(facts: Facts) -> Iterator[Finding]:
     memory, disks = facts["host_ram"], facts["disks"]
-    known = [card["known_as"] for card in facts["gpus"] if card.get("known_as")]
+    names = [card["known_as"] for card in facts["gpus"] if card.get("known_as")]
     have = min(memory["limit_bytes"] or memory["total_bytes"], memory["total_bytes"])
-    if known:
-        assumed = lookup.default_host_ram(lookup.gpu(known[0]), len(known))
+    if names:
+        assumed = lookup.default_host_ram(lookup.gpu(names[0]), len(names))
         if have < assumed:
-            what = f"{format_gib(have)} of host RAM; plans assume {format_gib(assumed)} for such cards"
-            yield Finding(NOTE, what, f"pass --host-ram {have / GIB:.0f}GiB")
+            fault = f"{format_gib(have)} of host RAM; plans assume {format_gib(assumed)} for such cards"
+            yield Finding(NOTE, fault, f"pass --host-ram {have / GIB:.0f}GiB")
     if memory["limit_bytes"]:
         limit, total = format_gib(memory["limit_bytes"]), format_gib(memory["total_bytes"])
-        what = f"this process may use {limit} of the {total} of RAM"
-        yield Finding(NOTE, what, f"plan with it: --host-ram {memory['limit_bytes'] / GIB:.0f}GiB")
+        fault = f"this process may use {limit} of the {total} of RAM"
+        yield Finding(NOTE, fault, f"plan with it: --host-ram {memory['limit_bytes'] / GIB:.0f}GiB")
     if "working" in disks and (free := disks["working"]["free_bytes"]) < DISK_BYTES:
         fix = "train where there is space for weights and checkpoints"
         yield Finding(WARNING, f"{free / 1e9:.1f} GB are free on the disk of the current folder", fix)
@@ -164,8 +166,8 @@ def _host(facts: Facts) -> Iterator[Finding]:
         yield Finding(WARNING, f"{free / 1e6:.0f} MB are free on the disk of your own models", fix)
     shared = disks.get("shared")
     if shared and facts["system"]["container"] and shared["total_bytes"] < SHARED_BYTES:
-        what = f"/dev/shm has {shared['total_bytes'] / 2**20:.0f} MiB: data loader workers will die with a bus error"
-        yield Finding(WARNING, what, "start the container with --shm-size 8g, or --ipc host")
+        fault = f"/dev/shm has {shared['total_bytes'] / 2**20:.0f} MiB: data loader workers will die with a bus error"
+        yield Finding(WARNING, fault, "start the container with --shm-size 8g, or --ipc host")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVI
 
 
 def examine() -> Facts:
-    """Everything, as JSON values under stable keys; what cannot be had is null."""
+    """Everything about this machine, as JSON values under stable keys; a value that cannot be read is None."""
     driver, cards = gpus()
     return {
         "vplan": planner.__version__,
@@ -72,7 +72,8 @@ def examine() -> Facts:
 
 
 def gpus() -> tuple[Facts, list[Facts]]:
-    """What NVML says of the driver (`error` instead of a version when none answers), and of each card."""
+    """(driver, cards) by NVML. ``driver`` has versions, or `error` when NVML does not answer; each card has name, sizes
+    in bytes, ECC, MIG, power limit and processes."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -96,34 +97,34 @@ def visible() -> tuple[Facts, list[Facts]]:
     NVML counts from the bus; so do our own processes (`planner.launch.launch.environment`), and CUDA among like cards.
     """
     driver, cards = gpus()
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if said is None or driver["error"]:
+    wanted_cards = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted_cards is None or driver["error"]:
         return driver, cards
-    found: list[Facts] = []
+    shown: list[Facts] = []
     pynvml.nvmlInit()
     try:
-        for word in filter(None, (word.strip() for word in said.split(","))):
-            handle = _named(word) if word[:4] in ("GPU-", "MIG-") else None
+        for word in filter(None, (word.strip() for word in wanted_cards.split(","))):
+            handle = _handle_of(word) if word[:4] in ("GPU-", "MIG-") else None
             if word.isascii() and word.isdigit() and int(word) < len(cards):
-                found.append(cards[int(word)])
+                shown.append(cards[int(word)])
             elif handle is not None:
-                found.append(_card(len(found), handle))
+                shown.append(_card(len(shown), handle))
             else:
                 break
     finally:
         pynvml.nvmlShutdown()
-    return driver, found
+    return driver, shown
 
 
-def _named(uuid: str) -> Any:
+def _handle_of(uuid: str) -> Any:
     """The handle of a card or slice by its UUID. As CUDA has it, the beginning of a card's is enough where no other
     begins so (CUDA Programming Guide, environment variables); None when there is none, or more than one."""
     handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
     if handle is not None or not uuid.startswith("GPU-"):
         return handle
     cards = [_ask(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0)]
-    named = [card for card in cards if (_text(_ask(pynvml.nvmlDeviceGetUUID, card)) or "").startswith(uuid)]
-    return named[0] if len(named) == 1 else None
+    matches = [card for card in cards if (_text(_ask(pynvml.nvmlDeviceGetUUID, card)) or "").startswith(uuid)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _card(index: int, handle: Any = None) -> Facts:
@@ -139,7 +140,7 @@ def _card(index: int, handle: Any = None) -> Facts:
     return {
         "index": index,
         "name": name,
-        "known_as": _known_as(name or "", memory.get("total"), ecc and bool(ecc[0])),
+        "known_as": _catalog_name(name or "", memory.get("total"), ecc and bool(ecc[0])),
         "compute_capability": ".".join(map(str, capability)) if capability else None,
         "total_bytes": memory.get("total"),
         "reserved_bytes": memory.get("reserved"),
@@ -160,7 +161,7 @@ def _memory(handle: Any) -> dict[str, int]:
     return {name: int(getattr(memory, name)) for name in names if memory is not None and hasattr(memory, name)}
 
 
-def _known_as(name: str, total_bytes: int | None, ecc: bool | None) -> str | None:
+def _catalog_name(name: str, total_bytes: int | None, ecc: bool | None) -> str | None:
     """Our name for the card that NVML calls so; None when we have no figures for it.
 
     NVML's name leaves the memory out where a card is sold with two sizes, and error correction always.
@@ -168,16 +169,18 @@ def _known_as(name: str, total_bytes: int | None, ecc: bool | None) -> str | Non
     with_memory = f"{name} {round((total_bytes or 0) / GIB)}GB"
     for text in (name, with_memory):
         with contextlib.suppress(VplanError):
-            found = lookup.gpu(text).name
-            with_ecc = f"{found}-ecc"
-            return with_ecc if ecc and with_ecc in lookup.gpu_names() else found
+            name_of_ours = lookup.gpu(text).name
+            with_ecc = f"{name_of_ours}-ecc"
+            return with_ecc if ecc and with_ecc in lookup.gpu_names() else name_of_ours
     return None
 
 
 def _processes(handle: Any) -> list[Facts]:
     """Who holds memory of a card, as far as it can be seen from here: containers and Windows hide some of it."""
-    found: dict[int, int | None] = _ask(nvml.processes, handle) or {}
-    return [{"pid": pid, "name": _process_name(pid), "used_bytes": used} for pid, used in sorted(found.items())]
+    bytes_by_pid: dict[int, int | None] = _ask(nvml.processes, handle) or {}
+    return [
+        {"pid": pid, "name": _process_name(pid), "used_bytes": nbytes} for pid, nbytes in sorted(bytes_by_pid.items())
+    ]
 
 
 def _process_name(pid: int) -> str | None:
@@ -187,10 +190,10 @@ def _process_name(pid: int) -> str | None:
         return None
 
 
-def _ask(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _ask(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """NVML's answer, or None where this card, driver or system has none."""
     try:
-        return function(*arguments, **named)
+        return function(*arguments, **keywords)
     except pynvml.NVMLError:
         return None
 
@@ -214,14 +217,18 @@ def torch_release() -> str | None:
 
 
 def torch_build() -> Facts | None:
-    """What the installed torch was built for, read from its version file: importing it takes seconds."""
+    """The platform (`cuda`, `rocm`, `cpu`) and CUDA version of the installed torch, from its version file: importing
+    torch takes seconds. None without torch."""
     try:
         path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
         text = Path(str(path)).read_text(encoding="utf-8")
     except (importlib.metadata.PackageNotFoundError, OSError):
         return None
-    found = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", text, re.MULTILINE))
-    return {"for": "cuda" if "cuda" in found else "rocm" if "hip" in found else "cpu", "cuda": found.get("cuda")}
+    versions = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", text, re.MULTILINE))
+    return {
+        "for": "cuda" if "cuda" in versions else "rocm" if "hip" in versions else "cpu",
+        "cuda": versions.get("cuda"),
+    }
 
 
 def system() -> Facts:
@@ -283,7 +290,7 @@ def _control_groups() -> list[dict[str, int]]:
     Both versions (Linux Documentation: cgroup-v1/memory.rst, cgroup-v2.rst). Pages of files (`inactive_file`) are given
     back when memory is wanted, so they count as free.
     """
-    found = []
+    groups = []
     for line in _read(OWN_GROUPS).splitlines():
         _, names, place = line.split(":", 2)
         if names in ("", "memory"):
@@ -293,12 +300,12 @@ def _control_groups() -> list[dict[str, int]]:
                 else (f"{GROUPS}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
             )
             for group in (place, *map(str, Path(place).parents)):
-                said, used = _read(f"{root}{group}/{limit}").strip(), _read(f"{root}{group}/{use}").strip()
-                if said.isdigit():
+                maximum, usage = _read(f"{root}{group}/{limit}").strip(), _read(f"{root}{group}/{use}").strip()
+                if maximum.isdigit():
                     files = re.search(r"^(?:total_)?inactive_file (\d+)", _read(f"{root}{group}/memory.stat"), re.M)
-                    held = int(used or 0) - (int(files[1]) if files else 0)
-                    found.append({"limit_bytes": int(said), "free_bytes": int(said) - held})
-    return found
+                    in_use = int(usage or 0) - (int(files[1]) if files else 0)
+                    groups.append({"limit_bytes": int(maximum), "free_bytes": int(maximum) - in_use})
+    return groups
 
 
 def _read(path: str) -> str:
@@ -311,17 +318,18 @@ def _read(path: str) -> str:
 def disks() -> dict[str, Facts]:
     """Room, bytes: where you are, where your own models are kept, and what data loaders share."""
     places = {"working": Path.cwd(), "data": user_data.folder(), "shared": Path("/dev/shm")}
-    found = {}
+    rooms = {}
     for name, path in places.items():
-        there = next((place for place in (path, *path.parents) if place.exists()), None)
-        if there is not None and (path.exists() or name == "data"):
-            usage = psutil.disk_usage(str(there))
-            found[name] = {"free_bytes": usage.free, "total_bytes": usage.total}
-    return found
+        existing = next((place for place in (path, *path.parents) if place.exists()), None)
+        if existing is not None and (path.exists() or name == "data"):
+            usage = psutil.disk_usage(str(existing))
+            rooms[name] = {"free_bytes": usage.free, "total_bytes": usage.total}
+    return rooms
 
 
 def tapes() -> Facts:
-    """What the bundled tapes were recorded with, and which of it another version is installed of here."""
+    """The library versions that the bundled tapes were recorded with, and which libraries are installed here in another
+    version."""
     recorded: dict[str, set[str]] = {name: set() for name in TAPE_LIBRARIES}
     for folder in sorted(profiles.TAPES.iterdir()):
         first = min(folder.glob("*.json.gz"), default=None)

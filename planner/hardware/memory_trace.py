@@ -23,30 +23,30 @@ class Thinned:
 
     def __init__(self) -> None:
         self._highest: list[int] = []
-        self._each = 1
+        self._per_stretch = 1
         """samples of a stretch"""
-        self._left = 0
+        self._room = 0
         """samples that the last stretch still takes"""
 
     def add(self, value: int) -> None:
-        """One more sample."""
-        if not self._left:
+        """Adds one sample; when all stretches are full, pairs are merged and each stretch takes twice as many."""
+        if not self._room:
             if len(self._highest) == POINTS:
                 self._highest = [max(pair) for pair in zip(self._highest[::2], self._highest[1::2], strict=True)]
-                self._each *= 2
+                self._per_stretch *= 2
             self._highest.append(value)
-            self._left = self._each
+            self._room = self._per_stretch
         self._highest[-1] = max(self._highest[-1], value)
-        self._left -= 1
+        self._room -= 1
 
     def take(self) -> list[int]:
-        """The points since the last call."""
-        found, self._highest, self._each, self._left = self._highest, [], 1, 0
-        return found
+        """The highest value of each stretch since the last call, at most `POINTS` of them; starts over."""
+        points, self._highest, self._per_stretch, self._room = self._highest, [], 1, 0
+        return points
 
 
 class PhaseTrace(Record):
-    """How one phase of a probe went."""
+    """The memory of one phase of a probe over its time."""
 
     seconds: NotNegative
     device_mib: tuple[Mib, ...] = Field(default=(), max_length=POINTS)
@@ -56,7 +56,7 @@ class PhaseTrace(Record):
 
 
 class MemoryTrace(Record):
-    """How a probe went, phase by phase; in the `details` of its row as `trace`."""
+    """The memory of a probe, phase by phase; a row keeps it in `details` as `trace`."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     phases: dict[str, PhaseTrace] = Field(max_length=16)
@@ -65,8 +65,8 @@ class MemoryTrace(Record):
 def trace_of(row: Mapping[str, Any]) -> MemoryTrace | None:
     """The trace of a row as JSON; None where it has none, a VplanError where it is no trace."""
     details = row.get("details")
-    told = details.get("trace") if isinstance(details, Mapping) else None
-    return MemoryTrace.read(told, f"the trace of {row.get('id')}") if isinstance(told, Mapping) else None
+    trace = details.get("trace") if isinstance(details, Mapping) else None
+    return MemoryTrace.read(trace, f"the trace of {row.get('id')}") if isinstance(trace, Mapping) else None
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ def laid_over(timeline: "Timeline", trace: MemoryTrace, name: str) -> Overlay:
     turn = next((mark.at for mark in timeline.marks if mark.name == "optimizer"), last)
     device, allocated = [], []
     for phase, first, end in (("train", 0, turn), ("optimizer", turn, last)):
-        told = trace.phases.get(phase)
-        if told is None or end <= first:
+        phase_trace = trace.phases.get(phase)
+        if phase_trace is None or end <= first:
             continue
-        share = (end - first) / max(len(told.device_mib), 1)
-        device += [(first + share * (place + 0.5), mib * MIB) for place, mib in enumerate(told.device_mib)]
-        if told.allocated_mib:
-            allocated.append((first, end, told.allocated_mib[1] * MIB))
+        # The samples are evenly spaced in time and the events are not, so each phase is stretched between its ends.
+        share = (end - first) / max(len(phase_trace.device_mib), 1)
+        device += [(first + share * (place + 0.5), mib * MIB) for place, mib in enumerate(phase_trace.device_mib)]
+        if phase_trace.allocated_mib:
+            allocated.append((first, end, phase_trace.allocated_mib[1] * MIB))
     return Overlay(name, tuple(device), tuple(allocated))

@@ -34,16 +34,16 @@ CONTEXT_BYTES = 64 * MIB
 
 
 class Observer(Protocol):
-    """One source of numbers. A new counter is one such class, given to a `Monitor`."""
+    """One source of memory counters. For a new counter, write one such class and give it to a `Monitor`."""
 
     missing: list[str]
     """what it could not get, in words that begin with the number's name"""
 
     def sample(self) -> None:
-        """Looks once; called in a thread many times a second."""
+        """Reads the counter once; called in a thread many times a second."""
 
     def take(self) -> Mapping[str, int | None]:
-        """What was seen since the last call, this moment included, by name. None: it cannot be had."""
+        """The highest values since the last call, including now, in bytes by name; None for one that cannot be read."""
 
 
 class Monitor:
@@ -71,17 +71,18 @@ class Monitor:
 
     @property
     def missing(self) -> list[str]:
-        """All that no observer could get so far."""
+        """What no observer could read so far, each with the reason, in words."""
         return [words for observer in self.observers for words in observer.missing]
 
     @property
     def hertz(self) -> float | None:
-        """Samples a second so far; None when there were none."""
+        """Samples per second so far; None before the first."""
         elapsed = time.monotonic() - self._began
         return self.samples / elapsed if self.samples and elapsed > 0 else None
 
     def take(self) -> dict[str, int | None]:
-        """Every observer's numbers since the last call."""
+        """The highest values of all observers since the last call, in bytes by name; None for one that cannot be
+        read."""
         with self._lock:
             return {name: value for observer in self.observers for name, value in observer.take().items()}
 
@@ -95,13 +96,14 @@ class Monitor:
 
 
 class Card:
-    """One GPU as NVML knows it: asked for by its UUID, and given up at the first error, which is kept."""
+    """One GPU in NVML, found by its UUID. After the first error it is not asked again; `fault` keeps the error."""
 
     def __init__(self, uuid: str) -> None:
         """`uuid` as torch or NVML write it: torch leaves out `GPU-`, and of a MIG slice `MIG-`."""
         self.driver: str | None = None
         self.fault: str | None = None
         self.handle: Any = None
+        # torch's UUID does not say whether it is a card or a slice: both are tried.
         names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
         try:
             pynvml.nvmlInit()
@@ -117,7 +119,7 @@ class Card:
             except pynvml.NVMLError as error:
                 self.fault = self.fault or f"NVML says {error}"
 
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes in use by all. Version 2 leaves out the driver's own reserve; older drivers count it in, before us as
         well as now."""
         try:
@@ -132,7 +134,7 @@ def processes(handle: Any) -> dict[int, int | None]:
 
     A kind of process that this driver cannot list is passed over, unless it can list none: an NVMLError.
     """
-    found: dict[int, int | None] = {}
+    bytes_by_pid: dict[int, int | None] = {}
     refused = []
     for kind in KINDS:
         try:
@@ -143,10 +145,10 @@ def processes(handle: Any) -> dict[int, int | None]:
         except pynvml.NVMLError as error:
             refused.append(error)
             continue
-        found |= {process.pid: process.usedGpuMemory for process in running}
+        bytes_by_pid |= {process.pid: process.usedGpuMemory for process in running}
     if len(refused) == len(KINDS):
         raise refused[0]
-    return found
+    return bytes_by_pid
 
 
 class CardUse:
@@ -164,26 +166,28 @@ class CardUse:
         """how `device_bytes` went, MiB"""
         self._peak = 0
         self.sample()
+        # The first sample is what others use; only what comes on top of it is ours.
         self.base_bytes = None if self.missing else self._peak
         self.trace.take()
 
     def sample(self) -> None:
-        """One look at the card's counter."""
+        """Reads the bytes in use on the card once."""
         if self.missing:
             return
         if self.card.fault:
             self.missing.append(f"device_bytes: {self.card.fault}")
             return
         try:
-            used = self.card.used()
-            self._peak = max(self._peak, used)
-            self.trace.add(max(0, used - (self.base_bytes or 0)) // MIB)
+            used_bytes = self.card.used_bytes()
+            self._peak = max(self._peak, used_bytes)
+            self.trace.add(max(0, used_bytes - (self.base_bytes or 0)) // MIB)
         except pynvml.NVMLError as error:
             # A card that shares the CPU's memory (GB10) has no number of its own: NOT_SUPPORTED.
             self.missing.append(f"device_bytes: NVML says {error}")
 
     def take(self) -> dict[str, int | None]:
-        """The highest since the last call."""
+        """The highest since the last call: `used_bytes` by all, and `device_bytes` on top of what was in use at the
+        start; None where NVML cannot say."""
         self.sample()
         peak, self._peak = self._peak, 0
         if self.missing or self.base_bytes is None:
@@ -204,20 +208,21 @@ class CardShares:
         self.root = root or os.getpid()
         self.missing: list[str] = []
         self._ours: dict[int, bool] = {}
-        self._seen = False
+        self._lists_us = False
         self._count = 0
         self._peaks = [0, 0]
 
     def sample(self) -> None:
-        """Every so many calls one look at the list."""
+        """Reads the card's process list on every `PROCESSES_EVERY`-th call."""
         if self._count % PROCESSES_EVERY == 0:
             self._look()
         self._count += 1
 
     def take(self) -> dict[str, int | None]:
-        """The highest since the last call."""
+        """The highest bytes since the last call of our own process tree (`tree_bytes`) and of all others
+        (`others_bytes`); None where they cannot be told apart."""
         self._look()
-        if not self.missing and self.use.grown and not self._seen:
+        if not self.missing and self.use.grown and not self._lists_us:
             self._give_up("NVML lists no process of ours, as in a container that hides pids")
         (ours, others), self._peaks = self._peaks, [0, 0]
         return {"tree_bytes": None if self.missing else ours, "others_bytes": None if self.missing else others}
@@ -229,18 +234,19 @@ class CardShares:
             self._give_up(self.card.fault)
             return
         try:
-            found = processes(self.card.handle)
+            bytes_by_pid = processes(self.card.handle)
         except pynvml.NVMLError as error:
             self._give_up(f"NVML says {error}")
             return
-        if None in found.values():
+        if None in bytes_by_pid.values():
             self._give_up("this driver does not count memory by process (WDDM)")
             return
-        self._ours = {pid: self._ours[pid] if pid in self._ours else self._is_ours(pid) for pid in found}
-        self._seen |= any(self._ours.values())
+        # Looked up once per pid: walking the parents of every process at every sample would cost more than the sample.
+        self._ours = {pid: self._ours[pid] if pid in self._ours else self._is_ours(pid) for pid in bytes_by_pid}
+        self._lists_us |= any(self._ours.values())
         for side, is_ours in enumerate((True, False)):
-            held = sum(nbytes or 0 for pid, nbytes in found.items() if self._ours[pid] is is_ours)
-            self._peaks[side] = max(self._peaks[side], held)
+            total = sum(nbytes or 0 for pid, nbytes in bytes_by_pid.items() if self._ours[pid] is is_ours)
+            self._peaks[side] = max(self._peaks[side], total)
 
     def _is_ours(self, pid: int) -> bool:
         try:
@@ -263,12 +269,12 @@ class DeviceMemory(Monitor):
 
     @property
     def base_bytes(self) -> int | None:
-        """In use when we began: other processes."""
+        """Bytes in use on the card when watching began, by other processes; None when it could not be read."""
         return self.use.base_bytes
 
     @property
     def driver(self) -> str | None:
-        """The driver's version."""
+        """The version of the NVIDIA driver; None when NVML does not answer."""
         return self.card.driver
 
     def take_trace(self) -> list[int]:

@@ -28,7 +28,7 @@ _NAME = re.compile(r"step-(\d{8})")
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint after so many steps is called."""
+    """The name of the folder of the checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"
 
 
@@ -59,7 +59,7 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sees a file or a folder's entries onto the disk."""
+    """Flushes a file, or the entries of a folder, to the disk (fsync). Does nothing for folders on Windows."""
     if path.is_dir() and os.name == "nt":  # folders cannot be opened there
         return
     handle = os.open(path, os.O_RDONLY)
@@ -70,13 +70,13 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Of a whole file."""
+    """The SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove(checkpoint: Path) -> None:
-    """Removes a checkpoint so that nobody ever sees half of one."""
+    """Removes a checkpoint; it is renamed first, so that half of one is never seen under its name."""
     gone = checkpoint.with_name(f".removed-{checkpoint.name}")
     shutil.rmtree(gone, ignore_errors=True)
     checkpoint.rename(gone)

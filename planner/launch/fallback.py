@@ -71,7 +71,7 @@ def _switches(plan: Plan) -> Iterator[Plan]:
 
 
 def difference(before: Plan, after: Plan) -> str:
-    """What changed, in words."""
+    """The fields of job and strategy that differ between two plans, in words: "swap_blocks 0 -> 8"."""
     changes = [
         f"{field} {getattr(old, field)} -> {getattr(new, field)}"
         for old, new in ((before.job, after.job), (before.strategy, after.strategy))

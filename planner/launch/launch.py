@@ -41,7 +41,7 @@ Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosi
 
 
 class Validation(Record):
-    """Which validation samples are made while training, and how."""
+    """Which validation samples a training run makes, how often, and with which settings."""
 
     prompts: str
     """file that lists them, with what was encoded for them"""
@@ -55,7 +55,7 @@ class Validation(Record):
 
 
 class RunRequest(Record):
-    """A training run, as every rank reads it from the request file."""
+    """Everything about a training run that its ranks need; every rank reads it from the request file."""
 
     plan: Plan
     entries: str
@@ -80,13 +80,13 @@ class RunRequest(Record):
     validation: Validation | None = None
 
     def settings(self) -> dict[str, Any]:
-        """The settings that a checkpoint's manifest and a tracker keep."""
+        """The run's settings (steps, learning rate, schedule, seed) by name, for checkpoints and trackers."""
         names = ("steps", "learning_rate", "schedule", "warmup_steps", "seed")
         return {name: getattr(self, name) for name in names}
 
 
 class Preparation(Record):
-    """What the process that encodes the data before training reads from its request file."""
+    """What the process that encodes the data before training needs; it reads it from its request file."""
 
     plan: Plan
     data: str
@@ -103,7 +103,7 @@ class Preparation(Record):
 
 
 class Nodes(NamedTuple):
-    """This computer among those that train together."""
+    """This computer's place among those that train together."""
 
     rank: int = 0
     address: str | None = None
@@ -112,7 +112,7 @@ class Nodes(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a run ended: `ok`, `nan`, `oom`, `host-oom`, `refused` or `crash`, and in words why."""
+    """How a run ended: `ok`, `nan`, `oom`, `host-oom`, `refused` or `crash`, with the reason in words."""
 
     name: str
     message: str = ""
@@ -154,7 +154,7 @@ def settings(device: str) -> dict[str, str]:
 
 
 def foreign() -> list[str]:
-    """The variables of other launchers that are set here."""
+    """The names of other launchers' environment variables that are set in this process."""
     return sorted(name for name in os.environ if name.startswith(FOREIGN))
 
 
@@ -184,7 +184,8 @@ def locked(output: Path, node: int = 0) -> Iterator[None]:
 
 
 def run_folder(output: Path, nodes: Nodes) -> Path:
-    """Where this computer's ranks and their parent talk: OUTPUT/run, with a number on the further ones."""
+    """The folder through which this computer's ranks and their parent exchange files: OUTPUT/run, with a number on all
+    but the first computer."""
     return output / (f"{RUN_FOLDER}-{nodes.rank}" if nodes.rank else RUN_FOLDER)
 
 
@@ -266,13 +267,14 @@ LIBRARIES = {
 
 
 def libraries(strategy: Strategy) -> tuple[str, ...]:
-    """What a strategy needs beside torch and diffusers."""
+    """The packages that a strategy needs besides torch and diffusers."""
     split = ("deepspeed",) if strategy.sharding.startswith("zero") else ()
     return (*LIBRARIES.get(strategy.optimizer, ()), *LIBRARIES.get(strategy.weights_dtype or "", ()), *split)
 
 
 def check_installed(plan: Plan, log_with: str | None) -> None:
-    """Name what is missing before anything starts."""
+    """Raises a VplanError that names the first package that training this plan needs and that is not installed.
+    ``log_with``: a tracker's package."""
     strategy = plan.strategy
     needed = ["torch", "diffusers", "peft", "accelerate", "safetensors"]
     for package in (*needed, *libraries(strategy)):

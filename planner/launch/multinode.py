@@ -126,11 +126,12 @@ class Peers:
     # ---- what is tried
 
     def publish(self, attempt: int, request: RunRequest) -> None:
-        """The first computer says what all try now."""
+        """Writes, on the first computer, the request that all computers run as this attempt."""
         write_json(self.folder / f"attempt-{attempt}.json", request.to_json())
 
     def request(self, attempt: int) -> RunRequest | None:
-        """What all try now, as the first computer says it; None when it says that this is all."""
+        """Waits for the request that the first computer published for this attempt; None when it has ended the run.
+        Raises a VplanError when it stops responding."""
         path = self.folder / f"attempt-{attempt}.json"
         while not path.exists():
             if (self.folder / END).exists():
@@ -141,7 +142,7 @@ class Peers:
         return RunRequest.read(read_json(path), path.name)
 
     def end_message(self) -> str:
-        """Why the first computer has ended, in its words."""
+        """Why the first computer ended the run, in words; empty when it does not say."""
         return str(read_json(self.folder / END).get("message", ""))
 
     # ---- how it ended

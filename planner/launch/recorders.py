@@ -39,7 +39,7 @@ class Derivation(NamedTuple):
     """what the model will be called"""
 
     def to_json(self) -> dict[str, Any]:
-        """The order as a worker reads it."""
+        """The task as JSON, as the worker reads it."""
         return {"work": "derive", "source": self.source._asdict(), "name": self.name}
 
 
@@ -60,7 +60,7 @@ class TapeTask(NamedTuple):
     """compares and writes nothing"""
 
     def to_json(self) -> dict[str, Any]:
-        """The order as a worker reads it."""
+        """The task as JSON, as the worker reads it."""
         return {"work": "record", **self._asdict(), "path": str(self.path)}
 
 

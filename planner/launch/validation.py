@@ -81,7 +81,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def request(listed: str | None, said: Mapping[str, Any]) -> Validation | None:
-    """What the ranks are told of samples that a file lists; None where none are made."""
+    """The validation settings for the ranks. ``listed``: the file that lists the samples; ``said``: the options of
+    `vplan train`. None when no samples are made."""
     if listed is None:
         return None
     return Validation(
@@ -94,7 +95,8 @@ def request(listed: str | None, said: Mapping[str, Any]) -> Validation | None:
 
 
 def about(wanted: Preparation) -> dict[str, Any]:
-    """What a list of samples depends on."""
+    """Everything that prepared samples depend on, as JSON values: prompts, data, weights and shape. Equal values mean
+    that they can be reused."""
     job = wanted.plan.job
     shape = job.validation or job.shapes[0]
     return {

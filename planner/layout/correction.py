@@ -43,7 +43,7 @@ SEPARATE_PHASES = frozenset({"encode"})
 
 
 class MeasuredRun(NamedTuple):
-    """One measured run beside what the recordings alone say of it, over the phases that were measured."""
+    """One measured run with the estimate from recordings alone, both over the phases that were measured."""
 
     measured: Measured
     predicted: PhasePeak
@@ -55,24 +55,25 @@ class MeasuredRun(NamedTuple):
 
     @property
     def ran(self) -> bool:
-        """Whether memory was enough, and counted."""
+        """Whether the run had enough memory and both reserved and device bytes were measured."""
         seen = self.measured
         return seen.outcome in RAN and bool(seen.reserved_bytes) and bool(seen.device_bytes)
 
     @property
     def share(self) -> float:
-        """What the allocator reserved, as a share of what was predicted."""
+        """Measured reserved bytes over predicted reserved bytes."""
         return (self.measured.reserved_bytes or 0) / self.predicted.reserved_bytes
 
     @property
     def beside_bytes(self) -> int:
-        """What was on the device beside the allocator's, less what was predicted."""
+        """Measured minus predicted bytes of what is on the device outside torch's allocator (context, libraries)."""
         measured = (self.measured.device_bytes or 0) - (self.measured.reserved_bytes or 0)
         return measured - (self.predicted.device_bytes - self.predicted.reserved_bytes)
 
 
 class Correction(NamedTuple):
-    """What measurements change of an estimate. As it is made without arguments it changes nothing."""
+    """How measurements change an estimate: factors, added bytes and error sides. Made without arguments it changes
+    nothing."""
 
     reserved: float = 1.0
     """measured over predicted, of what the allocator reserves"""
@@ -93,16 +94,17 @@ class Correction(NamedTuple):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All that was corrected, in words."""
+        """Every correction that was applied, in words."""
         return (*self.notes, *(self.encoding.notes if self.encoding else ()))
 
     def basis(self, phase: str = "train") -> Literal["recorded", "nearby"]:
-        """What an estimate rests on whose peak is in this phase."""
+        """The basis of an estimate whose peak is in this phase: "nearby" when measurements corrected that phase, else
+        "recorded"."""
         of = self.encoding if phase in SEPARATE_PHASES else self
         return "nearby" if of and of.notes else "recorded"
 
     def sides_of(self, phase: str) -> tuple[float, float]:
-        """How sure the peak is, where it is in this phase."""
+        """(low, high): by what shares the truth may lie below and above a peak in this phase."""
         of = self.encoding if phase in SEPARATE_PHASES else self
         return of.sides if of else margin.RECORDED
 
@@ -123,7 +125,7 @@ class Correction(NamedTuple):
         )
 
     def outside(self, outside_bytes: int) -> int:
-        """What is on the device beside torch's, as corrected."""
+        """The corrected bytes on the device outside torch's allocator, at least 0."""
         return max(0, outside_bytes + self.outside_bytes)
 
     def step_seconds(self, low: float, high: float) -> tuple[float, float]:
@@ -223,7 +225,8 @@ class Proof(NamedTuple):
 
 
 class ModelMeasurements(NamedTuple):
-    """What is known from measurements about one model on one card."""
+    """What measurements say about one model on one card: the correction of estimates, and which plans are proved by
+    runs."""
 
     correction: Correction = Correction()
     proofs: Mapping[str, tuple[Proof, ...]] = MappingProxyType({})
@@ -244,7 +247,8 @@ class ModelMeasurements(NamedTuple):
     def past_outcome(
         self, job: Job, strategy: Strategy, machine: Machine, trainer: str = "vplan"
     ) -> Literal["ran", "ran out"] | None:
-        """What became of runs of this very plan; None when there are none, or some of each kind."""
+        """Whether runs of exactly this plan finished ("ran") or ran out of memory ("ran out"); None when there are
+        none, or some of each."""
         finished, ran_out = self._split(Configuration(job, strategy, machine), trainer)
         if bool(finished) == bool(ran_out):
             return None

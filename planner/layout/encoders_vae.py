@@ -27,7 +27,8 @@ BYTES_PER_PARAMETER = {
 
 
 class ComponentPass(NamedTuple):
-    """A text encoder or the VAE at one shape, ready to be laid out."""
+    """One encode or decode by a text encoder or the VAE at one shape: tape, weights and offload, ready to be laid
+    out."""
 
     name: str
     tape: Tape | None
@@ -55,17 +56,17 @@ class ComponentPass(NamedTuple):
 
     @property
     def weights(self) -> str:
-        """The category of its weights among a program's names."""
+        """The category under which a program names its weights."""
         return f"weight of {self.part.name}"
 
     @property
     def piece_of_layers(self) -> bool:
-        """Whether it is a stack of layers, which can come to the GPU one by one."""
+        """Whether the component is a stack of layers, whose weights can be loaded to the GPU one layer at a time."""
         return self.tape is not None and self.counts is None and bool(self.tape.runs)
 
 
 def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> ComponentPass:
-    """A text encoder, for a batch of prompts of its full length."""
+    """The pass of a text encoder over a batch of `batch` prompts of its full length, stored as the strategy says."""
     name = encoder.folder
     part = Part(name, {"B": batch, "T": encoder.max_tokens})
     run = ComponentPass(name, tape, "encode", part, None, encoder.parameters, strategy.text_encoder_dtype)
@@ -109,7 +110,8 @@ def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
 
 
 def load_component(program: Program, component: ComponentPass) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
-    """Its weights; and apart, by block, those that group offload brings for their turn only."""
+    """(stage, blocks): the stage that loads a component's weights, and, by (module list, block), the buffers of weights
+    that group offload brings to the GPU only when the block runs."""
     stage = Stage("load", [])
     kept = BYTES_PER_PARAMETER[component.dtype] / 2
     blocks: dict[tuple[str, int], list[int]] = {}
@@ -151,7 +153,8 @@ def _taken_out(program: Program, tape: Tape, stage: Stage, name: str) -> dict[tu
 
 
 def run_component(program: Program, component: ComponentPass, blocks: dict[tuple[str, int], list[int]]) -> Stage:
-    """One encode or decode. What came out (latents, embeddings) is alive behind it."""
+    """The stage of one encode or decode. Its outputs (latents, embeddings) stay allocated after it. ``blocks``: from
+    `load_component`."""
     if component.tape is None:
         return Stage(component.piece, [])
     stage = program.unfold(component.tape, component.piece, component.counts, component.part)
@@ -204,12 +207,13 @@ def _repeat(program: Program, component: ComponentPass, stage: Stage) -> None:
 
 
 def alive_after(*stages: Stage) -> list[int]:
-    """What is alive behind these stages, run after each other on an empty allocator."""
+    """The buffers that are allocated after these stages, run one after another on an empty allocator."""
     return implementation.alive([event for stage in stages for event in stage.ops], [])
 
 
 def waiting_bytes(program: Program, component: ComponentPass) -> int:
-    """Host RAM of an encoder that group offload brings in turn."""
+    """Host RAM, bytes, of the weights of a component that group offload brings to the GPU in turn; 0 without group
+    offload."""
     if component.offload == "none" or component.tape is None:
         return 0
     sizes = {name: program.plain_bytes(buffer) for name, buffer in _weights(program, component).items()}

@@ -131,7 +131,8 @@ def exchanged_bytes(run: Run) -> int:
 
 
 def expert_assumption(model: ModelProfile, job: Job) -> str | None:
-    """What a question that names no expert is taken to ask; None for other models and when it does."""
+    """The assumption to state when a job names no expert of a two-expert model; None for other models, or when it names
+    one."""
     if model.experts == 1 or job.experts is not None:
         return None
     if job.method == "sample":

@@ -43,7 +43,7 @@ def _cast_gradients(run: Run) -> list[int]:
 
 
 def master_bytes(run: Run) -> int:
-    """All masters of a run."""
+    """Bytes of all fp32 master weights of a run; 0 when it keeps none."""
     if not keeps_masters(run):
         return 0
     return run.trained_experts * FULL // HALF * run.total_bytes(_cast_gradients(run))

@@ -23,7 +23,8 @@ Groups = Mapping[Block | None, Mapping[str, int]]
 
 
 class GroupTransfers(NamedTuple):
-    """How the weights of one module come to the GPU."""
+    """How group offload brings the weights of one module to the GPU: by block or leaf, with or without a copy
+    stream."""
 
     kind: str
     """block or leaf"""
@@ -112,7 +113,8 @@ def _block_of(name: str, blocks: Mapping[Block, tuple[int, int]]) -> Block | Non
 
 
 def offload_model_groups(run: Run, denoise: Stage) -> None:
-    """The model's weights come to the GPU group by group."""
+    """Rewrites the denoising stage so that the model's weights are brought to the GPU group by group. Changes
+    ``denoise`` and adds buffers to the run."""
     strategy = run.strategy
     transfers = GroupTransfers(
         strategy.group_offload,

@@ -52,7 +52,7 @@ def _read(path: Path, written_ns: int) -> Tape:
 
 
 def parameters(model: str) -> Parameters:
-    """The table of a model's parameters."""
+    """The parameter table of a model, by its name. Raises a NotRecordedError when none was recorded."""
     if path := _stored(model, PARAMETERS_FILE):
         return _read_table(path, path.stat().st_mtime_ns)
     raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
@@ -66,7 +66,8 @@ def _read_table(path: Path, written_ns: int) -> Parameters:
 def load_facts(
     job: Job, strategy: Strategy, machine: Machine, model: ModelProfile | None = None, gpu: GpuProfile | None = None
 ) -> Facts:
-    """Everything ``estimate`` needs, loaded. ``model`` and ``gpu`` spare the look-up by name."""
+    """The facts (tapes, model, card, measurements) that an estimate of this job, strategy and machine needs. ``model``
+    and ``gpu`` save looking them up by name. Raises a NotRecordedError where a tape is missing."""
     strategy = resolve(job, strategy, machine)
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or lookup.model(job.model)

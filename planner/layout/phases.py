@@ -207,7 +207,7 @@ def batch_samples(run: Run) -> int:
 
 
 def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
-    """The VAE as it decodes so many samples of a shape."""
+    """The VAE's pass that decodes `batch` samples. ``shape``: the grid, in the tape's atoms."""
     model = run.facts.model
     clip = _clip(model, shape, batch)
     return vae_component(model.vae, _vae_tape(run.facts, "decode", clip["F"]), "decode", run.strategy, clip)
@@ -220,7 +220,8 @@ def weights_on_gpu(run: Run) -> list[int]:
 
 
 def decode_with(run: Run, component: ComponentPass) -> Stage:
-    """The VAE comes if it is not there, decodes, and leaves again."""
+    """The decode stage: the VAE's weights are loaded unless they are resident, it decodes, and everything is freed
+    again."""
     loading, blocks = load_component(run.program, component)
     if run.strategy.vae == "resident":
         loading = Stage("load", [])

@@ -68,7 +68,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 def transforms(trainer: str) -> tuple[Transform, ...]:
-    """All that is applied to a recorded run, in order, as ``trainer`` would run it."""
+    """All transformations that are applied to a recorded run, in order, for a trainer by name."""
     # A trainer's terms correct ours (no ring, no fetching ahead), so they find them done. The workspaces come last:
     # they make the first step one of its own, and what changed the step behind them would miss it.
     return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_first_use)
@@ -92,12 +92,12 @@ def lay_out(
 
 
 def workspace_kernels(strategy: Strategy, machine: Machine, facts: Facts) -> frozenset[str]:
-    """The attention kernels whose workspaces will be taken."""
+    """The names of the attention kernels that will run and so take their workspaces."""
     return frozenset(attention_kernel.workspaces(attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops)))
 
 
 def drop_other_workspaces(run: Run) -> None:
-    """Drops the workspaces of attention kernels that will not run."""
+    """Removes the workspaces of attention kernels that will not run from the step, in place."""
     chosen = workspace_kernels(run.strategy, run.machine, run.facts)
     others = [buffer for buffer, kernel in run.program.kernel.items() if kernel not in chosen]
     if others:

@@ -50,7 +50,7 @@ STRATEGY_MOMENT = Moment("", "", "", -1)
 
 
 class Facts(NamedTuple):
-    """What is known about a question: the model, the card, and the recordings that answer for it."""
+    """Everything that a layout reads besides the question: the model, the card, the tapes and the measurements."""
 
     model: ModelProfile
     gpu: GpuProfile
@@ -127,26 +127,26 @@ class Run:
 
     @property
     def job(self) -> Job:
-        """What is trained."""
+        """The job that is laid out."""
         return self.configuration.job
 
     @property
     def strategy(self) -> Strategy:
-        """How it is made to fit, resolved."""
+        """The strategy that is laid out, resolved."""
         return self.configuration.strategy
 
     @property
     def machine(self) -> Machine:
-        """On what."""
+        """The machine that it is laid out for."""
         return self.configuration.machine
 
     @property
     def recording(self) -> Run:
-        """The same recordings before any transformation; the run itself where nobody kept them apart."""
+        """The run before any transformation; this run itself where none was kept apart."""
         return self.base.recording if self.base is not None else self
 
     def shared(self, compute: Callable[[Run], T]) -> T:
-        """What ``compute`` gives for the recordings, computed once however many runs are laid out of them."""
+        """The result of `compute` on the untransformed run, cached for all runs that are laid out from it."""
         recording = self.recording
         if compute not in recording._shared:
             recording._shared[compute] = compute(recording)
@@ -171,7 +171,7 @@ class Run:
         )
 
     def new(self, nbytes: int, category: str, name: str) -> int:
-        """The number of a new buffer that no stage allocates yet."""
+        """Adds a buffer of `nbytes` bytes under a category and name; returns its number. No stage allocates it yet."""
         self.sizes.append(nbytes)
         return self.program.buffer(nbytes, category, name)
 
@@ -219,11 +219,11 @@ class Run:
         ]
 
     def total_bytes(self, buffers: Iterable[int]) -> int:
-        """What buffers take together at the run's shape."""
+        """The bytes of these buffers together, at the run's shape."""
         return sum(map(self.sizes.__getitem__, buffers))
 
     def named(self, category: str) -> dict[str, int]:
-        """Name -> buffer of a category's named buffers."""
+        """Name -> buffer number, for the named buffers of a category ("weight", "gradient", ...)."""
         return self.program.named.get(category, {})
 
     @property
@@ -296,7 +296,7 @@ class Run:
 
     @property
     def trained_parameters(self) -> int:
-        """How many parameters are trained."""
+        """The number of trained parameters, over all experts that the run trains."""
         if self.strategy.sharding in SPLIT:
             return self.trained_experts * self._split_elements
         return self.trained_experts * (self.total_bytes(self.named("gradient").values()) // self._trained_size)

@@ -36,7 +36,7 @@ class PhaseStages:
 
 
 class EmptyCache:
-    """Where a trainer calls ``torch.cuda.empty_cache``. Read by the replay."""
+    """The points at which a trainer calls ``torch.cuda.empty_cache``. The replay reads it."""
 
     after_load: bool = False
     around_encode: bool = False
@@ -59,7 +59,7 @@ class DeviceTerms:
 
 
 class HostTerms:
-    """How a trainer uses host RAM where the strategy does not say. Read by `planner.estimate.host_ram`."""
+    """How a trainer uses host RAM, where the strategy does not say. Read by `planner.estimate.host_ram`."""
 
     extra_bytes: int = 0
     """what each process keeps beyond what its strategy says"""
@@ -91,7 +91,7 @@ class WorkTerms:
 
 
 class Handover:
-    """What one transformation leaves for a later one."""
+    """Values that one transformation leaves for a later one."""
 
     gathered_bytes: int = 0
     """the most that an engine that splits weights gathers in a forward, with its buffers: validation takes it too"""

@@ -55,7 +55,7 @@ def _before_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
 
 
 def cublas_bytes(gpu: GpuProfile) -> int:
-    """The workspace of one cuBLAS handle."""
+    """The workspace of one cuBLAS handle on this card, bytes."""
     return 32 * MIB if gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
 
 

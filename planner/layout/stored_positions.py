@@ -17,7 +17,8 @@ def stored_positions(run: Run) -> None:
 
 
 def stored_positions_in_validation(run: Run) -> None:
-    """The same where validation denoises."""
+    """Applies stored position embeddings to validation's denoising: where the table was made for its grid, the events
+    that compute them are dropped."""
     if run.samples_only or not run.phases.validation or not _has_table(run):
         return
     denoise = run.phases.validation[0][1]

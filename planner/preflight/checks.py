@@ -28,7 +28,7 @@ TEXT_WIDTHS = ("text_dim", "text_embed_dim", "joint_attention_dim", "caption_cha
 
 
 class Check(NamedTuple):
-    """One thing looked at: how it stands, in words, and what mends it."""
+    """One check before a start: its level, what was found in words, and the fix."""
 
     name: str
     level: Level
@@ -38,7 +38,7 @@ class Check(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a plan takes of each GPU, bytes."""
+    """What a plan needs of each GPU, bytes."""
 
     low_bytes: int
     high_bytes: int
@@ -83,7 +83,7 @@ def pinned_bytes(found: Estimate) -> int:
 
 
 def memory_lock_bytes() -> int | None:
-    """How much memory a process may lock; None where there is no limit."""
+    """How many bytes a process may lock (`ulimit -l`); None where there is no limit."""
     if sys.platform == "win32":
         return None
     import resource
@@ -118,7 +118,8 @@ def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -
 
 
 def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
-    """What has changed since the plan was measured."""
+    """Checks of whether torch, diffusers and the driver are those that the plan was measured with; a note when it was
+    never measured."""
     if not plan.evidence:
         yield Check("versions", "note", "the plan has not been measured yet", "test it here: --probe")
         return

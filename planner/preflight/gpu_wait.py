@@ -116,7 +116,8 @@ def _target(card: Facts, need: Need) -> int:
 
 
 def parse_wait(text: str) -> float:
-    """Seconds of `90s`, `10m`, `2h`, or of a plain number."""
+    """The seconds of a waiting time such as `90s`, `10m`, `2h` or a plain number. Raises a VplanError for anything
+    else, or for more than a week."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*(s|sec|m|min|h)?", text.strip().lower(), re.ASCII)
     seconds = float(found[1]) * {"m": 60, "h": 3600}.get((found[2] or "s")[0], 1) if found else math.inf
     if seconds > LONGEST_WAIT:

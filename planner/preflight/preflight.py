@@ -30,7 +30,7 @@ from planner.units import format_gib
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """All checks, and the numbers behind them."""
+    """All checks before a start, with the numbers that they compare."""
 
     checks: tuple[Check, ...]
     estimate: Estimate | None = None
@@ -42,16 +42,16 @@ class PreflightReport:
 
     @property
     def fault(self) -> Check | None:
-        """The first of what stands against it; None when it may start."""
+        """The first check that failed; None when the plan may start."""
         return next((one for one in self.checks if one.level == "error"), None)
 
     def raise_fault(self) -> None:
-        """Raises the first fault as a VplanError."""
+        """Raises the first failed check as a VplanError with its exit code; returns when there is none."""
         if self.fault:
             raise VplanError(self.fault.what, self.fault.fix, self.fault.exit_code)
 
     def to_json(self) -> Facts:
-        """As `vplan preflight --json` prints it."""
+        """The report as `vplan preflight --json` prints it."""
         need = self.need
         return {
             "verdict": "no" if self.fault else "go",
@@ -69,7 +69,8 @@ class PreflightReport:
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """What of this machine a plan is checked against, and how."""
+    """What a plan is checked against on this machine (device, data, output folder, checkpoints to keep), and whether to
+    wait or probe."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     data: Path | None = None

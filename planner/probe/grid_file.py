@@ -27,7 +27,7 @@ BESIDE = frozenset({"cap", "encode"})
 
 
 class GridEntry(Record):
-    """One plan of a grid, whatever the card."""
+    """One plan of a grid file, without the card."""
 
     job: Job
     strategy: Strategy
@@ -39,7 +39,7 @@ class GridEntry(Record):
 
     @property
     def title(self) -> str:
-        """The plan in a few words: what it says that is not a default."""
+        """The plan in a few words: its shape, and the fields that are not at their defaults."""
         job = self.job
         shape = f"{job.frames}x{job.height}x{job.width}" if job.frames > 1 else f"{job.height}x{job.width}"
         shape += f" x {job.batch_size}" if job.batch_size > 1 else ""

@@ -43,7 +43,7 @@ OFF = (("allocated_bytes", 0.01), ("device_bytes", 0.03))
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One plan of a grid on one card."""
+    """One plan of a grid on one card, with the expected seconds of its probe."""
 
     entry: GridEntry
     plan: Plan

@@ -295,7 +295,8 @@ def _highest(phases: Sequence[Mapping[str, int | None]]) -> dict[str, int | None
 
 
 def steady_retries(facts: Mapping[str, Any]) -> int:
-    """How often the allocator had to empty its cache in steady steps to serve a request."""
+    """How often the allocator had to empty its cache and retry during steady steps. ``facts``: what a probe
+    reported."""
     phases = facts.get("phases", {})
     return sum(phases[name]["retries"] or 0 for name in STEADY if name in phases)
 

@@ -13,7 +13,7 @@ class Runner(Protocol):
 
     @property
     def name(self) -> str:
-        """`real` or `simulate`, which goes into the row."""
+        """`real` or `simulate`; it is written into the row."""
 
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         """A few steps of the plan: `steps` steady ones are timed, and all of it ends within `time_limit` seconds, a

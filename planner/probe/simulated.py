@@ -59,7 +59,7 @@ class SimulatedRunner:
 
     @property
     def name(self) -> str:
-        """The word in its rows."""
+        """`simulate`: the runner's name in its rows."""
         return "simulate"
 
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = True) -> ProbeRow:
@@ -93,7 +93,7 @@ class SimulatedRunner:
         )
 
     def runs(self, plan: Plan) -> list[Run]:
-        """The plan laid out, once for each shape of its job."""
+        """The runs of a plan, one for each shape of its job."""
         facts = self.facts(plan.job, plan.strategy, plan.machine)
         return [
             self.layout(plan.job, plan.strategy, plan.machine, facts, grid(facts.model, plan.job, shape), plan.trainer)
@@ -226,7 +226,7 @@ def _communicators(run: Run) -> int:
 
 
 def environment(gpu: GpuProfile, seed: int, command: str) -> Environment:
-    """Where a row comes from: no time of day, so that the same question has the same answer."""
+    """The environment of a simulated row. It holds no time of day, so that the same question has the same answer."""
     digest = hashlib.sha256(f"{gpu.name} {seed}".encode()).hexdigest()[:8]
     return Environment(
         gpu=f"simulated {gpu.title}",

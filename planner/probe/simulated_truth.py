@@ -36,7 +36,7 @@ LINK_BETWEEN_GPUS = 0.6
 
 @dataclass(frozen=True)
 class Hidden:
-    """What is true of a machine."""
+    """How a simulated machine really behaves, which estimates do not know: sizes and rates, drawn by a seed."""
 
     context_bytes: int
     slack_bytes: int
@@ -48,7 +48,7 @@ class Hidden:
 
     @classmethod
     def drawn(cls, gpu: GpuProfile, seed: int) -> Hidden:
-        """The machine of a seed."""
+        """The simulated machine of a seed, around a card's figures; the same seed gives the same machine."""
         chance = random.Random(f"machine {seed}")
         categories = (*CATEGORIES, "residents", "buckets", "ema")
         memory = {name: chance.uniform(1 - MEMORY, 1 + MEMORY) for name in categories}

@@ -15,7 +15,7 @@ AREAS = (0.25, 0.4, 0.63, 1.0, 1.5, 2.25, 3.0, 4.0)
 
 
 def axis(model: ModelProfile) -> Objective:
-    """What is long about a sample: its frames, or of an image model the batch."""
+    """The objective that a capacity map draws along: frames for a video model, batch size for an image model."""
     return objectives.frames(model) if model.kind == "video" else objectives.batch(model)
 
 

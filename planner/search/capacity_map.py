@@ -46,7 +46,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape of the map: the best verdict any way of the ladder has there, and which."""
+    """One shape of the map: the best verdict of any plan of the ladder at that shape, and which plan has it."""
 
     shape: Shape
     verdict: Verdict
@@ -110,13 +110,13 @@ class Forms:
         self._grids: dict[Shape, dict[str, int]] = {}
 
     def at(self, shape: Shape) -> Job:
-        """The job at another shape."""
+        """The job with another shape (length, height, width); cached."""
         if shape not in self._jobs:
             self._jobs[shape] = self.objective.put(self.job.replace(height=shape[1], width=shape[2]), shape[0])
         return self._jobs[shape]
 
     def grid(self, search: Search, shape: Shape) -> dict[str, int]:
-        """The same as the model counts it."""
+        """The grid (values of the tape's atoms) of the job at a shape; cached."""
         if shape not in self._grids:
             self._grids[shape] = grid(search.question.model, self.at(shape))
         return self._grids[shape]
@@ -193,14 +193,14 @@ def _cell_of(shape: Shape, rung: int | None, cell: _CellEstimate) -> Cell:
 
 
 class Room:
-    """What one machine has room for beside training: host RAM, and encoding before it."""
+    """What one machine has room for besides the training step: host RAM, and encoding before training."""
 
     def __init__(self, search: Search, forms: Forms) -> None:
         self.search = search
         self.forms = forms
 
     def has_ram(self, shape: Shape, strategy: Strategy) -> bool:
-        """Whether the host has the RAM for a way at a shape."""
+        """Whether the host has enough RAM for a strategy at a shape; true when its RAM is not known."""
         machine = self.search.question.machine
         if machine.host_ram is None:
             return True
@@ -233,7 +233,7 @@ class Room:
 
 
 class Mapper(Room):
-    """Prices shapes of one job on one machine."""
+    """Finds the verdict of every shape of one job on one machine."""
 
     def __init__(self, search: Search, forms: Forms) -> None:
         super().__init__(search, forms)
@@ -245,7 +245,7 @@ class Mapper(Room):
         """Strategy -> on the device, to encode the smallest shape before training: text encoders do the same for all"""
 
     def map(self, rungs: Sequence[QuickEstimate]) -> Capacity:
-        """The whole map over a ladder."""
+        """The capacity map over a ladder of plans, the fastest first."""
         model = self.search.question.model
         columns, rows = lengths(model, self.forms.job), sizes(model, self.forms.job)
         shapes = [(length, height, width) for height, width in rows for length in columns]
@@ -308,7 +308,7 @@ class Mapper(Room):
 
 
 def reserved_bytes(estimate: Estimate) -> int:
-    """The most that is reserved once training has begun."""
+    """The highest reserved bytes of all phases but encoding."""
     return max(estimate.phases[phase].reserved_bytes for phase in estimate.phases if phase != "encode")
 
 

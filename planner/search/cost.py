@@ -26,7 +26,7 @@ more than one of 8 bits saves, and can take eight times as long."""
 
 
 def loss(job: Job, strategy: Strategy) -> int:
-    """How much a strategy gives up: its lossy fields, 4 bits of a weight counting twice."""
+    """How many lossy fields a strategy has for this job; 4-bit weights count twice."""
     return len(strategy.lossy_fields(job)) + (strategy.weights(job.method) in FOUR_BITS)
 
 

@@ -19,7 +19,7 @@ NEVER = 1e6
 
 
 class Feasibility:
-    """Quick estimates of one question, against its budget."""
+    """The quick estimates of one question, compared with its budgets of device memory and host RAM."""
 
     def __init__(self, question: Question, screen: Screen, policy: Policy) -> None:
         self.question = question
@@ -40,18 +40,20 @@ class Feasibility:
         return self._overheads.get(strategy.replace(swap_blocks=0), 1.0)
 
     def expected_bytes(self, quick: QuickEstimate) -> int:
-        """The device peak to expect of a replay."""
+        """The device peak in bytes that a replay will probably give: the quick estimate times the strategy's
+        overhead."""
         return int(quick.device_bytes * self.overhead(quick.strategy))
 
     def learn(self, replayed: Estimate) -> None:
-        """Takes in what a replay says of its strategy's fragmentation."""
+        """Records how much more device memory a replay took than the quick estimate (fragmentation), for its
+        strategy."""
         quick = self.quick_estimate(replayed.job, replayed.strategy)
         overhead = replayed.peak.device_bytes / quick.device_bytes
         bare = replayed.strategy.replace(swap_blocks=0)
         self._overheads[bare] = max(overhead, self._overheads.get(bare, 1.0))
 
     def give_up(self, strategy: Strategy) -> None:
-        """Takes in that a strategy cannot be replayed."""
+        """Records that a strategy cannot be replayed, so that it never fits."""
         self._overheads[strategy.replace(swap_blocks=0)] = NEVER
 
     def may_reach(self, quick: QuickEstimate, verdict: str = "fits") -> bool:
@@ -61,15 +63,15 @@ class Feasibility:
         return not self.exceeds_gpu(self.expected_bytes(quick), quick.strategy, verdict) and self.has_ram(quick)
 
     def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
-        """Whether so many bytes on the GPU rule a verdict out."""
+        """Whether `device_bytes` on the GPU rule a verdict ("fits", "tight") out for a strategy."""
         return self.policy.exceeds_gpu(device_bytes, strategy, verdict)
 
     def exceeds_ram(self, host_bytes: int) -> bool:
-        """Whether so many bytes are more than the host's RAM."""
+        """Whether `host_bytes` are more than the host's RAM."""
         return self.policy.exceeds_ram(host_bytes)
 
     def has_ram(self, quick: QuickEstimate) -> bool:
-        """Whether the host has the RAM that a quick estimate asks for."""
+        """Whether the host has the RAM that a quick estimate needs."""
         return not self.exceeds_ram(quick.host_ram_bytes)
 
     def most_swapped(self, job: Job, strategy: Strategy) -> int:

@@ -95,13 +95,14 @@ class Walked(NamedTuple):
         return most
 
     def host_bytes(self, strategy: Strategy) -> int:
-        """What its swapped blocks and offloaded checkpoints take in a process's host RAM."""
+        """Host RAM of one process, bytes, for a strategy's swapped blocks and offloaded checkpoints."""
         inputs = self.inputs if strategy.gradient_checkpointing == "offload" else 0
         return inputs + (sum(self.frozen[-strategy.swap_blocks :]) if strategy.swap_blocks else 0)
 
 
 def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
-    """A recorded step at the shape of ``grid``."""
+    """Walks through a recorded step at a shape and keeps the levels of allocated bytes that bounds are made of.
+    ``grid``: values of the tape's atoms."""
     walk = _Walk(tape, grid)
     level = load_peak = step_peak = gradients = 0
     blocks: list[list[Weight]] = []
@@ -139,14 +140,14 @@ Weight = tuple[int, str, int]
 
 
 class Backward(NamedTuple):
-    """A stretch of a block's backward: bytes."""
+    """Bytes of a stretch of one block's backward: its peak, and its inputs."""
 
     peak: int
     inputs: int
 
 
 class Made(NamedTuple):
-    """What a template makes: bytes."""
+    """What a template allocates, bytes: all buffers, weights and gradients."""
 
     columns: TemplateColumns
     sizes: list[int]
@@ -156,7 +157,7 @@ class Made(NamedTuple):
 
 
 class Did(NamedTuple):
-    """What a stretch does to what is allocated: bytes."""
+    """How a stretch changes the allocated bytes: by how much in the end, and the most on the way."""
 
     rise: int
     most: int
@@ -166,7 +167,7 @@ class Did(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A template at one block."""
+    """The events of a template at one block."""
 
     passes: str
     block: tuple[int, int] | None

@@ -26,7 +26,7 @@ Value = int | tuple[int, int]
 
 
 class Objective(NamedTuple):
-    """One number of a job that can be turned: its values in rising order, and how to read and set it."""
+    """One number of a job that can be maximised: its possible values in rising order, and how to read and set it."""
 
     name: str
     fields: tuple[str, ...]
@@ -35,19 +35,19 @@ class Objective(NamedTuple):
     put: Callable[[Job, Value], Job]
 
     def below(self, job: Job) -> Sequence[Value]:
-        """The values less than the job's own, rising."""
+        """The possible values below the job's own, in rising order."""
         own = self.size(self.read(job))
         count = next((index for index, value in enumerate(self.values) if self.size(value) >= own), len(self.values))
         return self.values[:count]
 
     @staticmethod
     def size(value: Value) -> int:
-        """What orders the values: pixels for a height and width."""
+        """The number by which values are ordered: the value itself, or the pixels of a (height, width)."""
         return value if isinstance(value, int) else value[0] * value[1]
 
 
 def frames(model: ModelProfile) -> Objective:
-    """The length of a clip, by the model's rule."""
+    """The objective of the longest clip: frame counts that the model takes."""
     step = model.shape.frame_step
     first = -(-(model.shape.min_frames - 1) // step) * step + 1
     # Latent frames of a clip; a single one would be an image.
@@ -57,13 +57,13 @@ def frames(model: ModelProfile) -> Objective:
 
 
 def batch(model: ModelProfile) -> Objective:
-    """The samples per GPU."""
+    """The objective of the largest batch: samples per GPU."""
     values = model.shape.batches or range(1, MOST_SAMPLES + 1)
     return Objective("batch", ("batch_size",), values, lambda job: job.batch_size, _put("batch_size"))
 
 
 def resolution(model: ModelProfile) -> Objective:
-    """The sizes the model lists, one of each area."""
+    """The objective of the largest resolution: the (height, width) that the model lists, one of each area."""
     areas = {height * width: (height, width) for height, width in reversed(model.shape.resolutions)}
     return _resolution([areas[area] for area in sorted(areas)])
 
@@ -79,7 +79,7 @@ def smaller_sizes(model: ModelProfile, job: Job) -> Objective:
 
 
 def rank(model: ModelProfile) -> Objective:
-    """The rank of the adapters, by powers of two."""
+    """The objective of the largest LoRA rank: powers of two from 4 to 128."""
     return Objective("lora_rank", ("lora_rank",), (4, 8, 16, 32, 64, 128), lambda job: job.lora_rank, _put("lora_rank"))
 
 

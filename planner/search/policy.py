@@ -21,7 +21,7 @@ class Policy(Protocol):
     """Decisions that a search asks for. A verdict is "fits" or "tight"; all sizes are in bytes."""
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
-        """What to search, given the strategies that have recordings, in their order."""
+        """The strategies to search, from those that have recordings; the order is kept."""
         ...
 
     def may_swap(self, strategy: Strategy) -> bool:
@@ -33,15 +33,15 @@ class Policy(Protocol):
         ...
 
     def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
-        """Whether a plan that needs so much on the GPU cannot come to a verdict."""
+        """Whether a plan that needs `device_bytes` on the GPU cannot reach a verdict ("fits" or "tight")."""
         ...
 
     def exceeds_ram(self, host_bytes: int) -> bool:
-        """Whether so much is more than the host's RAM."""
+        """Whether `host_bytes` are more than the host's RAM."""
         ...
 
     def reaches(self, estimate: Estimate, verdict: str) -> bool:
-        """Whether a replayed estimate is at least as good as a verdict."""
+        """Whether a replayed estimate's verdict is at least as good as `verdict`."""
         ...
 
 
@@ -52,15 +52,15 @@ class EstimatePolicy:
         self.question = question
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
-        """All of them."""
+        """All strategies that have recordings."""
         return recorded
 
     def may_swap(self, strategy: Strategy) -> bool:
-        """Always."""
+        """Always true: the search may set the swapped blocks of any strategy that allows it."""
         return True
 
     def is_open(self, job: Job, strategy: Strategy) -> bool:
-        """Always."""
+        """Always true: without probes any plan may be the answer."""
         return True
 
     def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
@@ -69,9 +69,9 @@ class EstimatePolicy:
         return (high if verdict == "fits" else low) > self.question.budget_bytes
 
     def exceeds_ram(self, host_bytes: int) -> bool:
-        """Never where the host's RAM is not known."""
+        """Whether `host_bytes` are more than the machine's host RAM; false when that is not known."""
         return host_bytes > (self.question.machine.host_ram or math.inf)
 
     def reaches(self, estimate: Estimate, verdict: str) -> bool:
-        """By the estimate's own verdict."""
+        """Whether the estimate's own verdict is "fits", or the one asked for."""
         return estimate.verdict in ("fits", verdict)

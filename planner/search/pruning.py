@@ -54,7 +54,7 @@ class Pruning:
         return any(self.feasibility.exceeds_gpu(nbytes, strategy, verdict) for nbytes in bounds)
 
     def floor_bytes(self, job: Job, strategy: Strategy) -> int:
-        """What is on the GPU for certain, however many blocks are swapped that the host's RAM holds."""
+        """A lower bound of device bytes, with as many blocks swapped as the host's RAM holds."""
         if self.feasibility.most_swapped(job, strategy):
             strategy = self._most_in_ram(job, strategy) or strategy
         return self.screen.floor_bytes(job, strategy, self.question.machine)

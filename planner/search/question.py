@@ -33,12 +33,12 @@ class Question(NamedTuple):
 
     @property
     def budget_bytes(self) -> int:
-        """What the plan may take of the card."""
+        """The device bytes that a plan may take: what the card can allocate, less the reserve."""
         return self.gpu.allocatable_bytes - self.machine.reserve
 
     @property
     def sides(self) -> Sides:
-        """How far below and above an estimate the truth may lie, as shares."""
+        """(low, high): by what shares the truth may lie below and above an estimate."""
         return self.learned.correction.sides
 
     def resolved_strategy(self) -> ResolvedStrategy:
@@ -49,7 +49,8 @@ class Question(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """One step from the baseline towards the plan, and what it changed: negative is saved."""
+    """One changed option on the way from the baseline to the plan, with the change in bytes and seconds; negative is
+    saved."""
 
     field: str
     before: str | int
@@ -58,7 +59,7 @@ class Switch(NamedTuple):
     step_seconds: float
 
     def to_json(self) -> dict[str, object]:
-        """The object of DESIGN section 9."""
+        """The switch as in `vplan suggest --json`."""
         return {
             "field": self.field,
             "from": self.before,
@@ -69,7 +70,7 @@ class Switch(NamedTuple):
 
 
 class Relaxed(NamedTuple):
-    """A plan for the same job with one wish less, and which."""
+    """A plan for the same job with one of the user's options relaxed, and which one."""
 
     field: str
     before: str | int

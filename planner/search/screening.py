@@ -38,7 +38,7 @@ PastOutcome = Literal["ran", "ran out"] | None
 
 
 class QuickEstimate(NamedTuple):
-    """What a strategy needs by its tape, at the worst of the job's shapes."""
+    """What a strategy needs at the worst of the job's shapes, from its tape without a replay: bytes and seconds."""
 
     strategy: Strategy
     allocated_bytes: int
@@ -106,7 +106,7 @@ class Screen:
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
     def parameter_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """The same of weights, gradients and states, known at once."""
+        """A lower bound of device bytes from weights, gradients and optimizer states alone; needs no tape."""
         facts = self.facts(job, strategy, machine)
         nbytes = lower_bounds.parameter_bytes(job, strategy, facts.model.parameters)
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
@@ -127,7 +127,7 @@ class Screen:
         return sum(blocks) - min(SWAP_RING_BUFFERS, len(blocks)) * max(blocks, default=0)
 
     def floor_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """What is in host RAM for certain: never more than `host_ram_bytes`, and known sooner."""
+        """A lower bound of host RAM in bytes per node: at most `host_ram_bytes`, and faster to compute."""
         parameters = self.facts(job, strategy, machine).model.parameters
         offloaded = host_ram.floor_bytes(job, strategy, machine, parameters)
         waiting = max((walked.host_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0)
@@ -147,7 +147,7 @@ class Screen:
         return found
 
     def quick_estimate(self, job: Job, strategy: Strategy, machine: Machine) -> QuickEstimate:
-        """What a resolved strategy needs, at the worst of the job's shapes."""
+        """What a resolved strategy needs at the worst of the job's shapes, without a replay; cached."""
         key = (job, strategy, machine)
         if key not in self._quick_estimates:
             shapes = [self._quick_estimate_at(job, strategy, machine, shape) for shape in job.shapes]
@@ -165,11 +165,11 @@ class Screen:
         return self._quick_estimates[key]
 
     def outcome(self, job: Job, strategy: Strategy, machine: Machine) -> PastOutcome:
-        """What this very plan did where it was tried."""
+        """How earlier runs of exactly this plan ended: "ran", "ran out", or None."""
         return self.facts(job, strategy, machine).measurements.past_outcome(job, strategy, machine, self.trainer)
 
     def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        """Host RAM alone, for less than a quick estimate."""
+        """Host RAM in bytes per node at the worst of the job's shapes; faster than a quick estimate."""
         if strategy.context_parallel > 1:  # what waits there is divided once it is laid out
             return self.quick_estimate(job, strategy, machine).host_ram_bytes
         facts = self.facts(job, strategy, machine)
@@ -227,7 +227,7 @@ class Screen:
     def lay_out(
         self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str
     ) -> Run:
-        """As `planner.layout.pipeline.lay_out`, from a copy of the tapes laid out before."""
+        """`planner.layout.pipeline.lay_out`, starting from a copy of tapes that were unfolded before."""
         run = self._bare(job, strategy, machine, facts, where).untransformed_copy()
         for transform in transforms(trainer):
             transform(run)
@@ -292,7 +292,7 @@ def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, 
 
 @dataclass
 class TapeSizes:
-    """What the tapes take at a shape, before any transformation."""
+    """The sizes of all buffers of a run's tapes at one shape, before any transformation."""
 
     run: Run | None = None
     nbytes: list[int] = field(default_factory=list)
@@ -300,7 +300,7 @@ class TapeSizes:
 
     @classmethod
     def of(cls, run: Run, where: Mapping[str, int]) -> TapeSizes:
-        """At the shape of the grid `where`."""
+        """The sizes at the shape of the grid `where`."""
         return cls(run, run.program.bytes_of(where))
 
     @functools.cached_property

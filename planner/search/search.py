@@ -59,7 +59,7 @@ class Search:
 
     @property
     def considered(self) -> int:
-        """How many strategies at how many shapes were ranked or estimated."""
+        """How many pairs of strategy and shape were ranked or estimated."""
         return len(self.feasibility.considered)
 
     def best(self, job: Job, explain: bool = True) -> Suggestion | None:
@@ -187,7 +187,7 @@ class Search:
         return self._baselines[job]
 
     def quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate:
-        """Memory and seconds of a strategy without a replay."""
+        """Memory and step seconds of a strategy for a job, without a replay."""
         return self.feasibility.quick_estimate(job, strategy)
 
     def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
@@ -296,7 +296,8 @@ class Search:
         return tuple(others)
 
     def best_lossless(self, job: Job) -> Estimate | None:
-        """The fastest lossless plan, else the one that needs least."""
+        """The fastest lossless plan that fits, else the fastest that is tight, else the one that needs least memory;
+        None when there is no lossless strategy."""
         for verdict in ("fits", "tight"):
             if plan := next(self.by_speed(job, False, verdict), None):
                 return plan

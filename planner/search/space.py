@@ -34,7 +34,7 @@ SAMPLED = _in_turn("sample")
 
 
 def searched(method: Method) -> tuple[str, ...]:
-    """The fields that a search for a method sets."""
+    """The names of the strategy fields that a search for a method sets."""
     return SAMPLED if method == "sample" else SEARCHED
 
 

@@ -56,7 +56,7 @@ class Suggester:
         return Search(question._replace(learned=measurements), self.screen)
 
     def best(self, search: Search, explain: bool) -> Suggestion | None:
-        """What is preferred most, of all that fits; None where nothing fits."""
+        """The best plan by the chosen objective, or the fastest when there is none; None where nothing fits."""
         objective = chosen_objective(search.question, self.prefer)
         if objective is None:
             return search.best(search.question.job, explain)

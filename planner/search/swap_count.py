@@ -17,7 +17,7 @@ from planner.spec.job import Job, Strategy
 
 
 class SwapCount:
-    """What a search found of swapped blocks, strategy by strategy."""
+    """How many blocks a search found must be swapped, for each strategy."""
 
     def __init__(self, feasibility: Feasibility, pruning: Pruning) -> None:
         self.feasibility = feasibility

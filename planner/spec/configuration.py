@@ -9,7 +9,7 @@ from planner.spec.rules import resolve
 
 
 class Configuration(NamedTuple):
-    """What is trained, how it is made to fit, and on which machine."""
+    """A job, a strategy and a machine: what is trained, how it is made to fit, and on which machine."""
 
     job: Job
     strategy: Strategy

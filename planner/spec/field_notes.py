@@ -37,7 +37,8 @@ class Searched(NamedTuple):
     sample: tuple[Setting, ...] | None = None
 
     def values(self, method: str) -> tuple[Setting, ...] | None:
-        """The values to try with a method (lora, full or sample)."""
+        """The values of this field that a search tries for a method (`lora`, `full` or `sample`); None when it does not
+        try any."""
         return {"lora": self.lora, "full": self.full, "sample": self.sample}[method]
 
 

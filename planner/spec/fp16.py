@@ -6,7 +6,8 @@ from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
 
 
 def uses_fp16(job: Job, strategy: Strategy) -> bool:
-    """Whether gradients go through fp16, where small ones vanish."""
+    """Whether gradients are computed in fp16, where small ones underflow to zero: by autocast, by fp16 weights, or by
+    fp16 compute with a sharded or quantised base."""
     weights = strategy.weights(job.method)
     computes = strategy.sharding in SPLIT or weights in QUANTISED
     return "fp16" in (strategy.autocast, weights) or (computes and strategy.compute_dtype == "fp16")

@@ -57,7 +57,8 @@ class Bucket(Record):
 
 
 class ValidationShape(Record):
-    """The sample that validation makes during training."""
+    """The shape of the sample that validation makes during training: frames, height and width in pixels, and whether
+    guidance (cfg) is on."""
 
     frames: Frames
     """frames of the validation sample (1 = image)"""
@@ -338,7 +339,8 @@ class Strategy(Record):
 
 
 def note(field: str) -> Note:
-    """What stands at a field of the strategy."""
+    """The `Note` of a strategy field: its help text, values to search, wording. Raises StopIteration for a field
+    without one."""
     return next(mark for mark in Strategy.model_fields[field].metadata if isinstance(mark, Note))
 
 
@@ -360,7 +362,8 @@ class Links(Record):
 
 
 class Machine(Record):
-    """On what: cards, nodes and host RAM."""
+    """What a plan runs on: card, GPUs per node, nodes, host RAM per node and device memory kept for others, both in
+    bytes."""
 
     gpu: Annotated[str, Field(min_length=1, max_length=100)]
     """card (rtx4090, h100-80gb), card class (24GB) or exact budget (23.5GiB); 2x4090 is two of them"""
@@ -383,7 +386,7 @@ class Machine(Record):
 
     @property
     def world(self) -> int:
-        """GPUs in all nodes together."""
+        """GPUs of all nodes together: `gpus * nodes`."""
         return self.gpus * self.nodes
 
     @model_validator(mode="after")

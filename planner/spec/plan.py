@@ -30,7 +30,7 @@ class PhasePeak(Record):
 
 
 class Peak(PhasePeak):
-    """The highest phase of a plan, and where in it."""
+    """The phase of a plan that needs the most device memory, its peaks in bytes, and the moment within it, in words."""
 
     phase: PhaseName
     moment: str
@@ -38,7 +38,7 @@ class Peak(PhasePeak):
 
 
 class Breakdown(Record):
-    """What the device's bytes are at the peak. Sums to the peak's `device_bytes`."""
+    """What fills device memory at the peak, bytes by category. Sums to the peak's `device_bytes`."""
 
     weights: Bytes = 0
     residents: Bytes = 0
@@ -62,12 +62,12 @@ class Breakdown(Record):
 
     @property
     def total(self) -> int:
-        """All parts together, bytes."""
+        """The sum of all categories, bytes."""
         return sum(self.__dict__.values())
 
 
 class HostBreakdown(Record):
-    """What host RAM is needed for at its peak. Sums to `host_ram_bytes`."""
+    """What fills host RAM at its peak, bytes by category. Sums to `host_ram_bytes`."""
 
     process: Bytes = 0
     """Python, torch, CUDA's libraries"""
@@ -87,12 +87,12 @@ class HostBreakdown(Record):
 
     @property
     def total(self) -> int:
-        """All parts together, bytes."""
+        """The sum of all categories, bytes."""
         return sum(self.__dict__.values())
 
 
 class HostPeak(Record):
-    """Host RAM of all processes on one node, phase by phase."""
+    """Host RAM of all processes on one node: bytes by phase, the phase that needs most, and what fills it then."""
 
     phase: PhaseName
     """where most is needed"""
@@ -173,7 +173,7 @@ class Measured(Record):
 
 
 class Environment(Record):
-    """On what a measurement was taken."""
+    """The card, driver and library versions that a measurement was taken with."""
 
     gpu: str
     driver: str
@@ -186,7 +186,7 @@ class Environment(Record):
 
 
 class Evidence(Record):
-    """A measurement that speaks for a plan."""
+    """A measurement that supports a plan: its row's id, the measured numbers, and the environment."""
 
     id: str
     """of its row in the ledger"""

@@ -16,12 +16,14 @@ _WORDED = (*_FIRST, *(field for field in NOTES if field not in _FIRST and field 
 
 
 def ways(found: Estimate) -> str:
-    """What a plan switches on, in words for one line."""
+    """The options that an estimate's strategy switches on, as words for one line: "gradient checkpointing, 8-bit
+    AdamW"."""
     return words(found.strategy, found.lossy)
 
 
 def words(strategy: Strategy, lossy: Sequence[str]) -> str:
-    """What a strategy with these lossy fields switches on, in words for one line."""
+    """The options that a strategy switches on, as words for one line. ``lossy``: the names of its lossy fields, which
+    are worded too."""
     said = [NOTES[field].words[value] for field in _WORDED if (value := getattr(strategy, field)) in NOTES[field].words]
     if "weights_dtype" in lossy:
         said.append(f"{strategy.weights_dtype} weights")

@@ -121,7 +121,7 @@ def write_tape(tape: Tape, path: Path) -> Path:
 
 
 def tape_json(tape: Tape) -> dict[str, Any]:
-    """A tape as JSON: the arrays and tables of its file."""
+    """A tape as JSON values: the arrays and tables that its file holds (docs/tape-format.md)."""
     return {
         "format": FORMAT,
         "model": tape.model,

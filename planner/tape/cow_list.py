@@ -23,7 +23,7 @@ class CowList(Sequence[T]):
         self._own = list(items)
 
     def copy(self) -> CowList[T]:
-        """A list with the same items, to append to."""
+        """A list with the same items, which can be appended to independently of this one."""
         if self._own:  # a new list, because earlier copies hold on to the old one
             self._shared = [*self._shared, *self._own]
             self._count = len(self._shared)
@@ -33,7 +33,7 @@ class CowList(Sequence[T]):
         return other
 
     def append(self, item: T) -> None:
-        """Adds an item behind the others."""
+        """Adds an item at the end of this list; copies made before do not get it."""
         self._own.append(item)
 
     def __iadd__(self, items: Iterable[T]) -> CowList[T]:

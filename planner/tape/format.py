@@ -53,7 +53,7 @@ class Monomial(NamedTuple):
     inner_exponents: tuple[int, ...] = ()
 
     def value(self, atoms: Sequence[int]) -> int:
-        """The size in bytes at the given values of the tape's atoms."""
+        """The size in bytes for the given values of the tape's atoms (batch, frames, ...), in the tape's order."""
         product = self.coefficient * _product(atoms, self.exponents)
         if self.multiple:
             dimension = self.inner * _product(atoms, self.inner_exponents)
@@ -68,7 +68,7 @@ class Growing(NamedTuple):
     slope: Monomial
 
     def value(self, atoms: Sequence[int], index: int) -> int:
-        """The size in bytes in the index-th block."""
+        """The size in bytes in block number `index`, for the given values of the tape's atoms."""
         return self.base.value(atoms) + index * self.slope.value(atoms)
 
 
@@ -110,7 +110,7 @@ class NamedAllocation(NamedTuple):
 
 
 class Free(NamedTuple):
-    """What a section of this piece allocated is freed."""
+    """A free of what a section of the same piece allocated."""
 
     section: int
     """index of the section in its piece"""
@@ -122,7 +122,7 @@ class Free(NamedTuple):
 
 
 class NamedFree(NamedTuple):
-    """What another piece allocated is freed, by name. The fields are those of `NamedAllocation`."""
+    """A free, by name, of what another piece allocated. The fields are those of `NamedAllocation`."""
 
     section: int
     """always -1: no section of this piece"""
@@ -142,7 +142,7 @@ EVENT_TYPES: Mapping[int, type[Event]] = {
 
 
 class OperatorWork(NamedTuple):
-    """What the operators of a template compute and move, per kind: coefficients of a product of atoms."""
+    """What the operators of one kind in a template compute and move: coefficients of one product of atoms."""
 
     kind: int
     """index into `KINDS`"""
@@ -166,12 +166,13 @@ class Template(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[Event], work: list[OperatorWork]) -> Template:
-        """A template of typed events."""
+        """A template of these events, which are stored as arrays, and this work."""
         return cls(list(map(list, events)), work)
 
     @property
     def events(self) -> list[Event]:
-        """The events, typed; a KeyError where an array is none."""
+        """The events of the template, typed by the length of their arrays. Raises a KeyError for an array of another
+        length."""
         return [EVENT_TYPES[len(array)](*array) for array in self.arrays]
 
 
@@ -248,7 +249,7 @@ class Tape:
 
     @functools.cached_property
     def growing(self) -> frozenset[int]:
-        """Which of the sizes grow from block to block."""
+        """The indices of those sizes that grow from block to block."""
         return frozenset(index for index, size in enumerate(self.sizes) if isinstance(size, Growing))
 
     def values(self, grid: Mapping[str, int]) -> list[int]:
@@ -291,7 +292,7 @@ class Tape:
         return None
 
     def damaged(self, reason: str) -> VplanError:
-        """The error for a tape whose events refer to what is not there."""
+        """The VplanError for a tape whose events refer to something that it does not hold; not raised here."""
         return VplanError(f"tape {self.variant} of {self.model} is damaged ({reason})", DAMAGED_FIX)
 
 

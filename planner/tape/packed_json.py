@@ -39,7 +39,7 @@ def unpack(path: Path) -> bytes:
 
 
 def write_packed(data: Any, path: Path) -> Path:
-    """Writes a file whole or not at all; returns its path."""
+    """Writes JSON data to a compressed file, atomically (a partial file is renamed); returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_bytes(pack(data))
@@ -52,5 +52,5 @@ DAMAGES = (OSError, EOFError, zlib.error, ValueError, RecursionError)
 
 
 def damaged_file(path: Path, error: Exception) -> VplanError:
-    """The error for a file that is no tape."""
+    """The VplanError for a file that cannot be read as a tape; not raised here."""
     return VplanError(f"tape {path.name} is damaged ({type(error).__name__})", DAMAGED_FIX)

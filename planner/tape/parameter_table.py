@@ -22,7 +22,8 @@ FILE = "parameters.gz"
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a published model, by full name."""
+    """The parameters of a published model: full name -> size of its first dimension, and the names of those that stay
+    in fp32."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
     """Size of the first dimension (1 for a scalar)."""

@@ -21,7 +21,8 @@ Block = tuple[str, int]
 
 
 class Moment(NamedTuple):
-    """Where in the run a stretch of events belongs."""
+    """The part of a run that a stretch of events belongs to: piece, pass (forward, backward, ...), module list and
+    block."""
 
     piece: str
     passes: str
@@ -83,7 +84,7 @@ class Program:
     """Category -> full name -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
 
     def bytes_of(self, grid: Mapping[str, int]) -> list[int]:
-        """The size of every buffer at a shape, bytes."""
+        """The size of every buffer in bytes, by number, at a shape. ``grid``: values of the atoms by name."""
         values: dict[int, list[int]] = {}
         table = []
         for size in self.sizes:
@@ -97,7 +98,7 @@ class Program:
         return [table[index] for index in self.buffers]
 
     def plain_bytes(self, buffer: int) -> int:
-        """The size of a buffer that is the same at every shape, bytes."""
+        """The size in bytes of a buffer that has the same size at every shape; only for such a buffer."""
         size = self.sizes[self.buffers[buffer]]
         assert isinstance(size, int)
         return size
@@ -110,7 +111,8 @@ class Program:
         return sizes  # type: ignore[return-value]  # as just asserted
 
     def buffer(self, nbytes: int, category: str, op: str) -> int:
-        """A new buffer of plain bytes; returns its number."""
+        """Adds a buffer of `nbytes` bytes at every shape, under a category and an operator's name; returns its
+        number."""
         self.sizes.append(nbytes)
         self.buffers.append(len(self.sizes) - 1)
         self.category.append(category)
@@ -118,13 +120,13 @@ class Program:
         return len(self.buffers) - 1
 
     def copy(self) -> Program:
-        """A program with the same buffers, to add to and to resize in."""
+        """A copy that buffers can be added to and resized in without changing this program."""
         named = {kind: buffers.copy() for kind, buffers in self.named.items()}
         parts = self.buffers.copy(), self.category.copy(), self.op.copy(), self.kernel.copy(), self.sizes.copy()
         return Program(*parts, named)
 
     def resize(self, buffer: int, nbytes: int) -> None:
-        """Gives a buffer another size, the same at every shape."""
+        """Sets the size of a buffer to `nbytes`, the same at every shape."""
         self.sizes.append(nbytes)
         self.buffers[buffer] = len(self.sizes) - 1
 

@@ -57,7 +57,7 @@ class Precision(NamedTuple):
 
     @property
     def trained(self) -> str:
-        """fp32 or half: how the trained parameters are stored."""
+        """How the trained parameters are stored: "fp32" or "half"."""
         return self.adapter or self.weights
 
     @property
@@ -66,7 +66,7 @@ class Precision(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a user types for it."""
+        """The command-line options that ask for this precision, as a user types them."""
         typed = {"half": "bf16"}
         weights = f"--weights-dtype {typed.get(self.weights, self.weights)}"
         adapter = f"--adapter-dtype {typed.get(self.adapter, self.adapter)}" if self.adapter else ""
@@ -134,7 +134,8 @@ def methods(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def recorded_method(profile: ModelProfile, job: Job) -> str:
-    """Which of them a job is; a NotRecordedError for a LoRA on other layers."""
+    """The recorded method (one of the tape variants) that answers for a job. Raises a NotRecordedError for a LoRA on
+    layers that no tape has."""
     targets = frozenset(job.lora_targets or profile.lora.targets)
     if job.method != "lora" or targets == frozenset(profile.lora.targets):
         return job.method
@@ -183,7 +184,7 @@ def _records(profile: ModelProfile, method: str, precision: Precision, **strateg
 
 
 class StepVariant(NamedTuple):
-    """A recording of loading, forward and backward."""
+    """One recording of a training step: loading, forward and backward under a method, precision and checkpointing."""
 
     method: str
     precision: Precision
@@ -240,7 +241,8 @@ class StepVariant(NamedTuple):
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        """What is recorded when somebody asks for it by name, and ships only where a published row needs it."""
+        """Variants that are recorded only when somebody names them (LoRA dropout), and shipped only where a published
+        row needs them."""
         yield from (known._replace(dropout=True) for known in cls.all(profile) if known.method != "full")
 
     @property
@@ -251,7 +253,7 @@ class StepVariant(NamedTuple):
         return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
-        """The Job and Strategy to record it with."""
+        """The job and strategy to make this recording with."""
         job, strategy = _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
         return job.replace(lora_dropout=0.1 if self.dropout else 0.0), strategy
 
@@ -293,7 +295,7 @@ class SampleVariant(NamedTuple):
         return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
-        """The Job and Strategy to record it with."""
+        """The job and strategy to make this recording with."""
         return _records(profile, self.method, self.precision)
 
 
@@ -320,7 +322,7 @@ class OptimizerVariant(NamedTuple):
 
     @staticmethod
     def ways(method: str) -> tuple[tuple[str, str], ...]:
-        """(optimizer, how it steps) of every recording of a method."""
+        """(optimizer, kind of step) of every optimizer recording that a method has."""
         return OPTIMIZERS + IN_BACKWARD if method == "full" else OPTIMIZERS
 
     @classmethod
@@ -334,7 +336,7 @@ class OptimizerVariant(NamedTuple):
         return f"optimizer-{self.method}-{self.trained}-{self.optimizer}-{self.how}"
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
-        """The Job and Strategy to record it with."""
+        """The job and strategy to make this recording with."""
         lora = self.method != "full"
         precision = Precision("half" if lora else self.trained, self.trained if lora else "", autocast=False)
         return _records(profile, self.method, precision, optimizer=self.optimizer, optimizer_step=self.how)

@@ -34,19 +34,19 @@ SURPRISE = 1e-6
 
 @dataclass(frozen=True)
 class FinishedProbe:
-    """One finished probe, beside what the estimate had said."""
+    """One finished probe, with the estimate that was made before it."""
 
     estimate: Estimate
     measured: Measured
 
     @property
     def strategy(self) -> Strategy:
-        """How it was run."""
+        """The strategy that was probed."""
         return self.estimate.strategy
 
     @property
     def proved(self) -> bool:
-        """Whether it ran, with room to spare."""
+        """Whether the probe ran to its end and stayed within the budget less the headroom."""
         return self.measured.outcome == "ok" and self.excess_bytes <= 0
 
     @property
@@ -77,7 +77,8 @@ class ErrorModel:
         self._limits: dict[tuple[float, int], int] = {}
 
     def chance(self, device_bytes: int, budget_bytes: int) -> float:
-        """That a plan for which so much is estimated runs within the budget, with the headroom."""
+        """The probability, from 0 to 1, that a plan with an estimate of `device_bytes` runs within the budget less the
+        headroom."""
         room = budget_bytes / (1 + HEADROOM) / max(device_bytes, 1)
         return float((self.weights * _below((room - RATIOS) / RESIDUAL)).sum())
 

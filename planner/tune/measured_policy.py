@@ -48,7 +48,7 @@ class MeasuredPolicy:
         self._parts: dict[Key, list[ResolvedStrategy]] = {}
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
-        """Those that the runner can apply, and once there are measurements the same checkpointed in part."""
+        """The strategies that the runner can apply; after the first measurements also with partial checkpointing."""
         whole = [strategy for strategy in recorded if self._is_applied(job, strategy)]
         if self.error_model is None:
             return whole
@@ -85,11 +85,11 @@ class MeasuredPolicy:
         return self._applied[job, strategy]
 
     def may_swap(self, strategy: Strategy) -> bool:
-        """Blocks are checkpointed in part or swapped, not both."""
+        """Whether the strategy does not checkpoint in part: blocks are checkpointed in part or swapped, not both."""
         return strategy.gradient_checkpointing != "partial"
 
     def is_open(self, job: Job, strategy: Strategy) -> bool:
-        """Whether nobody has taken it."""
+        """Whether no worker has taken this plan yet."""
         return (job, strategy) not in self.taken
 
     def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
@@ -99,12 +99,13 @@ class MeasuredPolicy:
         return device_bytes > self._limit(self.error_model)
 
     def exceeds_ram(self, host_bytes: int) -> bool:
-        """Whether the host lacks the RAM, after what was measured."""
+        """Whether `host_bytes`, corrected by what was measured, are more than the host's RAM."""
         ratio = self.error_model.host_ratio if self.error_model else 1.0
         return self._estimate_policy.exceeds_ram(int(host_bytes * ratio))
 
     def reaches(self, estimate: Estimate, verdict: str) -> bool:
-        """Whether a replayed plan is likely enough to fit."""
+        """Whether a replayed plan is likely enough to fit, by what was measured; by its verdict before the first
+        measurement."""
         if self.error_model is None:
             return self._estimate_policy.reaches(estimate, verdict)
         return estimate.limit != "host" and estimate.peak.device_bytes <= self._limit(self.error_model)

@@ -50,22 +50,23 @@ def imported() -> Any:
 
 
 def is_url(storage: str) -> bool:
-    """Whether a storage is a database's URL, not a file's path."""
+    """Whether a storage is the URL of a database; otherwise it is the path of a journal file."""
     return "://" in storage
 
 
 def shown(storage: str) -> str:
-    """A storage as messages name it: without a password."""
+    """A storage as messages show it: quoted, and without a password."""
     return quoted(without_password(storage))
 
 
 def without_password(text: str) -> str:
-    """A text with the password of any URL in it left out."""
+    """The text with the passwords of all URLs in it replaced by ***."""
     return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
 
 
 def opened(optuna: Any, storage: str) -> Any:
-    """The storage of a database URL, or of a journal file's path."""
+    """Optuna's storage object for a database URL or for the path of a journal file. Raises a VplanError for a file that
+    is something else."""
     if is_url(storage):
         return _database(optuna, storage)
     journal = optuna.storages.journal

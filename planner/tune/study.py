@@ -47,7 +47,7 @@ LARGEST = 100_000
 
 @dataclass(frozen=True)
 class Taken:
-    """A plan that this worker is to measure."""
+    """A plan that this worker has reserved for measuring."""
 
     trial: Any
     number: int
@@ -56,7 +56,8 @@ class Taken:
 
 @dataclass(frozen=True)
 class Result:
-    """What a measurement is worth."""
+    """How good a measurement is for the study: its value (lower is better), and constraints that a proved plan
+    meets."""
 
     value: float
     """less is better"""
@@ -76,7 +77,7 @@ class StudyTrial:
 
 
 class Study:
-    """One question's study in a storage. Every method may raise the VplanError of a storage that fails."""
+    """The Optuna study of one question in a storage. Every method may raise the VplanError of a storage that fails."""
 
     def __init__(self, storage: str, name: str, question: Mapping[str, Any]) -> None:
         """`storage`: a database URL, or the path of a journal file; `question`: what all its trials are of."""
@@ -118,7 +119,7 @@ class Study:
 
     @property
     def waiting(self) -> bool:
-        """Whether a plan waits for somebody to take it."""
+        """Whether a proposed plan waits for a worker to take it."""
         return bool(self._trials("WAITING"))
 
     @property
@@ -129,7 +130,7 @@ class Study:
     # ---- what is done
 
     def propose(self, plan: Plan) -> None:
-        """Puts a plan up to be measured."""
+        """Adds a plan to the study for a worker to measure."""
         with self._answering():
             self._study.enqueue_trial(_parameters(plan), user_attrs=_attributes(plan))
 
@@ -164,7 +165,7 @@ class Study:
             self._study.tell(taken.trial, result.value, skip_if_finished=True)
 
     def add(self, plan: Plan, row: ProbeRow, result: Result) -> None:
-        """A plan that was measured before the study began."""
+        """Adds a plan that was measured before the study began, with its row and result."""
         made = self._optuna.trial.create_trial(
             value=result.value,
             params=_parameters(plan),

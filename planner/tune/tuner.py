@@ -27,17 +27,17 @@ WORTH_A_PROBE = 1.05
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted most: an objective (clips, batches, sizes) or, without one, speed alone."""
+    """What a search maximises: an objective (frames, batch, resolution), or without one the speed alone."""
 
     objective: Objective | None = None
 
     def size(self, job: Job) -> int:
-        """How much of the objective a job has."""
+        """The job's value of the objective, as a number; 0 without an objective."""
         return Objective.size(self.objective.read(job)) if self.objective else 0
 
 
 class Tuner:
-    """One search for the best plan that was measured."""
+    """One search for the best plan that a measurement has proved."""
 
     def __init__(
         self, question: Question, screen: Screen, goal: Goal, applicable: Applicable = lambda job, strategy: True
@@ -59,7 +59,7 @@ class Tuner:
 
     @property
     def best(self) -> FinishedProbe | None:
-        """The best plan that was proved."""
+        """The best finished probe whose plan is proved; None when there is none."""
         return min((probe for probe in self.finished.values() if probe.proved), key=self._rank, default=None)
 
     def value(self, probe: FinishedProbe) -> float:
@@ -157,7 +157,8 @@ class Tuner:
         return found.replace(step_seconds=seconds, step_seconds_high=None, basis="nearby")
 
     def tightest(self) -> Estimate:
-        """The plan that needs least, where none is to be proved."""
+        """The estimate of the plan that needs least memory, when no plan can be proved. Raises a VplanError when no
+        valid strategy is left."""
         found = self.search.tightest(self.question.job)
         if found is None:
             raise self.search.missing or VplanError("no valid strategy left", "remove some options")

@@ -45,7 +45,7 @@ Watch = Callable[["Tuning", str], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a search may take."""
+    """The limits of a search: probes of the whole study, seconds of this worker, and steady steps of one probe."""
 
     probes: int
     """of the whole study, those of other workers and of earlier days included"""
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass
 class Tuning:
-    """A worker of one study."""
+    """One worker of a study: it proposes plans, measures them and records the results."""
 
     tuner: Tuner
     study: Study
@@ -76,7 +76,7 @@ class Tuning:
     """what this study measured, in order"""
 
     def run(self, watch: Watch) -> str:
-        """Searches to the end; returns why it ended, in words."""
+        """Searches until a limit or the end; returns why it ended, in words. ``watch`` is told what happens."""
         began = time.monotonic()
         self._learn()
         self._seed()
@@ -204,12 +204,12 @@ class Tuning:
 
 
 def failed(row: ProbeRow) -> bool:
-    """Whether a probe ended for another reason than memory."""
+    """Whether a probe ended for a reason other than memory: crash, timeout or NaN."""
     return row.measured.outcome in ("crash", "timeout", "nan")
 
 
 def missing(seen: FinishedProbe) -> float:
-    """GiB that a plan is short of, as far as is known."""
+    """GiB of device memory or host RAM that a plan is short of, as far as is known."""
     if seen.measured.outcome == "host-oom":
         ram = seen.estimate.machine.host_ram or 0
         return max(seen.estimate.host_ram_bytes - ram, 2**20) / GIB

@@ -58,11 +58,11 @@ def told(plan: Plan) -> data.PlanData:
 
 
 def at(told: data.PlanData, cell: Cell) -> Job:
-    return told.found.job.replace(frames=cell.shape[0], height=cell.shape[1], width=cell.shape[2])
+    return told.estimate.job.replace(frames=cell.shape[0], height=cell.shape[1], width=cell.shape[2])
 
 
 def test_phases_and_step_are_those_of_the_estimate(plan: Plan, told: data.PlanData) -> None:
-    found = told.found
+    found = told.estimate
     assert [entry.phase for entry in told.phases] == list(found.phases)
     totals = {entry.phase: entry.breakdown.total for entry in told.phases}
     assert totals == {phase: peak.device_bytes for phase, peak in found.phases.items()}
@@ -77,7 +77,7 @@ def test_phases_and_step_are_those_of_the_estimate(plan: Plan, told: data.PlanDa
 
 def test_the_map_agrees_with_estimates_at_its_edge(told: data.PlanData) -> None:
     table = told.capacity
-    machine = told.found.machine
+    machine = told.estimate.machine
     edges = [
         (row[column], row[column + 1])
         for row in table.cells
@@ -103,7 +103,7 @@ def test_the_longest_clips_rise_with_the_card_and_the_plans_own_is_an_estimate(t
     assert plain == sorted(plain) and plain[0] > 0
     own = by_card["24GB"]
     assert own.lossless_by is not None
-    job, machine = told.found.job.replace(frames=own.lossless), Machine(gpu="24GB", host_ram=own.host_ram)
+    job, machine = told.estimate.job.replace(frames=own.lossless), Machine(gpu="24GB", host_ram=own.host_ram)
     found = estimate(job, own.lossless_by, machine, load_facts(job, own.lossless_by, machine))
     assert found.verdict != "no" and found.peak.device_bytes > 0.85 * found.budget_bytes
 
@@ -143,7 +143,7 @@ def test_the_front_and_the_ladder() -> None:
 def test_sentences_and_the_command_that_asks_again(
     plan: Plan, told: data.PlanData, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    need, budget = told.found.peak.device_bytes / GIB, told.found.budget_bytes / GIB
+    need, budget = told.estimate.peak.device_bytes / GIB, told.estimate.budget_bytes / GIB
     assert told.verdict.startswith("Wan2.1 T2V 1.3B, LoRA training at 33 x 480 x 832, ")
     assert told.verdict.endswith(f": it needs {need:.1f} of {budget:.1f} GiB.")
     words = shlex.split(told.command)
@@ -168,7 +168,7 @@ def test_evidence_is_a_probe_and_an_error(told: data.PlanData) -> None:
     assert (probe.id, probe.outcome, probe.phase, probe.planned) == ("ran-once", "ok", "train", True)
     (own,) = [entry for entry in told.compared if entry.row.id == "ran-once"]
     assert own.error_pct is not None
-    assert own.error_pct == pytest.approx(-100 * GIB / (told.found.peak.device_bytes + GIB))
+    assert own.error_pct == pytest.approx(-100 * GIB / (told.estimate.peak.device_bytes + GIB))
 
 
 def test_rows_of_a_file_are_probes_of_the_same_model_only(plan: Plan) -> None:
@@ -195,7 +195,7 @@ def test_axes() -> None:
 
 
 def test_areas_are_stacked_from_what_is_outside_torch(told: data.PlanData) -> None:
-    highest = charts.top(told.found.budget_bytes)
+    highest = charts.top(told.estimate.budget_bytes)
     found = charts.areas(told.timeline, highest)
     assert [area.name for area in found] == ["context", *told.timeline.parts]
     first = told.timeline.points[0]
@@ -217,8 +217,8 @@ class _Tags(HTMLParser):
 
 def hostile(told: data.PlanData) -> data.PlanData:
     """All that can come from users, hostile."""
-    job = told.found.job.model_copy(update={"model": HOSTILE})
-    found = told.found.model_copy(update={"job": job, "assumptions": (HOSTILE,), "lossy": (HOSTILE,)})
+    job = told.estimate.job.model_copy(update={"model": HOSTILE})
+    found = told.estimate.model_copy(update={"job": job, "assumptions": (HOSTILE,), "lossy": (HOSTILE,)})
     shape = told.capacity.cells[0][0].shape
     return dataclasses.replace(
         told,
@@ -226,13 +226,13 @@ def hostile(told: data.PlanData) -> data.PlanData:
         verdict=HOSTILE,
         understood=HOSTILE,
         command=HOSTILE,
-        found=found,
+        estimate=found,
         words=HOSTILE,
         note=HOSTILE,
         ladder=(HOSTILE,) * len(told.ladder),
         measured={shape: (HOSTILE,)},
         timeline=dataclasses.replace(told.timeline, parts=(HOSTILE,) * len(told.timeline.parts), peak_moment=HOSTILE),
-        ways=tuple(dataclasses.replace(way, words=HOSTILE) for way in told.ways),
+        candidates=tuple(dataclasses.replace(way, words=HOSTILE) for way in told.candidates),
         probes=tuple(dataclasses.replace(probe, id=HOSTILE, reason=HOSTILE, gpu=HOSTILE) for probe in told.probes),
     )
 
@@ -291,7 +291,7 @@ def test_a_page_of_accuracy_alone(tmp_path: Path) -> None:
     rows.write_text(json.dumps(line) + "\n")
     found = compare(read_rows(rows)[0], lambda *_: pytest.fail(), lambda *_: 0)
     out = tmp_path / "page.html"
-    reports.write(out, compared=found, made="now")
+    reports.write(out, compared=found, created="now")
     assert "<img" not in out.read_text() and "unheard-of" in out.read_text()
     assert list(tmp_path.glob(".*")) == []
 
@@ -318,4 +318,4 @@ def test_the_map_of_a_plan_that_samples_decodes_each_clip() -> None:
         assert found.verdict == cell.verdict
         assert cell.device_bytes == pytest.approx(found.peak.device_bytes, rel=0.15)
         assert found.peak.phase in ("encode", "decode")
-    assert found.peak.phase == "decode" and found.peak.device_bytes > 1.5 * told.found.peak.device_bytes
+    assert found.peak.phase == "decode" and found.peak.device_bytes > 1.5 * told.estimate.peak.device_bytes

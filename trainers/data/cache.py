@@ -33,7 +33,7 @@ from planner.spec.job import QUANTISED, Job, Strategy
 from planner.units import format_gib
 from trainers import families
 from trainers.data import layer_offload, parts
-from trainers.data.loader import CachedSample, in_pairs
+from trainers.data.loader import CachedSample, with_partner
 from trainers.data.packed_encoders import shrink
 from trainers.data.store import Digests, Store
 from trainers.families.common.base import Family
@@ -81,6 +81,7 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> lis
     work = CacheBuild(setting)
     clip_keys = work.clip_keys(dataset)
     if work.family.captioned:
+        # The empty caption too: validation samples take it as the negative prompt.
         captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
         work.encode("captions", work.text_turns, {work.text_key(caption): caption for caption in captions})
     work.encode("clips", work.clip_turns, dict(zip(clip_keys, dataset.samples, strict=True)), skip_bad=skip_bad)
@@ -94,7 +95,7 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> lis
         of_clip = files[sample.clip.path] if setting.profile.shape.window else None
         entries.append(CachedSample(store.path(key), text, sample.bucket, of_clip))
     if setting.profile.shape.window:
-        entries = in_pairs(entries)
+        entries = with_partner(entries)
     if not entries:
         faults = [Fault(sample.clip.name, "breaks while it is decoded") for sample in dataset.samples]
         raise refused(faults, len(faults))
@@ -113,7 +114,7 @@ def _free(encoder: Encoder) -> None:
 
 
 class CacheBuild:
-    """The caching of one setting."""
+    """Fills the cache of encoded clips and captions for one setting (model, plan, folder, rank)."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -161,7 +162,7 @@ class CacheBuild:
             "encoders": self._model_digest(turns),
             "dtypes": {turn.part: self._dtype_of(turn) for turn in turns},
             # siblings share encoders, and take other things of a clip (a condition, padded frames)
-            "holds": sorted(self.family.kept(batch)),
+            "holds": sorted(self.family.cached_tensors(batch)),
             "stored": str(self.dtype),
         }
         if side == "clip":
@@ -169,37 +170,45 @@ class CacheBuild:
         return json.dumps(facts, sort_keys=True)
 
     def clip_keys(self, dataset: Dataset) -> list[str]:
-        """What each sample's clip is kept under."""
-        beside = [self.beside(sample) for sample in dataset.samples]
+        """The cache key of each sample's encoded clip, in the dataset's order."""
+        companions = [self.companions(sample) for sample in dataset.samples]
         self._share(
-            [*(sample.clip.path for sample in dataset.samples), *(path for each in beside for path in each.values())]
+            [
+                *(sample.clip.path for sample in dataset.samples),
+                *(path for paths in companions for path in paths.values()),
+            ]
         )
         keys = []
-        for (clip, bucket, indices), others in zip(dataset.samples, beside, strict=True):
+        for (clip, bucket, indices), companion_paths in zip(dataset.samples, companions, strict=True):
             shape = [bucket.frames, bucket.height, bucket.width]
-            also = {name: self.digests.of(path) for name, path in others.items()}
-            keys.append(self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices, **also))
+            companion_digests = {name: self.digests.of(path) for name, path in companion_paths.items()}
+            keys.append(
+                self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices, **companion_digests)
+            )
         return keys
 
-    def beside(self, sample: Sample) -> dict[str, Path]:
-        """The files that a sample is encoded with."""
-        taken = {"reference": self.references, "control": self.setting.profile.inputs.get("control_channels")}
-        found = {"reference": sample.clip.reference, "control": sample.clip.control}
-        return {name: path for name, path in found.items() if path is not None and taken[name]}
+    def companions(self, sample: Sample) -> dict[str, Path]:
+        """The files besides the clip that a sample is encoded with (`reference`, `control`), as far as the model takes
+        them."""
+        accepts = {"reference": self.references, "control": self.setting.profile.inputs.get("control_channels")}
+        paths = {"reference": sample.clip.reference, "control": sample.clip.control}
+        return {name: path for name, path in paths.items() if path is not None and accepts[name]}
 
     def text_key(self, caption: str) -> str:
-        """What a caption is kept under."""
+        """The cache key of an encoded caption."""
         return self._key("text", caption=caption, tokens=self.tokens)
 
     def _key(self, side: str, **sample: Any) -> str:
         return hashlib.sha256((self._sides[side] + json.dumps(sample, sort_keys=True)).encode()).hexdigest()
 
     def encode(
-        self, what: str, turns: tuple[EncoderTurn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False
+        self, title: str, turns: tuple[EncoderTurn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False
     ) -> None:
         """Every turn over this rank's part of the samples that are not cached yet, one encoder after another."""
         if self.setting.rank == 0:
             self.store.sweep()
+        # Divided among the ranks before what is cached is left out: other ranks write to the store meanwhile, and each
+        # would count something else.
         mine = dict(list(samples.items())[self.setting.rank :: self.setting.ranks])
         todo = {key: sample for key, sample in mine.items() if not self.store.has(key)}
         for number, turn in enumerate(turns):
@@ -208,17 +217,18 @@ class CacheBuild:
             waiting = {k: s for k, s in waiting.items() if not (skip_bad and self.store.fault(k))}
             if not waiting:
                 continue
+            # One encoder at a time: all samples wait for the next one, because two need not fit on the device together.
             encoder = self._load(turn)
-            for done, (key, sample) in enumerate(self._one_by_one(f"{what} ({turn.part})", waiting)):
+            for index, (key, sample) in enumerate(self._one_by_one(f"{title} ({turn.part})", waiting)):
                 try:
-                    made = self._encoded(turn, encoder, key, sample)
+                    tensors = self._encoded(turn, encoder, key, sample)
                 except UnusableError as error:
                     if not skip_bad:
                         raise refused([Fault(sample.clip.name, str(error))], len(samples)) from None
                     self.store.mark(key, str(error))
                     continue
-                nbytes = self._keep(key, made, sample, number, last=last)
-                if done == 0:
+                nbytes = self._keep(key, tensors, sample, number, last=last)
+                if index == 0:
                     self._check_space(nbytes * (len(waiting) - 1))
             _free(encoder)
         self.setting.wait()
@@ -247,6 +257,8 @@ class CacheBuild:
 
     def _encoded(self, turn: EncoderTurn, encoder: Encoder, key: str, sample: Any) -> Mapping[str, Tensor]:
         """What one encoder makes of one sample."""
+        # Seeded by the sample's key: its latents are the same whichever rank encodes it, also in a run that was
+        # interrupted.
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
         if isinstance(sample, Sample):
             clip, indices = sample.clip, sample.indices[: turn.frames]
@@ -256,61 +268,61 @@ class CacheBuild:
                 frames: clips.Pixels = numpy.empty((0, sample.bucket.height, sample.bucket.width, 3), numpy.uint8)
             else:
                 frames = clips.frames(clip.path, indices, sample.bucket.height, sample.bucket.width)
-            for name, path in self.beside(sample).items():
-                taken = indices if name == "control" else (0,)
-                beside = clips.frames(path, taken, sample.bucket.height, sample.bucket.width)
-                setattr(encoder, name, torch.from_numpy(beside))
+            for name, path in self.companions(sample).items():
+                frame_numbers = indices if name == "control" else (0,)
+                pictures = clips.frames(path, frame_numbers, sample.bucket.height, sample.bucket.width)
+                setattr(encoder, name, torch.from_numpy(pictures))
             sample = torch.from_numpy(frames)
         with torch.inference_mode():
-            made: Mapping[str, Tensor] = turn.encode(encoder, sample)
-        return made
+            tensors: Mapping[str, Tensor] = turn.encode(encoder, sample)
+        return tensors
 
-    def _keep(self, key: str, made: Mapping[str, Tensor], sample: Any, number: int, *, last: bool) -> int:
+    def _keep(self, key: str, tensors: Mapping[str, Tensor], sample: Any, number: int, *, last: bool) -> int:
         """Saves what a turn made: for the last one, or, by the last one, with what the others left; returns bytes."""
         if not last:
-            return self.store.save(key, {name: tensor.contiguous().cpu() for name, tensor in made.items()}, number)
+            return self.store.save(key, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, number)
         parts_made: dict[str, Tensor] = {}
         for earlier in range(number):
             parts_made |= self.store.load(key, earlier)
-        fitted = self._fitted(self.family.joined({**parts_made, **made}), sample)
+        fitted = self._fitted(self.family.joined({**parts_made, **tensors}), sample)
         nbytes = self.store.save(key, fitted)
         self.store.drop_turns(key, number)
         return nbytes
 
-    def _fitted(self, made: Mapping[str, Tensor], sample: Any) -> dict[str, Tensor]:
+    def _fitted(self, tensors: Mapping[str, Tensor], sample: Any) -> dict[str, Tensor]:
         """The tensors in the dtypes of the plan's batches; a VplanError for other shapes, or for what is no number."""
         shape = sample.bucket if isinstance(sample, Sample) else self.setting.job.shapes[0]
         job = self.setting.job
         batch = self.family.batch({**grid(self.setting.profile, job, shape), "B": 1}, "meta", self.dtype)
-        fitted, kept = {}, self.family.kept(batch)
-        for name, tensor in made.items():
-            wanted = kept[name]
-            lengths = zip(tensor.shape, wanted.shape, strict=False)
-            fits = all(a <= b for a, b in lengths) if name in self.family.ragged else tensor.shape == wanted.shape
-            if not fits or tensor.ndim != wanted.ndim:
-                sizes = f"{name} of {list(tensor.shape)}, but {self.setting.profile.name} takes {list(wanted.shape)}"
+        fitted, templates = {}, self.family.cached_tensors(batch)
+        for name, tensor in tensors.items():
+            template = templates[name]
+            lengths = zip(tensor.shape, template.shape, strict=False)
+            fits = all(a <= b for a, b in lengths) if name in self.family.ragged else tensor.shape == template.shape
+            if not fits or tensor.ndim != template.ndim:
+                sizes = f"{name} of {list(tensor.shape)}, but {self.setting.profile.name} takes {list(template.shape)}"
                 fix = "pass the model of the plan, or plan for this one"
                 raise VplanError(f"the encoders of {self.root.name} give {sizes}", fix)
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                what = sample.clip.name if isinstance(sample, Sample) else "a caption"
+                label = sample.clip.name if isinstance(sample, Sample) else "a caption"
                 fix = "use --vae-dtype fp32" if isinstance(sample, Sample) else "use --text-encoder-dtype fp32"
-                raise VplanError(f"encoding {what} gave {name} that are not finite (overflow in half precision)", fix)
-            fitted[name] = tensor.to(wanted.dtype).contiguous().cpu()
+                raise VplanError(f"encoding {label} gave {name} that are not finite (overflow in half precision)", fix)
+            fitted[name] = tensor.to(template.dtype).contiguous().cpu()
         return fitted
 
     def _check_space(self, nbytes: int) -> None:
         """Raises a VplanError when what all ranks will write does not fit: known once the first is written."""
-        needed, free = nbytes * self.setting.ranks, shutil.disk_usage(self.setting.folder).free
-        if needed > free:
-            there = f"{format_gib(free)} is free in {self.setting.folder}"
-            fault = f"caching needs about {format_gib(needed)} more, and {there}"
+        needed_bytes, free_bytes = nbytes * self.setting.ranks, shutil.disk_usage(self.setting.folder).free
+        if needed_bytes > free_bytes:
+            room = f"{format_gib(free_bytes)} is free in {self.setting.folder}"
+            fault = f"caching needs about {format_gib(needed_bytes)} more, and {room}"
             raise VplanError(fault, "free some space, or choose another folder; the cache so far is kept", exit_code=4)
 
-    def _one_by_one(self, what: str, items: Mapping[str, Item]) -> Iterable[tuple[str, Item]]:
+    def _one_by_one(self, title: str, items: Mapping[str, Item]) -> Iterable[tuple[str, Item]]:
         """The items, telling now and then how many are done: the parent shows it."""
-        told = 0.0
-        for done, item in enumerate(items.items()):
-            if time.monotonic() - told > TELL_SECONDS:
-                self.setting.tell(doing=what, done=done, all=len(items))
-                told = time.monotonic()
+        last_told = 0.0
+        for number, item in enumerate(items.items()):
+            if time.monotonic() - last_told > TELL_SECONDS:
+                self.setting.tell(doing=title, done=number, all=len(items))
+                last_told = time.monotonic()
             yield item

@@ -16,9 +16,11 @@ def room_bytes(device: torch.device) -> int | None:
     """What this process may still take of a card: what is free, and no more than it was given; None without a card."""
     if device.type != "cuda":
         return None
-    free, whole = torch.cuda.mem_get_info(device)
-    given = torch.cuda.get_per_process_memory_fraction(device) * whole
-    return min(free, int(given) - torch.cuda.memory_reserved(device))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    # A probe for a smaller card caps its process (trainers.measuring.measure.limit); NVML and CUDA still report the
+    # whole card.
+    share_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
+    return min(free_bytes, int(share_bytes) - torch.cuda.memory_reserved(device))
 
 
 def is_too_large(model: nn.Module, room: int | None) -> bool:
@@ -34,9 +36,9 @@ def layers_of(model: nn.Module) -> list[str]:
     """The module list of an encoder's layers: of one that sees too, those of the language model. None of diffusers'."""
     ends = tuple(end for end, _ in LAYERS)
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [name for name in lists if name.rpartition(".")[2] in ends]
-    language = [name for name in found if "language_model" in name]
-    return (language or found)[:1]
+    names = [name for name in lists if name.rpartition(".")[2] in ends]
+    language = [name for name in names if "language_model" in name]
+    return (language or names)[:1]
 
 
 def bring_layers(model: nn.Module, device: torch.device) -> nn.Module:
@@ -50,6 +52,7 @@ def bring_layers(model: nn.Module, device: torch.device) -> nn.Module:
     with torch.no_grad():
         for tensor in _tensors(model) - inside:
             tensor.data = tensor.data.to(device)
+    # accelerate's hooks copy a layer's weights to the device before its forward, and drop them behind it.
     attach_align_device_hook_on_blocks(
         model,
         execution_device={"": device, **dict.fromkeys(layers, device)},

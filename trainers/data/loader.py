@@ -50,23 +50,23 @@ class CachedSample(NamedTuple):
     """number of the clip that it is a window of, where a model takes another one beside it"""
 
 
-def in_pairs(entries: Iterable[CachedSample]) -> list[CachedSample]:
-    """Those windows that have another one of their clip and shape."""
-    found = list(entries)
-    count = Counter((entry.clip, entry.bucket) for entry in found)
-    return [entry for entry in found if count[entry.clip, entry.bucket] > 1]
+def with_partner(entries: Iterable[CachedSample]) -> list[CachedSample]:
+    """The entries that have another window of the same clip and shape among them."""
+    listed = list(entries)
+    count = Counter((entry.clip, entry.bucket) for entry in listed)
+    return [entry for entry in listed if count[entry.clip, entry.bucket] > 1]
 
 
 def write_entries(path: Path, entries: Iterable[CachedSample]) -> None:
     """Lists samples in a file of JSON lines, whole or not at all; files below its folder by their path from there."""
     root = path.parent.absolute()
 
-    def told(file: Path) -> str:
-        whole = file.absolute()
-        return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(whole)
+    def portable(file: Path) -> str:
+        absolute = file.absolute()
+        return str(absolute.relative_to(root)) if absolute.is_relative_to(root) else str(absolute)
 
     lines = [
-        {"path": told(entry.path), "text": told(entry.text), "bucket": entry.bucket.to_json()}
+        {"path": portable(entry.path), "text": portable(entry.text), "bucket": entry.bucket.to_json()}
         | ({} if entry.clip is None else {"clip": entry.clip})
         for entry in entries
     ]
@@ -76,7 +76,7 @@ def write_entries(path: Path, entries: Iterable[CachedSample]) -> None:
 
 
 def read_entries(path: Path) -> list[CachedSample]:
-    """The samples that `write_entries` listed."""
+    """The samples that `write_entries` listed in a file. Raises a VplanError when it cannot be read."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         root = path.parent
@@ -121,50 +121,54 @@ class BatchSampler:
             if entry.clip is not None:
                 self._windows.setdefault((entry.clip, entry.bucket), []).append(entry)
         self._batch_sizes = {bucket: _batch_size(bucket, job) for bucket in self._shapes}
-        self.steps_per_epoch = sum(-(-len(found) // self._global(bucket)) for bucket, found in self._shapes.items())
+        self.steps_per_epoch = sum(
+            -(-len(entries_of_shape) // self._global(bucket)) for bucket, entries_of_shape in self._shapes.items()
+        )
         self._order = lru_cache(CACHED_ORDERS)(self._shuffled)
 
     def _global(self, bucket: Bucket) -> int:
         return self._batch_sizes[bucket] * self.world * self.accumulation
 
     def step(self, number: int) -> Step:
-        """The samples of a step, counted from 0."""
+        """The batch of a training step, counted from 0 over all epochs."""
         epoch, index = divmod(number, self.steps_per_epoch)
         return self._order(epoch)[index]
 
-    def other(self, entry: CachedSample, seed: int) -> CachedSample | None:
+    def partner(self, entry: CachedSample, seed: int) -> CachedSample | None:
         """The window that goes with one of the same clip, by the seed of the sample; None where clips are whole."""
         if entry.clip is None:
             return None
+        # Any window but the entry itself: the offset lies between 1 and the number of windows less one.
         windows = self._windows[entry.clip, entry.bucket]
         return windows[(windows.index(entry) + 1 + sample_seed(seed, "other") % (len(windows) - 1)) % len(windows)]
 
     def _shuffled(self, epoch: int) -> list[Step]:
         generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
         steps = []
-        for bucket, found in self._shapes.items():
+        for bucket, of_shape in self._shapes.items():
             size = self._global(bucket)
-            order = [found[place] for place in torch.randperm(len(found), generator=generator).tolist()]
-            whole = -(-len(order) // size) * size
-            order = (order * -(-whole // len(order)))[:whole]
+            order = [of_shape[place] for place in torch.randperm(len(of_shape), generator=generator).tolist()]
+            filled = -(-len(order) // size) * size
+            order = (order * -(-filled // len(order)))[:filled]
             batch_size = self._batch_sizes[bucket]
-            steps += [Step(bucket, batch_size, tuple(order[at : at + size])) for at in range(0, whole, size)]
+            steps += [Step(bucket, batch_size, tuple(order[at : at + size])) for at in range(0, filled, size)]
         return [steps[place] for place in torch.randperm(len(steps), generator=generator).tolist()]
 
-    def position(self, done: int) -> dict[str, int | str]:
-        """What a checkpoint keeps after so many steps: enough to see that a resumed run has the same order."""
-        named = [[entry.path.name, entry.text.name] for entry in self.entries]
+    def position(self, steps: int) -> dict[str, int | str]:
+        """The sampler's position after `steps` steps, for a checkpoint, with a digest of the order by which a resumed
+        run is checked."""
+        file_names = [[entry.path.name, entry.text.name] for entry in self.entries]
         sizes = [self._global(bucket) for bucket in self._shapes]
-        digest = hashlib.sha256(json.dumps([named, sizes, self.seed]).encode()).hexdigest()
-        return {"steps": done, "epoch": done // self.steps_per_epoch, "order": digest[:32]}
+        digest = hashlib.sha256(json.dumps([file_names, sizes, self.seed]).encode()).hexdigest()
+        return {"steps": steps, "epoch": steps // self.steps_per_epoch, "order": digest[:32]}
 
     def resume(self, position: dict[str, int | str]) -> int:
         """The steps that were done when a position was kept; a VplanError when the order is another one now."""
-        done = int(position["steps"])
-        if self.position(done) != position:
+        steps = int(position["steps"])
+        if self.position(steps) != position:
             fault = "the data, the global batch or the seed differs from the checkpoint's"
             raise VplanError(fault, "pass the same --data, plan and --seed, or start over with --resume no")
-        return done
+        return steps
 
 
 def _batch_size(bucket: Bucket, job: Job) -> int:
@@ -182,37 +186,39 @@ class Stacker:
         self.profile, self.job, self.kind, self.dtype = profile, job, kind, dtype
         self._templates: dict[Bucket, Batch] = {}
 
-    def batch(self, entries: Sequence[CachedSample], others: Sequence[CachedSample | None] = ()) -> Batch:
+    def batch(self, entries: Sequence[CachedSample], partners: Sequence[CachedSample | None] = ()) -> Batch:
         """The tensors of some entries of one shape, as the family puts samples together; each beside its other."""
         template = self.template(entries[0].bucket)
         samples = [self._sample(entry, template) for entry in entries]
-        for number, other in enumerate(others):
-            if other is not None:
-                samples[number] = self.kind.beside(samples[number], self._sample(other, template))
+        for number, partner in enumerate(partners):
+            if partner is not None:
+                samples[number] = self.kind.with_window(samples[number], self._sample(partner, template))
         return self.kind.collate(samples)
 
     def template(self, bucket: Bucket) -> Batch:
         """One sample without values: what it holds, but for prompts that may be shorter."""
         if bucket not in self._templates:
             grid = {**lookup.grid(self.profile, self.job, bucket), "B": 1}
-            self._templates[bucket] = self.kind.kept(self.kind.batch(grid, "meta", self.dtype))
+            self._templates[bucket] = self.kind.cached_tensors(self.kind.batch(grid, "meta", self.dtype))
         return self._templates[bucket]
 
     def _sample(self, entry: CachedSample, template: Batch) -> Batch:
-        found = {**_read(entry.path), **_read(entry.text)}
+        tensors = {**_read(entry.path), **_read(entry.text)}
         fix = "remove the cache folder; it will be created again"
-        if missing := template.keys() - found.keys():
+        if missing := template.keys() - tensors.keys():
             raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
-        for name, wanted in template.items():
-            shape, ragged = found[name].shape, name in self.kind.ragged
-            fits = shape == wanted.shape or (
-                ragged and len(shape) == wanted.ndim and all(a <= b for a, b in zip(shape, wanted.shape, strict=True))
+        for name, expected in template.items():
+            shape, ragged = tensors[name].shape, name in self.kind.ragged
+            fits = shape == expected.shape or (
+                ragged
+                and len(shape) == expected.ndim
+                and all(a <= b for a, b in zip(shape, expected.shape, strict=True))
             )
             if not fits:
                 where = entry.text if name in _read(entry.text) else entry.path
-                fault = f"{name} in {where.name} has the shape {tuple(shape)}, not {tuple(wanted.shape)}"
+                fault = f"{name} in {where.name} has the shape {tuple(shape)}, not {tuple(expected.shape)}"
                 raise VplanError(fault, fix)
-        return {name: found[name].to(wanted.dtype) for name, wanted in template.items()}
+        return {name: tensors[name].to(expected.dtype) for name, expected in template.items()}
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -247,17 +253,18 @@ class Loader:
             yield {**moved, SEEDS: batch[SEEDS]}
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the loading thread; batches that were requested are dropped."""
         self._thread.shutdown(cancel_futures=True)
 
     def _load(self, step: int, micro: int) -> Batch:
-        wanted = self.sampler.step(step)
-        first = (micro * self.sampler.world + self.rank) * wanted.batch_size
-        places = range(first, first + wanted.batch_size)
+        plan = self.sampler.step(step)
+        first = (micro * self.sampler.world + self.rank) * plan.batch_size
+        places = range(first, first + plan.batch_size)
         seeds = [sample_seed(self.sampler.seed, step, place) for place in places]
-        entries = [self.sampler.entries[wanted.samples[place]] for place in places]
-        others = [self.sampler.other(entry, seed) for entry, seed in zip(entries, seeds, strict=True)]
-        batch = self.stacker.batch(entries, others)
+        entries = [self.sampler.entries[plan.samples[place]] for place in places]
+        partners = [self.sampler.partner(entry, seed) for entry, seed in zip(entries, seeds, strict=True)]
+        batch = self.stacker.batch(entries, partners)
+        # Only from pinned memory is the copy to the GPU (`non_blocking` above) asynchronous.
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {**batch, SEEDS: torch.tensor(seeds, dtype=torch.int64)}

@@ -53,7 +53,7 @@ def _large(model: nn.Module) -> Iterator[tuple[nn.Module, str, Layer]]:
 
 
 class Packed(nn.Module):
-    """A linear layer or a table of words whose weight is packed."""
+    """A linear layer or embedding whose weight is stored in packed form and unpacked when it runs."""
 
     weight = None
     """Encoders that look at a layer's weight before they use it find none, and leave their activations alone."""
@@ -70,24 +70,26 @@ class Packed(nn.Module):
             self.register_buffer(name, tensor)
         self.bias = getattr(module, "bias", None)
 
-    def forward(self, given: Tensor) -> Tensor:
-        """As the layer that was packed."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The output of the original layer. ``inputs``: activations of a linear layer, or token ids of an embedding."""
         if not self.is_table:
-            whole = self._unpack(self.packed, self.scale, self.dtype).reshape(self.shape)
-            return functional.linear(given, whole, self.bias)
-        rows = given.flatten()
-        found = self._unpack(_rows(self.packed, rows, self.shape), _rows(self.scale, rows, self.shape), self.dtype)
-        return found.reshape(*given.shape, self.shape[1])
+            weight = self._unpack(self.packed, self.scale, self.dtype).reshape(self.shape)
+            return functional.linear(inputs, weight, self.bias)
+        # Of an embedding only the rows that are looked up are unpacked: whole, it would be as large as before.
+        rows = inputs.flatten()
+        unpacked = self._unpack(_rows(self.packed, rows, self.shape), _rows(self.scale, rows, self.shape), self.dtype)
+        return unpacked.reshape(*inputs.shape, self.shape[1])
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves what is packed; its dtype is not a number format to change."""
-        self.packed, self.scale = (_moved(each, change) for each in (self.packed, self.scale))
+        self.packed, self.scale = (_moved(tensor, change) for tensor in (self.packed, self.scale))
         if self.bias is not None:
             self.bias.data = change(self.bias.data)
         return self
 
 
 def _moved(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    # `change` may be a cast as well as a move (Module.to, .half): an empty tensor shows which device it would give.
     return tensor.to(change(tensor.new_empty(0, dtype=torch.float32)).device)
 
 

@@ -64,10 +64,10 @@ def check(root: Path, part: str, class_name: str) -> list[Path]:
     folder = root / part
     if not folder.is_dir():
         raise VplanError(f"{root.name} has no {part}/", f"pass a complete diffusers model: it needs a {class_name}")
-    said = _classes(root, part)
-    if class_name not in said and class_name.removesuffix("Model") + "ForConditionalGeneration" not in said:
-        named = " or ".join(map(quoted, said)) or "something unnamed"
-        fault = f"{part}/ of {root.name} is {named}, but this model is trained with a {class_name}"
+    classes = _classes(root, part)
+    if class_name not in classes and class_name.removesuffix("Model") + "ForConditionalGeneration" not in classes:
+        names = " or ".join(map(quoted, classes)) or "something unnamed"
+        fault = f"{part}/ of {root.name} is {names}, but this model is trained with a {class_name}"
         raise VplanError(fault, "pass the model of the plan, or plan for this one")
     return [folder / CONFIG, *_weights(root, part)]
 
@@ -86,11 +86,11 @@ def _classes(root: Path, part: str) -> list[object]:
     An encoder may be the body of a language model, whose config names the whole.
     """
     config = read_config(root / part / CONFIG, root)
-    said = [config.get("_class_name"), *(config.get("architectures") or ())]
+    classes = [config.get("_class_name"), *(config.get("architectures") or ())]
     if (root / INDEX).exists():
-        named = read_config(root / INDEX, root).get(part)
-        said += named[1:2] if isinstance(named, list) else []
-    return list(dict.fromkeys(each for each in said if isinstance(each, str)))
+        entry = read_config(root / INDEX, root).get(part)
+        classes += entry[1:2] if isinstance(entry, list) else []
+    return list(dict.fromkeys(name for name in classes if isinstance(name, str)))
 
 
 def _weights(root: Path, part: str) -> Iterator[Path]:
@@ -108,8 +108,8 @@ def _weights(root: Path, part: str) -> Iterator[Path]:
     if any(path.suffix in PICKLES for path in folder.iterdir()):
         fix = "convert them: load the model and save_pretrained(..., safe_serialization=True)"
         raise VplanError(f"{part}/ of {root.name} has its weights only as pickles, which are never loaded", fix)
-    named = " or ".join(f"{stem}.safetensors" for stem in WEIGHTS)
-    raise VplanError(f"{part}/ of {root.name} has no weights ({named})", "download the model again")
+    file_names = " or ".join(f"{stem}.safetensors" for stem in WEIGHTS)
+    raise VplanError(f"{part}/ of {root.name} has no weights ({file_names})", "download the model again")
 
 
 def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
@@ -118,6 +118,7 @@ def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise VplanError(f"{part}/{index.name} of {root.name} is damaged", "download the file again") from None
     for name in names:
+        # The index comes from a download: a name in it must not lead out of the folder, nor to a pickle.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise VplanError(f"{part}/{index.name} of {root.name} names {quoted(name)} as a shard", "download it again")
         if not (index.parent / name).is_file():
@@ -170,9 +171,9 @@ def _mask(folder: Path) -> Any:
 def _class(name: str) -> Any:
     """A class that one of our families names: diffusers', or else transformers'."""
     diffusers, transformers = import_module("diffusers"), import_module("transformers")
-    found = getattr(diffusers, name, None) or getattr(transformers, name, None)
-    if found is None:
+    kind = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    if kind is None:
         raise VplanError(
             f"neither diffusers nor transformers has {name}", "update both: pip install -U diffusers transformers"
         )
-    return found
+    return kind

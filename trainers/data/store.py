@@ -27,11 +27,11 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with told(folder):
+        with as_cache_fault(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: str, turn: int | None = None) -> Path:
-        """Where a sample is kept, whether or not it is there."""
+        """The file of a sample (or of one encoder's turn over it); it need not exist."""
         return self.folder / key[:2] / (f"{key}.safetensors" if turn is None else f"{key}.{turn}.safetensors")
 
     def has(self, key: str, turn: int | None = None) -> bool:
@@ -45,7 +45,7 @@ class Store:
             return False
 
     def load(self, key: str, turn: int | None = None) -> dict[str, Tensor]:
-        """A sample's tensors."""
+        """The tensors of a cached sample by name, on the CPU. Raises FileNotFoundError when it is not cached."""
         from safetensors.torch import load_file
 
         return load_file(self.path(key, turn))
@@ -57,13 +57,15 @@ class Store:
         data = save(dict(tensors))
         path = self.path(key, turn)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-        with told(self.folder):
+        with as_cache_fault(self.folder):
             path.parent.mkdir(exist_ok=True)
             try:
                 with aside.open("wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
+                # The rename comes behind the sync: a power cut between them must not leave a whole name with half a
+                # content.
                 os.replace(aside, path)
             except OSError:
                 aside.unlink(missing_ok=True)
@@ -72,7 +74,7 @@ class Store:
         return len(data)
 
     def drop_turns(self, key: str, turns: int) -> None:
-        """Takes away what earlier turns left."""
+        """Deletes the files that the first `turns` turns over a sample left."""
         for turn in range(turns):
             self.path(key, turn).unlink(missing_ok=True)
 
@@ -84,12 +86,12 @@ class Store:
 
     def mark(self, key: str, reason: str) -> None:
         """Remembers why a sample could not be encoded, for the other ranks and the next run."""
-        with told(self.folder):
+        with as_cache_fault(self.folder):
             self.path(key).parent.mkdir(exist_ok=True)
             self.path(key).with_suffix(".bad").write_text(reason, encoding="utf-8")
 
     def sweep(self) -> None:
-        """Takes away half-written files that killed runs left."""
+        """Deletes half-written files of runs that were killed, once they are older than `STALE_SECONDS`."""
         before = time.time() - STALE_SECONDS
         for path in self.folder.glob("*/*.part"):
             with contextlib.suppress(FileNotFoundError):
@@ -105,16 +107,16 @@ class Digests:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.file = folder, folder / f"digests-{rank}.jsonl"
-        self._known: dict[tuple[str, int, int], str] = {}
+        self._digests: dict[tuple[str, int, int], str] = {}
         self.read()
 
     def read(self) -> None:
-        """Learns what this and other ranks have found."""
+        """Reads the hashes that this rank and all others have written."""
         for file in sorted(self.folder.glob("digests-*.jsonl")):
             for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     row = json.loads(line)
-                    self._known[row["file"], row["bytes"], row["changed_ns"]] = row["sha256"]
+                    self._digests[row["file"], row["bytes"], row["changed_ns"]] = row["sha256"]
 
     def of(self, path: Path) -> str:
         """The SHA-256 of a file's content; a VplanError when it cannot be read."""
@@ -122,21 +124,22 @@ class Digests:
             real = os.path.realpath(path, strict=True)
             status = os.stat(real)
             key = (real, status.st_size, status.st_mtime_ns)
-            if key not in self._known:
+            if key not in self._digests:
                 with open(real, "rb") as file:
-                    self._known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-                row = {"file": key[0], "bytes": key[1], "changed_ns": key[2], "sha256": self._known[key]}
-                with told(self.folder), self.file.open("a", encoding="utf-8") as memory:
+                    self._digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
+                row = {"file": key[0], "bytes": key[1], "changed_ns": key[2], "sha256": self._digests[key]}
+                with as_cache_fault(self.folder), self.file.open("a", encoding="utf-8") as memory:
                     memory.write("\n" + json.dumps(row))  # in front, so that a line cut short spoils itself only
         except OSError as error:
             fix = "check that it exists and is readable"
             raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
-        return self._known[key]
+        return self._digests[key]
 
 
 @contextlib.contextmanager
-def told(folder: Path) -> Iterator[None]:
-    """Turns what a disk refuses into one line. What is cached stays, and the next run goes on from there."""
+def as_cache_fault(folder: Path) -> Iterator[None]:
+    """A context that turns an OSError of the disk into a VplanError. The cache so far is kept, and the next run
+    continues from it."""
     try:
         yield
     except OSError as error:

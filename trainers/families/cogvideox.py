@@ -81,16 +81,17 @@ class CogVideoX(Family):
         """
         clip = pixels(encoder, frames)
         scale = encoder.model.config.scaling_factor
-        made = {"latents": sampled(encoder, clip) * scale}
+        tensors = {"latents": sampled(encoder, clip) * scale}
         if self.config["in_channels"] > self.profile.vae.latent_channels:
             deviation = torch.exp(torch.randn(1, generator=encoder.generator) * 0.5 - 3.0).item()
             noise = torch.randn(clip[:, :, :1].shape, generator=encoder.generator)
             first = sampled(encoder, clip[:, :, :1] + deviation * noise.to(clip))
             first = first / scale if encoder.model.config.invert_scale_latents else first * scale
-            made["image"] = torch.cat([first, torch.zeros_like(made["latents"][:, :, 1:])], dim=2)
-        missing = -made["latents"].shape[2] % (self.config.get("patch_size_t") or 1)
-        padded = {name: torch.cat([each[:, :, :1]] * missing + [each], dim=2) for name, each in made.items()}
-        return {name: each[0].transpose(0, 1) for name, each in padded.items()}
+            tensors["image"] = torch.cat([first, torch.zeros_like(tensors["latents"][:, :, 1:])], dim=2)
+        # 1.5's patches span two latent frames, which an odd number does not fill.
+        missing = -tensors["latents"].shape[2] % (self.config.get("patch_size_t") or 1)
+        padded = {name: torch.cat([tensor[:, :, :1]] * missing + [tensor], dim=2) for name, tensor in tensors.items()}
+        return {name: tensor[0].transpose(0, 1) for name, tensor in padded.items()}
 
     def rotary_table(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE cosines and sines, each (F*H*W, head size) in fp32; 1.5 cuts them out of a table of its longest side."""
@@ -119,7 +120,8 @@ class CogVideoX(Family):
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """As the pipeline does it: padded, and without a mask."""
+    """{"prompt": T5's states of the caption}: (tokens, width), padded, without a mask, as diffusers' pipeline makes
+    them."""
     return {"prompt": prompt_of("CogVideoXPipeline", encoder, caption)[0]}
 
 

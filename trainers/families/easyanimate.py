@@ -69,7 +69,8 @@ class EasyAnimate(Family):
         )
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
-        """A clip that begins with it, and a mask of the rest."""
+        """The pipeline's arguments for a sample that begins with an image: a clip of it, and the mask of the other
+        frames."""
         from diffusers.pipelines.easyanimate.pipeline_easyanimate_inpaint import get_image_to_video_latent
 
         clip, mask = get_image_to_video_latent(image, None, frames, (height, width))
@@ -80,7 +81,7 @@ class EasyAnimate(Family):
         mask that is 1 where the clip is given (EasyAnimateInpaintPipeline; its own trainer also draws other masks).
         """
         clip, scale = pixels(encoder, frames), encoder.model.config.scaling_factor
-        made = {"latents": sampled(encoder, clip) * scale}
+        tensors = {"latents": sampled(encoder, clip) * scale}
         if self.config["in_channels"] > self.profile.vae.latent_channels:
             clip[:, :, 1:] = -1.0
             if self.config.get("add_noise_in_inpaint_model"):
@@ -89,8 +90,8 @@ class EasyAnimate(Family):
             masked = likeliest(encoder, clip) * scale
             mask = masked.new_zeros(1, 1, *masked.shape[2:])
             mask[:, :, 0] = 1.0
-            made["inpaint"] = torch.cat([mask, masked], dim=1)
-        return {name: tensor[0] for name, tensor in made.items()}
+            tensors["inpaint"] = torch.cat([mask, masked], dim=1)
+        return {name: tensor[0] for name, tensor in tensors.items()}
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:

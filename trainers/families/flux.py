@@ -77,18 +77,19 @@ class Flux(Family):
         return FamilyPipeline(pipeline=name, prompt=names, negative=False, image=self.extra_tokens)
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
-        """As it is, not at one of the sizes that Kontext likes best."""
+        """The pipeline's arguments for the image to edit, at its own size: not resized to one of those that Kontext
+        prefers."""
         return {"image": image, "max_area": height * width, "_auto_resize": False}
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     """Drawn from the posterior, shifted, scaled and packed, with the row and column of every token. The reference is
     the mode, its tokens 1 in the places' first column (FluxKontextPipeline.prepare_latents)."""
-    made = _tokens(encoder, frames, sampled, 0)
+    tensors = _tokens(encoder, frames, sampled, 0)
     if encoder.reference is None:
-        return made
+        return tensors
     reference = _tokens(encoder, encoder.reference, likeliest, 1)
-    return {**made, "reference": reference["latents"], "reference_ids": reference["image_ids"]}
+    return {**tensors, "reference": reference["latents"], "reference_ids": reference["image_ids"]}
 
 
 def _tokens(
@@ -102,15 +103,15 @@ def _tokens(
 
 
 def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """CLIP's one vector of the caption."""
-    whole = pipeline("FluxPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
-    return {"pooled": whole._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
+    """{"pooled": CLIP's pooled vector of the caption}."""
+    pipe = pipeline("FluxPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    return {"pooled": pipe._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """T5's tokens, padded and without a mask; their places are all 0."""
-    whole = pipeline("FluxPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
-    prompt = whole._get_t5_prompt_embeds(
+    """{"prompt": T5's states of the caption, "text_ids": their positions, all 0}, padded and without a mask."""
+    pipe = pipeline("FluxPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
+    prompt = pipe._get_t5_prompt_embeds(
         caption, max_sequence_length=encoder.tokens, device=encoder.device, dtype=encoder.model.dtype
     )[0]
     return {"prompt": prompt, "text_ids": prompt.new_zeros(prompt.shape[0], 3)}

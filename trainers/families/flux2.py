@@ -70,10 +70,10 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     reference's lie 10 behind (Flux2Pipeline._prepare_image_ids)."""
     tokens, places = _tokens(encoder, frames, 0)
     if encoder.reference is None:
-        reference, there = tokens.new_zeros(0, tokens.shape[1]), places[:0]
+        reference, reference_places = tokens.new_zeros(0, tokens.shape[1]), places[:0]
     else:
-        reference, there = _tokens(encoder, encoder.reference, 10)
-    return {"latents": tokens, "image_ids": places, "reference": reference, "reference_ids": there}
+        reference, reference_places = _tokens(encoder, encoder.reference, 10)
+    return {"latents": tokens, "image_ids": places, "reference": reference, "reference_ids": reference_places}
 
 
 def _tokens(encoder: Encoder, frames: Tensor, time: int) -> tuple[Tensor, Tensor]:
@@ -90,13 +90,13 @@ def encode_by_qwen(encoder: Encoder, caption: str) -> dict[str, Tensor]:
 
 
 def encode_by_mistral(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """The same of a message to Mistral, behind the pipeline's own words."""
+    """Mistral's states of the caption as a message, behind the pipeline's own system message, with their positions."""
     return _encoded("Flux2Pipeline", encoder, caption)
 
 
 def _encoded(name: str, encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    whole = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper)
-    prompt, places = whole.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
+    pipe = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, places = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0], "text_ids": places[0]}
 
 

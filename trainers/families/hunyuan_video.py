@@ -61,17 +61,17 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """CLIP's one vector of the caption."""
-    whole = pipeline("HunyuanVideoPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
-    return {"pooled": whole._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
+    """{"pooled": CLIP's pooled vector of the caption}."""
+    pipe = pipeline("HunyuanVideoPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
+    return {"pooled": pipe._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The caption in the pipeline's template, whose own tokens are cut off, two layers before Llama's last."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-    whole = pipeline("HunyuanVideoPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
-    prompt, mask = whole._get_llama_prompt_embeds(
+    pipe = pipeline("HunyuanVideoPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, mask = pipe._get_llama_prompt_embeds(
         caption, DEFAULT_PROMPT_TEMPLATE, device=encoder.device, max_sequence_length=encoder.tokens
     )
     return {"prompt": prompt[0], "prompt_mask": mask[0]}

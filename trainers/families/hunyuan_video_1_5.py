@@ -78,7 +78,8 @@ class HunyuanVideo15(Family):
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """Drawn from the posterior and scaled; text-to-video, so no image is given: zeros (HunyuanVideo15Pipeline)."""
+        """`latents` (C, F, h, w), drawn from the VAE's posterior and scaled; `condition` and `image` are zeros, because
+        text-to-video gives no image (HunyuanVideo15Pipeline)."""
         latents = sampled(encoder, pixels(encoder, frames))[0] * encoder.model.config.scaling_factor
         extra = self.config["in_channels"] - latents.shape[0]
         return {
@@ -88,7 +89,7 @@ class HunyuanVideo15(Family):
         }
 
     def encode_glyphs(self, encoder: Encoder, caption: str) -> dict[str, Tensor]:
-        """What the caption has in quotes, letter by letter; zeros without."""
+        """ByT5's states and mask of the quoted text in a caption, letter by letter; zeros when there is none."""
         from diffusers import HunyuanVideo15Pipeline
 
         glyphs, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(

@@ -65,8 +65,8 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The caption in the pipeline's template, padded in its middle, twelve layers' states, with their mask."""
-    whole = pipeline("Krea2Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
-    prompt, mask = whole.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
+    pipe = pipeline("Krea2Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, mask = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0], "prompt_mask": mask[0]}
 
 

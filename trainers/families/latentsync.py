@@ -42,12 +42,12 @@ class LatentSync(Unet):
 
     captioned = False
 
-    def kept(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All frames of a window; the reference is another window's latents."""
+    def cached_tensors(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All frames of a window; the reference is left out, because it is another window's latents."""
         return {**batch, "condition": batch["condition"][:, : -self.profile.vae.latent_channels]}
 
-    def beside(self, sample: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**sample, "condition": torch.cat([sample["condition"], other["latents"]], dim=1)}
+    def with_window(self, sample: dict[str, Tensor], window: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**sample, "condition": torch.cat([sample["condition"], window["latents"]], dim=1)}
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
@@ -58,8 +58,8 @@ class LatentSync(Unet):
             return super().drawn(batch)
         latents, windows = batch["latents"], len(batch[random_draws.SEEDS])
         apart = latents.unflatten(0, (windows, -1))
-        own, shared = random_draws.normal_like(apart), random_draws.normal_like(apart[:, :1])
-        noise = (own + SHARED * shared) / (1 + SHARED**2) ** 0.5
+        independent, shared = random_draws.normal_like(apart), random_draws.normal_like(apart[:, :1])
+        noise = (independent + SHARED * shared) / (1 + SHARED**2) ** 0.5
         timesteps = random_draws.integers(self.timesteps, windows, latents.device)
         return noise.flatten(0, 1), timesteps.repeat_interleave(apart.shape[1])
 
@@ -73,7 +73,7 @@ class LatentSync(Unet):
         return ()
 
     def sampler(self) -> None:
-        """Its pipeline is not diffusers', and finds the face in a whole picture first."""
+        """None: its pipeline is not diffusers', and it first looks for a face in a whole picture."""
         return
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
@@ -108,38 +108,39 @@ def encode_sound(encoder: Encoder, _: Tensor) -> dict[str, Tensor]:
 def _states(encoder: Encoder) -> Tensor:
     """All states of a clip's sound (T, layers + 1, width) on the CPU, half a minute after the other."""
     name = str(encoder.source)
-    if name not in encoder.heard:
+    # A clip is cut into many windows, which come one after another: its sound is heard once.
+    if name not in encoder.sound_features:
         assert isinstance(encoder.source, Path)
         features = _spectrogram(encoder.helper, clips.sound(encoder.source, RATE))
-        encoder.heard = {name: torch.cat([_listen(encoder, part) for part in features.split(SEGMENT, dim=1)])}
-    return encoder.heard[name]
+        encoder.sound_features = {name: torch.cat([_listen(encoder, part) for part in features.split(SEGMENT, dim=1)])}
+    return encoder.sound_features[name]
 
 
 def _spectrogram(extractor: Any, sound: numpy.ndarray[Any, Any]) -> Tensor:
     """Log-mel (bins, columns) of a whole clip, whose loudest column decides how far down it goes."""
     if len(sound) < HOP * 2:
         raise clips.UnusableError("its sound is too short")
-    said = extractor(sound, sampling_rate=RATE, padding=False, truncation=False, return_tensors="np")
-    return torch.from_numpy(said.input_features[0])
+    outputs = extractor(sound, sampling_rate=RATE, padding=False, truncation=False, return_tensors="np")
+    return torch.from_numpy(outputs.input_features[0])
 
 
 def _listen(encoder: Encoder, features: Tensor) -> Tensor:
     """What enters the first layer and leaves each, of half a minute filled up with zeros: as many as there is sound."""
-    whole = torch.nn.functional.pad(features, (0, SEGMENT - features.shape[1]))
+    padded = torch.nn.functional.pad(features, (0, SEGMENT - features.shape[1]))
     inner = encoder.model.get_submodule("encoder")
-    seen: list[Tensor] = []
+    states: list[Tensor] = []
 
     def keep(value: Any) -> None:
-        seen.append((value[0] if isinstance(value, tuple) else value)[0])
+        states.append((value[0] if isinstance(value, tuple) else value)[0])
 
-    hooks = [inner.layers[0].register_forward_pre_hook(lambda _, given: keep(given))]
-    hooks += [layer.register_forward_hook(lambda _, __, made: keep(made)) for layer in inner.layers]
+    hooks = [inner.layers[0].register_forward_pre_hook(lambda _, inputs: keep(inputs))]
+    hooks += [layer.register_forward_hook(lambda _, __, outputs: keep(outputs)) for layer in inner.layers]
     try:
-        inner(whole[None].to(encoder.device, encoder.model.dtype))
+        inner(padded[None].to(encoder.device, encoder.model.dtype))
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.stack(seen, dim=1)[: features.shape[1] // 2].float().cpu()
+    return torch.stack(states, dim=1)[: features.shape[1] // 2].float().cpu()
 
 
 FAMILY = LatentSync

@@ -67,7 +67,8 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """As the pipeline does it: padded, with the mask that cross-attention takes."""
+    """{"prompt": T5's states of the caption, "prompt_mask": the mask that cross-attention takes}, padded, as diffusers'
+    pipeline makes them."""
     prompt, mask = prompt_of("LTXPipeline", encoder, caption)
     return {"prompt": prompt, "prompt_mask": mask}
 

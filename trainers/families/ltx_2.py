@@ -53,7 +53,7 @@ class Ltx2(Family):
         }, (target, noise - audio)
 
     def prediction(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Both streams."""
+        """The predictions of both streams: (video, audio)."""
         return outputs[0], outputs[1]
 
     def loss(self, prediction: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], inputs: dict[str, Any]) -> Tensor:

@@ -34,15 +34,15 @@ class QwenImage(Family):
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Packed latents keep their rows and columns, of which the model makes its table of positions."""
         size, channels = grid["B"], self.config["in_channels"]
-        made = {
+        tensors = {
             "latents": torch.randn(size, grid["H"], grid["W"], channels, device=device, dtype=dtype),
             "prompt": torch.randn(size, grid["T"], self.config["joint_attention_dim"], device=device, dtype=dtype),
         }
         if self.extra_tokens:
-            made["reference"] = torch.randn(size, grid["E"], channels, device=device, dtype=dtype)
+            tensors["reference"] = torch.randn(size, grid["E"], channels, device=device, dtype=dtype)
         if size > 1:
-            made["prompt_mask"] = torch.ones(size, grid["T"], device=device, dtype=torch.bool)
-        return made
+            tensors["prompt_mask"] = torch.ones(size, grid["T"], device=device, dtype=torch.bool)
+        return tensors
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         size, rows, columns, _ = batch["latents"].shape
@@ -59,7 +59,7 @@ class QwenImage(Family):
         }, target
 
     def without_gradient(self, name: str, blocks: int) -> bool:
-        """The last block's text stream ends in nothing."""
+        """Whether a weight never gets a gradient: those of the last block's text stream, whose output is not used."""
         last = f"transformer_blocks.{blocks - 1}."
         return name.startswith((f"{last}attn.to_add_out.", f"{last}txt_mlp."))
 
@@ -68,7 +68,7 @@ class QwenImage(Family):
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
-        """None for the edit models, whose samples are pairs of images."""
+        """The VAE's turn over clips; none for the edit models, whose samples are pairs of images."""
         return () if self.extra_tokens else (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
@@ -100,8 +100,8 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The caption in the pipeline's template, whose own tokens are cut off; as long as it is, and no padding."""
-    whole = pipeline("QwenImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
-    prompt, _ = whole.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
+    pipe = pipeline("QwenImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, _ = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0]}
 
 

@@ -15,7 +15,7 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class Sd3(Family):
-    """SD3 and SD3.5: joint text and image attention."""
+    """SD3 and SD3.5: transformers with joint attention over text and image."""
 
     sums = {"S": (0, ("FHW", "T"))}
     fixed = {"F": 1}
@@ -63,8 +63,8 @@ class Sd3(Family):
         """Both CLIPs beside each other, filled up with zeros to T5's width, and T5's tokens behind them."""
         if "t5" not in parts:
             return parts
-        both = torch.cat([parts["prompt 1"], parts["prompt 2"]], dim=-1)
-        wide = functional.pad(both, (0, parts["t5"].shape[-1] - both.shape[-1]))
+        clips = torch.cat([parts["prompt 1"], parts["prompt 2"]], dim=-1)
+        wide = functional.pad(clips, (0, parts["t5"].shape[-1] - clips.shape[-1]))
         pooled = torch.cat([parts["pooled 1"], parts["pooled 2"]])
         return {"prompt": torch.cat([wide.to(parts["t5"]), parts["t5"]]), "pooled": pooled}
 
@@ -79,17 +79,19 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_by_clip(encoder: Encoder, caption: str, which: str) -> dict[str, Tensor]:
-    """One CLIP's last layer but one, and its projected vector."""
-    whole = pipeline("StableDiffusion3Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
-    prompt, pooled = whole._get_clip_prompt_embeds(caption, device=encoder.device)
+    """One CLIP's penultimate states (`prompt N`) and projected vector (`pooled N`) of the caption. ``which``: "1" or
+    "2"."""
+    pipe = pipeline("StableDiffusion3Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt, pooled = pipe._get_clip_prompt_embeds(caption, device=encoder.device)
     return {f"prompt {which}": prompt[0], f"pooled {which}": pooled[0]}
 
 
 def encode_by_t5(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """T5's tokens, padded, as many as the plan's text has behind CLIP's."""
-    whole = pipeline("StableDiffusion3Pipeline", text_encoder_3=encoder.model, tokenizer_3=encoder.helper)
+    pipe = pipeline("StableDiffusion3Pipeline", text_encoder_3=encoder.model, tokenizer_3=encoder.helper)
+    # The plan's text tokens are those of both parts of the sequence: CLIP's 77, then T5's.
     tokens = encoder.tokens - CLIP_TOKENS
-    prompt = whole._get_t5_prompt_embeds(
+    prompt = pipe._get_t5_prompt_embeds(
         caption, max_sequence_length=tokens, device=encoder.device, dtype=encoder.model.dtype
     )
     return {"t5": prompt[0]}

@@ -34,17 +34,17 @@ class Unet(Family):
         channels = self.profile.vae.latent_channels
         pixels = (grid["H"] * patch_h, grid["W"] * patch_w)
         text = (size, grid["T"], self.config["cross_attention_dim"])
-        made = {
+        tensors = {
             "latents": torch.randn(size, channels, *pixels, device=device, dtype=dtype),
             "prompt": torch.randn(*text, device=device, dtype=dtype),
         }
         if (extra := self.config["in_channels"] - channels) > 0:
-            made["condition"] = torch.randn(size, extra, *pixels, device=device, dtype=dtype)
+            tensors["condition"] = torch.randn(size, extra, *pixels, device=device, dtype=dtype)
         if self.config.get("addition_embed_type") == "text_time":
             pooled, numbers = self.profile.inputs["pooled_dim"], self.profile.inputs["time_ids"]
-            made["pooled"] = torch.randn(size, pooled, device=device, dtype=dtype)
-            made["time_ids"] = torch.randn(size, numbers, device=device, dtype=dtype)
-        return made
+            tensors["pooled"] = torch.randn(size, pooled, device=device, dtype=dtype)
+            tensors["time_ids"] = torch.randn(size, numbers, device=device, dtype=dtype)
+        return tensors
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         latents = batch["latents"]
@@ -65,12 +65,12 @@ class Unet(Family):
 
     @property
     def timesteps(self) -> int:
-        """How many there are in training."""
+        """The number of timesteps in training, from the scheduler's config."""
         return int(self.scheduler.config["num_train_timesteps"])
 
     @property
     def pooled(self) -> bool:
-        """Whether it is SDXL, which also takes a pooled vector, and how its image was cropped."""
+        """Whether it is an SDXL UNet, which also takes a pooled text vector, and the sizes and crop of its image."""
         return self.config.get("addition_embed_type") == "text_time"
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -85,10 +85,10 @@ class Unet(Family):
         )
 
     def sampler(self) -> FamilyPipeline | None:
-        named = {"prompt": "prompt_embeds"} | ({"pooled": "pooled_prompt_embeds"} if self.pooled else {})
+        arguments = {"prompt": "prompt_embeds"} | ({"pooled": "pooled_prompt_embeds"} if self.pooled else {})
         return FamilyPipeline(
             pipeline="StableDiffusionXLPipeline" if self.pooled else "StableDiffusionPipeline",
-            prompt=named,
+            prompt=arguments,
             scheduler="DDIMScheduler",
             settings={
                 **self.profile.training.scheduler,
@@ -103,43 +103,44 @@ class Unet(Family):
         """Drawn from the posterior and scaled; SDXL's size of the image, corner of its crop and size trained at
         (diffusers examples/text_to_image train_text_to_image_lora_sdxl.py)."""
         latents = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0]
-        made = {"latents": latents * encoder.model.config.scaling_factor}
+        tensors = {"latents": latents * encoder.model.config.scaling_factor}
         if self.pooled:
             (height, width), target = encoder.size, frames.shape[1:3]
             scale = max(target[0] / height, target[1] / width)
             corner = (round((height * scale - target[0]) / 2), round((width * scale - target[1]) / 2))
-            made["time_ids"] = torch.tensor([height, width, *corner, *target], dtype=torch.float32)
-        return made
+            tensors["time_ids"] = torch.tensor([height, width, *corner, *target], dtype=torch.float32)
+        return tensors
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Both encoders' widths beside each other."""
+        """SDXL's sample with both encoders' states joined along their width; any other sample as it is."""
         if "first" not in parts:
             return parts
         return {"prompt": torch.cat([parts["first"], parts["second"]], dim=-1), "pooled": parts["pooled"]}
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """CLIP's last layer, as StableDiffusionPipeline takes it."""
-    whole = pipeline("StableDiffusionPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
-    return {"prompt": whole.encode_prompt(caption, encoder.device, 1, do_classifier_free_guidance=False)[0][0]}
+    """{"prompt": CLIP's last states of the caption}, as StableDiffusionPipeline takes them."""
+    pipe = pipeline("StableDiffusionPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    return {"prompt": pipe.encode_prompt(caption, encoder.device, 1, do_classifier_free_guidance=False)[0][0]}
 
 
 def encode_first(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """The smaller encoder's last layer but one."""
+    """{"first": the penultimate states of SDXL's smaller encoder}."""
     return {"first": _states(encoder, caption).hidden_states[-2][0]}
 
 
 def encode_second(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """The larger encoder's last layer but one, and its projected vector (StableDiffusionXLPipeline.encode_prompt)."""
+    """The penultimate states of SDXL's larger encoder (`second`), and its projected vector (`pooled`), as
+    StableDiffusionXLPipeline.encode_prompt takes them."""
     states = _states(encoder, caption)
     return {"second": states.hidden_states[-2][0], "pooled": states.text_embeds[0]}
 
 
 def _states(encoder: Encoder, caption: str) -> Any:
-    given = encoder.helper(
+    tokens = encoder.helper(
         caption, padding="max_length", max_length=encoder.tokens, truncation=True, return_tensors="pt"
     )
-    return encoder.model(given.input_ids.to(encoder.device), output_hidden_states=True)
+    return encoder.model(tokens.input_ids.to(encoder.device), output_hidden_states=True)
 
 
 FAMILY = Unet

@@ -54,6 +54,8 @@ class Wan(Family):
         if "condition" in batch:
             inputs["hidden_states"] = torch.cat([noisy, batch["condition"]], dim=1)
         if "first_frame" in batch:
+            # The first latent frame is given and not predicted: it keeps no noise, has timestep 0, and is left out of
+            # the target.
             noisy[:, :, :1] = batch["first_frame"]
             inputs["timestep"] = self.timestep_per_token(noisy, sigmas * 1000)
             target = target[:, :, 1:]
@@ -73,14 +75,14 @@ class Wan(Family):
     def sampler(self) -> FamilyPipeline:
         """From an image where training gives one. The scheduler is the published one (diffusers
         scripts/convert_wan_to_diffusers.py)."""
-        given = self.image_to_video or self.first_frame_given
+        from_image = self.image_to_video or self.first_frame_given
         return FamilyPipeline(
-            pipeline="WanImageToVideoPipeline" if given else "WanPipeline",
+            pipeline="WanImageToVideoPipeline" if from_image else "WanPipeline",
             prompt={"prompt": "prompt_embeds"},
             scheduler="UniPCMultistepScheduler",
             settings={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000},
             init={"expand_timesteps": self.first_frame_given},
-            image=given,
+            image=from_image,
             embeds="image" if self.config.get("image_dim") else "",
         )
 
@@ -88,15 +90,17 @@ class Wan(Family):
         """Latents by the mode of the posterior and the VAE's own mean and deviation per channel (Wan-Video/Wan2.1
         wan/modules/vae.py); for image-to-video the condition that diffusers' WanImageToVideoPipeline prepares."""
         clip = pixels(encoder, frames)
-        made = {"latents": self.normalised(encoder, clip)}
+        # The clip itself first: the condition below overwrites its frames.
+        tensors = {"latents": self.normalised(encoder, clip)}
         if self.first_frame_given:
-            made["first_frame"] = self.normalised(encoder, clip[:, :, :1])
+            tensors["first_frame"] = self.normalised(encoder, clip[:, :, :1])
         if self.image_to_video:
+            # diffusers encodes the first frame followed by zeros (WanImageToVideoPipeline.prepare_latents).
             clip[:, :, 1:] = 0.0
-            mask = made["latents"].new_zeros(1, self.profile.vae.temporal, *made["latents"].shape[2:])
+            mask = tensors["latents"].new_zeros(1, self.profile.vae.temporal, *tensors["latents"].shape[2:])
             mask[:, :, 0] = 1.0
-            made["condition"] = torch.cat([mask, self.normalised(encoder, clip)], dim=1)
-        return {name: tensor[0] for name, tensor in made.items()}
+            tensors["condition"] = torch.cat([mask, self.normalised(encoder, clip)], dim=1)
+        return {name: tensor[0] for name, tensor in tensors.items()}
 
     def normalised(self, encoder: Encoder, clip: Tensor) -> Tensor:
         """Latents of a clip (1, 3, F, H, W), every channel with mean 0 and deviation 1."""
@@ -118,14 +122,15 @@ class Wan(Family):
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """As the pipeline does it: padded, masked, and zeros behind the caption's own tokens."""
+    """{"prompt": T5's states of the caption}, padded with zeros behind the caption's own tokens, as diffusers' pipeline
+    makes them."""
     return {"prompt": prompt_of("WanPipeline", encoder, caption)[0]}
 
 
 def encode_image(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     """What CLIP sees of the first frame: its last layer but one (diffusers WanImageToVideoPipeline.encode_image)."""
-    seen = encoder.helper(images=frames[0].permute(2, 0, 1), return_tensors="pt").pixel_values
-    states = encoder.model(seen.to(encoder.device, encoder.model.dtype), output_hidden_states=True).hidden_states
+    pixels = encoder.helper(images=frames[0].permute(2, 0, 1), return_tensors="pt").pixel_values
+    states = encoder.model(pixels.to(encoder.device, encoder.model.dtype), output_hidden_states=True).hidden_states
     return {"image": states[-2][0]}
 
 

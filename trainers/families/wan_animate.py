@@ -33,7 +33,7 @@ class WanAnimate(Wan):
         return ()
 
     def sampler(self) -> FamilyPipeline | None:  # type: ignore[override]  # Wan always has one
-        """None: what steers it is not in a folder of clips."""
+        """None: the pose and face videos that steer it are not in a folder of clips."""
         return None
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -47,7 +47,8 @@ class WanAnimate(Wan):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """All frames of the face go through the motion encoder at once (diffusers' default: eight at a time)."""
+        """As Wan's, with all frames of the face going through the motion encoder at once (diffusers' default is eight
+        at a time)."""
         inputs, target = super().inputs_and_target(batch)
         face = batch["face"]
         return {

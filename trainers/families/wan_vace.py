@@ -22,7 +22,7 @@ class WanVace(Wan):
     """Wan text-to-video with a control video, and without reference images (each is one more latent frame)."""
 
     def sampler(self) -> FamilyPipeline:
-        """Steered by the control video of a sample of the data."""
+        """Wan's pipeline for VACE, steered by the control video of one of the dataset's samples."""
         return replace(super().sampler(), pipeline="WanVACEPipeline", init={}, clip=True)
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
@@ -31,12 +31,12 @@ class WanVace(Wan):
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
         """The control as diffusers' WanVACEPipeline prepares it without a mask: nothing stays (a clip in the middle of
         black and white), all of it steers, and the mask is 1."""
-        made = super().encode_clip(encoder, frames)
+        tensors = super().encode_clip(encoder, frames)
         assert encoder.control is not None
         steers = pixels(encoder, encoder.control)
         parts = [self.normalised(encoder, clip)[0] for clip in (torch.zeros_like(steers), steers)]
         mask = parts[0].new_ones(self.config["vace_in_channels"] - 2 * parts[0].shape[0], *parts[0].shape[1:])
-        return {**made, "control": torch.cat([*parts, mask])}
+        return {**tensors, "control": torch.cat([*parts, mask])}
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """The control is cached as the pipeline makes it: what stays and what changes (32), and the mask (64)."""

@@ -43,7 +43,8 @@ class ZImage(Family):
         }, target
 
     def loss(self, prediction: Any, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Of the samples stacked again."""
+        """The family's loss. The model returns a list with one tensor per sample, of the opposite sign, which is
+        stacked first."""
         return super().loss(-torch.stack(prediction), target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -58,10 +59,11 @@ class ZImage(Family):
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Prompts of unlike lengths become a nested tensor: the model takes them one by one, and pads them itself."""
         prompts = [sample["prompt"] for sample in samples]
+        # Stacked where that is possible, as `batch` makes them.
         if len({prompt.shape for prompt in prompts}) == 1:
             return super().collate(samples)
-        others = [{name: tensor for name, tensor in sample.items() if name != "prompt"} for sample in samples]
-        return {**super().collate(others), "prompt": torch.nested.as_nested_tensor(prompts)}
+        without_prompts = [{name: tensor for name, tensor in sample.items() if name != "prompt"} for sample in samples]
+        return {**super().collate(without_prompts), "prompt": torch.nested.as_nested_tensor(prompts)}
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
@@ -72,11 +74,11 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The caption as a message to Qwen3, the last layer but one; as long as it is, and no padding."""
-    whole = pipeline("ZImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
-    made = whole.encode_prompt(
+    pipe = pipeline("ZImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    embeddings = pipe.encode_prompt(
         caption, encoder.device, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens
     )
-    return {"prompt": made[0][0]}
+    return {"prompt": embeddings[0][0]}
 
 
 FAMILY = ZImage

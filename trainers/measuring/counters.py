@@ -15,13 +15,13 @@ from planner.units import MIB
 
 
 class FactSink(Protocol):
-    """Where facts go: ``trainers.worker.ResultFile``."""
+    """A place that facts are reported to; ``trainers.worker.ResultFile`` is one."""
 
     facts: dict[str, Any]
     """all of them so far"""
 
     def tell(self, **facts: Any) -> None:
-        """Adds facts."""
+        """Reports facts by name; later ones replace earlier ones of the same name."""
 
 
 class TorchMemory:
@@ -33,22 +33,23 @@ class TorchMemory:
         self._before = self._counts()
 
     def sample(self) -> None:
-        """The allocator keeps its peaks itself."""
+        """Does nothing: the allocator keeps its peaks itself."""
 
     def take(self) -> dict[str, int | None]:
-        """Since the last call; the peaks start over."""
+        """Peak allocated and reserved bytes, retries and out-of-memory errors since the last call; the peaks start
+        over. All None without a GPU."""
         if self.device.type != "cuda":
             return dict.fromkeys(("allocated_bytes", "reserved_bytes", "retries", "ooms"))
-        found: dict[str, int | None] = {
+        values: dict[str, int | None] = {
             "allocated_bytes": torch.cuda.max_memory_allocated(self.device),
             "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
         }
         torch.cuda.reset_peak_memory_stats(self.device)
         before, self._before = self._before, self._counts()
-        return {**found, **{name: count - before[name] for name, count in self._before.items()}}
+        return {**values, **{name: count - before[name] for name, count in self._before.items()}}
 
     def allocated_bytes(self) -> int | None:
-        """What is allocated now."""
+        """Bytes that torch's allocator has allocated now; None without a GPU."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def _counts(self) -> dict[str, int]:
@@ -71,7 +72,7 @@ class Meter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures what runs inside; also when it ends in an error."""
+        """A context that measures a phase of this name, and reports it even when it ends in an error."""
         self.report.tell(phase=name)
         self.marks.append((name, time.time() * 1e6))
         self._take()
@@ -82,9 +83,9 @@ class Meter:
             yield
             self.synchronise()
         finally:
-            seconds, found = time.perf_counter() - began, self._take()
-            self.report.facts["phases"][name] = found
-            self._keep_trace(name, seconds, (before, found["allocated_bytes"], self.torch.allocated_bytes()))
+            seconds, values = time.perf_counter() - began, self._take()
+            self.report.facts["phases"][name] = values
+            self._keep_trace(name, seconds, (before, values["allocated_bytes"], self.torch.allocated_bytes()))
             self.report.tell(host_bytes=host_peak_bytes())
 
     def _keep_trace(self, name: str, seconds: float, allocated: tuple[int | None, ...]) -> None:
@@ -99,7 +100,7 @@ class Meter:
         }
 
     def synchronise(self) -> None:
-        """Waits until the GPU has done what it was given."""
+        """Waits until the GPU has finished all queued work; does nothing without a GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

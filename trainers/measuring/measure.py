@@ -103,8 +103,8 @@ def limit(request: ProbeRequest, meter: Meter) -> int | None:
     """
     properties = torch.cuda.get_device_properties(meter.device)
     capacity = request.capacity_bytes
-    own = not request.plan.machine.reserve and _is_card(request.plan.machine.gpu, properties.name)
-    if capacity is None or own or capacity >= properties.total_memory:
+    same_card = not request.plan.machine.reserve and _is_card(request.plan.machine.gpu, properties.name)
+    if capacity is None or same_card or capacity >= properties.total_memory:
         return None
     meter.synchronise()
     outside = _outside(meter, properties.name)
@@ -124,9 +124,9 @@ def _outside(meter: Meter, name: str) -> int:
     """Device bytes of this process that torch's allocator does not hold."""
     if meter.watch is not None:
         meter.watch.take_peak()
-        used = meter.watch.take_peak()
-        if used is not None:
-            return max(0, used - torch.cuda.memory_reserved(meter.device))
+        device_bytes = meter.watch.take_peak()
+        if device_bytes is not None:
+            return max(0, device_bytes - torch.cuda.memory_reserved(meter.device))
     with contextlib.suppress(VplanError):
         return lookup.gpu(name).context_bytes
     return 0

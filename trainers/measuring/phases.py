@@ -36,7 +36,7 @@ it is 0.46 to 0.49 times a micro-batch (Wan 2.2: 2 p (1 - p), see `planner.layou
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """What one rank measures: a plan with its model and shapes looked up."""
+    """What one rank of a probe measures: a plan, with its model and shapes looked up."""
 
     plan: Plan
     profile: ModelProfile
@@ -90,7 +90,7 @@ class ProbedTraining:
         self.dtype = step.compute_dtype(request.strategy)
         self.losses: list[float | None] = []
         self.seconds: list[float] = []
-        self.done = 0
+        self.steps_done = 0
         self.experts: experts.Experts | None = None
         self.turns = 0
         torch.manual_seed(SEED)
@@ -99,11 +99,11 @@ class ProbedTraining:
     def load(self) -> None:
         """Model, engine, optimizer and average, as training sets them up."""
         request, device = self.request, self.meter.device
-        both = request.job.experts == "both"
-        model = self._two_experts() if both else step.build_model(request.profile, request.job, self.strategy)
-        if request.weights is None and not both:
+        two_experts = request.job.experts == "both"
+        model = self._two_experts() if two_experts else step.build_model(request.profile, request.job, self.strategy)
+        if request.weights is None and not two_experts:
             step.place(model, request.profile, self.strategy, device, randomise)
-        elif request.weights is not None and not both:
+        elif request.weights is not None and not two_experts:
             folder = weights.model_folder(Path(request.weights), request.profile, request.job)
             swapped = swap.swapped_blocks(model, request.profile, self.strategy)
             weights.load(model, weights.published(folder, request.profile), device, SEED, None, swapped)
@@ -147,7 +147,7 @@ class ProbedTraining:
             yield self.kind.batch(grid, self.meter.device, self.dtype)
 
     def _count_step(self) -> None:
-        self.done += 1
+        self.steps_done += 1
         if self.average:
             self.average.update()
 
@@ -190,7 +190,7 @@ class ProbedTraining:
 
     def save(self) -> None:
         """A checkpoint as training writes it. A disk without room for it is told, and ends nothing else."""
-        manifest = {"run": "probe", "step": self.done}
+        manifest = {"run": "probe", "step": self.steps_done}
         plan = plan_to_toml(self.request.plan)
         try:
             checkpoint.save(self.request.scratch, self.engine, self.average, manifest, plan, keep=1)
@@ -199,11 +199,11 @@ class ProbedTraining:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every loss was a number."""
+        """Whether no loss so far was NaN or infinite."""
         return None not in self.losses
 
 
 def finite(loss: torch.Tensor) -> float | None:
-    """The loss, or None: JSON has neither NaN nor infinity."""
+    """The loss as a float; None when it is NaN or infinite, which JSON does not have."""
     value = float(loss)
     return value if math.isfinite(value) else None

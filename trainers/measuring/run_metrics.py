@@ -22,14 +22,14 @@ class Watch:
             self.memory = DeviceMemory(str(torch.cuda.get_device_properties(device).uuid)).__enter__()
 
     def peaks(self) -> dict[str, int | None]:
-        """Bytes of each counter; None where there is no GPU."""
-        seen = self.memory.take() if self.memory else {}
-        counted = self.torch.take()
+        """Peak bytes of each counter, and retries, since the last call; None for each without a GPU."""
+        card = self.memory.take() if self.memory else {}
+        allocator = self.torch.take()
         names = ("allocated_bytes", "reserved_bytes", "retries")
-        return {**{name: counted[name] for name in names}, "device_bytes": seen.get("device_bytes")}
+        return {**{name: allocator[name] for name in names}, "device_bytes": card.get("device_bytes")}
 
     def close(self) -> None:
-        """Ends the thread that samples."""
+        """Stops the sampling thread."""
         if self.memory is not None:
             self.memory.__exit__(None, None, None)
 
@@ -37,15 +37,15 @@ class Watch:
 class Metrics:
     """A file of JSON lines, one a step. A run that was taken up goes on behind the step it was taken up from."""
 
-    def __init__(self, path: Path, done: int) -> None:
-        kept = [line for line in _lines(path) if line["step"] <= done]
+    def __init__(self, path: Path, step: int) -> None:
+        earlier = [line for line in _lines(path) if line["step"] <= step]
         partial = path.with_name(f"{path.name}.part")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in earlier), encoding="utf-8")
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Adds a line at once."""
+        """Appends one line to the metrics and flushes it."""
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 

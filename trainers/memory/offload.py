@@ -46,7 +46,7 @@ class InputsOnHost:
         self._call = -1
 
     def begin(self) -> None:
-        """Starts a forward."""
+        """Starts a new forward of the model; call it before each."""
         self._await_copies()
         self._call, self._seen = -1, []
         self._away.clear()
@@ -58,9 +58,13 @@ class InputsOnHost:
         self._await_copies()
         self._call += 1
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        seen = [reference() for reference in self._seen]
+        shared = [reference() for reference in self._seen]
         # What an earlier block was given too is of all blocks, and the first block's input is the patches: both stay.
-        moving = {tensor.data_ptr() for tensor in tensors if self._call and not any(tensor is other for other in seen)}
+        moving = {
+            tensor.data_ptr()
+            for tensor in tensors
+            if self._call and not any(tensor is parameter for parameter in shared)
+        }
         self._seen += [weakref.ref(tensor) for tensor in tensors]
         call = self._call
 
@@ -122,6 +126,6 @@ class InputsOnHost:
     def _await_copies(self) -> None:
         """Has what is computed from now on wait for the copies to host RAM: their sources are freed here and may be
         overwritten."""
-        for source, left in self._leaving:
-            torch.cuda.current_stream(source.device).wait_event(left)
+        for source, copied in self._leaving:
+            torch.cuda.current_stream(source.device).wait_event(copied)
         self._leaving.clear()

@@ -22,5 +22,5 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def callers(error: BaseException) -> set[str]:
-    """Names of the functions an error came through."""
+    """The names of all functions in an error's traceback."""
     return {frame.name for frame in traceback.extract_tb(error.__traceback__)}

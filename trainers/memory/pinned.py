@@ -18,14 +18,14 @@ from planner.units import format_gib
 
 def host_bytes(nbytes: int, pinned: bool) -> Tensor:
     """Bytes in host RAM; ``pinned`` where there is a GPU. A VplanError when CUDA may not have them."""
-    found = torch.empty(nbytes, dtype=torch.uint8)
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
-        code = int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), nbytes, 0))
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
         if code:
             fault = f"CUDA could not pin {format_gib(nbytes)} of host RAM (error {code})"
             raise VplanError(fault, "raise the limit (ulimit -l), or keep less in host RAM")
-        weakref.finalize(found, _unregister, found.data_ptr())
-    return found
+        weakref.finalize(buffer, _unregister, buffer.data_ptr())
+    return buffer
 
 
 def _unregister(address: int) -> None:

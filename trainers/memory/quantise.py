@@ -46,7 +46,7 @@ def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype, *,
         raise VplanError(fault, "use --weights-dtype nf4, which takes the same 4 bits")
 
 
-def _kept(model: nn.Module) -> list[str]:
+def _fp32_modules(model: nn.Module) -> list[str]:
     """Modules that stay in fp32, which the quantisers leave alone."""
     return list(getattr(model, "_keep_in_fp32_modules", None) or ())
 
@@ -54,10 +54,10 @@ def _kept(model: nn.Module) -> list[str]:
 def _prepare_int8(model: nn.Module) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    kept = _kept(model)
+    fp32_modules = _fp32_modules(model)
 
     def is_quantised(module: nn.Module, name: str) -> bool:
-        outside = not any(f"{key}." in f"{name}." for key in kept)
+        outside = not any(f"{key}." in f"{name}." for key in fp32_modules)
         return isinstance(module, nn.Linear) and outside
 
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=is_quantised)
@@ -74,7 +74,7 @@ def _prepare_nf4(model: nn.Module, compute_dtype: torch.dtype) -> None:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
     )
-    replace_with_bnb_linear(model, modules_to_not_convert=_kept(model), quantization_config=config)
+    replace_with_bnb_linear(model, modules_to_not_convert=_fp32_modules(model), quantization_config=config)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what peft asks before it looks at the layers
@@ -108,16 +108,16 @@ def store(module: nn.Module, name: str, weight: Tensor) -> None:
 
 
 class Place(NamedTuple):
-    """Where a plain tensor is kept: an attribute of a parameter or of what belongs to it."""
+    """The place of a plain tensor: an attribute of a parameter, or of an object that belongs to it."""
 
     holder: Any
     attribute: str
 
     @property
     def tensor(self) -> Tensor:
-        """What is there."""
-        found: Tensor = getattr(self.holder, self.attribute)
-        return found
+        """The tensor that is stored there now."""
+        tensor: Tensor = getattr(self.holder, self.attribute)
+        return tensor
 
     def put(self, tensor: Tensor) -> None:
         """Replaces it by a tensor of the same shape and format, wherever that lies."""
@@ -125,7 +125,7 @@ class Place(NamedTuple):
 
 
 def places(name: str, parameter: Tensor) -> Iterator[tuple[str, Place]]:
-    """Where a parameter's plain tensors are, by name: itself, or its integers and their scales."""
+    """(name, place) of the plain tensors that hold a parameter: itself, or its integers and their scales."""
     if hasattr(parameter, "qdata"):
         for part in parameter.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # torchao's wraps tensors
             yield f"{name}.{part}", Place(parameter, part)
@@ -140,7 +140,7 @@ def places(name: str, parameter: Tensor) -> Iterator[tuple[str, Place]]:
 
 
 def stored_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors a parameter is kept in, by name."""
+    """(name, tensor) of the plain tensors that hold a parameter."""
     for full_name, place in places(name, parameter):
         yield full_name, parameter if place.holder is parameter and place.attribute == "data" else place.tensor
 

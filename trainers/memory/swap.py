@@ -74,8 +74,8 @@ class BlockSwap:
         self.blocks = [_to_host(block, device) for block in blocks]
         largest = max(waiting.host.numel() for waiting in self.blocks)
         slots = 0 if ring_owner else min(SLOTS, len(blocks))
-        own = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self.ring: list[Tensor] = ring_owner.ring if ring_owner else own
+        own_ring = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self.ring: list[Tensor] = ring_owner.ring if ring_owner else own_ring
         self._holds: list[int | None] = [None] * len(self.ring)
         """which block is in each slot"""
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -100,16 +100,16 @@ class BlockSwap:
         for they are what is in the ring."""
         parts = {id(part.place.holder): part for part in self.blocks[index].parts if part.dtype in CAST}
 
-        def behind(own: list[_SwappedTensor]) -> Any:
+        def behind(swapped: list[_SwappedTensor]) -> Any:
             def after(_module: nn.Module, _arguments: Any, _output: Any) -> None:
-                for part in own:
+                for part in swapped:
                     part.point_into(self.ring[self._holds.index(index)])
 
             return after
 
         for module in block.modules():
-            if own := [parts[id(weight)] for weight in module.parameters(recurse=False) if id(weight) in parts]:
-                module.register_forward_hook(behind(own))
+            if swapped := [parts[id(weight)] for weight in module.parameters(recurse=False) if id(weight) in parts]:
+                module.register_forward_hook(behind(swapped))
 
     def make_ready(self, index: int) -> None:
         """Has a block's weights on the device before it computes, and starts to fetch those of the block after it: in

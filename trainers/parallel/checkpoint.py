@@ -23,7 +23,7 @@ from planner.errors import VplanError
 from planner.launch import checkpoints
 from planner.launch.launch import FULL_BYTES
 from trainers.parallel.ema import Average
-from trainers.parallel.parallel import Alone
+from trainers.parallel.parallel import LocalEngine
 from trainers.step.weights import Weights
 
 WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
@@ -31,39 +31,42 @@ PLAN = "plan.toml"
 
 
 class NotFiniteError(ArithmeticError):
-    """Trained weights hold something that is no number."""
+    """Raised when trained weights hold NaN or infinity."""
 
 
 def state_file(rank: int) -> str:
-    """Where a rank's optimizer state is kept."""
+    """The name of the file with a rank's optimizer state in a checkpoint."""
     return f"optimizer-{rank:05d}.pt"
 
 
 def barrier() -> None:
-    """Waits for all ranks."""
+    """Waits until all ranks have reached this call; returns at once in a single process."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def is_first() -> bool:
-    """Whether this is the rank that writes what all have in common."""
+    """Whether this rank writes what all ranks have in common: rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gather(names: Iterable[str], whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Whole tensors in host RAM, one after another so that the GPU never holds two; on the first rank alone."""
+def gather(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Name -> whole tensor in host RAM, gathered one after another so that the GPU never holds two; empty on all ranks
+    but the first. All ranks call it together. ``tensor_of``: gives one tensor by name."""
     tensors = {}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # trained weights of swapped blocks are on their way back to host RAM
     for name in names:
-        tensor = whole(name)
+        tensor = tensor_of(name)
         if is_first():
             tensors[name] = tensor.cpu().contiguous()
         del tensor
     return tensors
 
 
-def save(folder: Path, engine: Alone, average: Average | None, manifest: dict[str, Any], plan: str, keep: int) -> Path:
+def save(
+    folder: Path, engine: LocalEngine, average: Average | None, manifest: dict[str, Any], plan: str, keep: int
+) -> Path:
     """Writes the checkpoint of all ranks after ``manifest["step"]`` steps; all of them call together.
 
     Weights that are not finite are never written: NotFiniteError, on every rank. A full disk is a VplanError, and
@@ -72,8 +75,8 @@ def save(folder: Path, engine: Alone, average: Average | None, manifest: dict[st
     final = folder / checkpoints.folder_name(manifest["step"])
     partial = folder / f".partial-{final.name}"
     names = list(engine.trainee.trainable)
-    weights = gather(names, engine.whole)
-    averages = gather(names, average.whole) if average else {}
+    weights = gather(names, engine.full_tensor)
+    averages = gather(names, average.full_tensor) if average else {}
     _check_finite(weights, engine, manifest["step"])
     rank = dist.get_rank() if dist.is_initialized() else 0
     if is_first():
@@ -113,7 +116,7 @@ def _writing(partial: Path) -> Iterator[None]:
         raise VplanError(f"cannot write a checkpoint to {partial.parent}: {reason}", fix, 4) from error
 
 
-def _check_finite(weights: dict[str, Tensor], engine: Alone, step: int) -> None:
+def _check_finite(weights: dict[str, Tensor], engine: LocalEngine, step: int) -> None:
     """The first rank has looked at all weights; the others hear of it."""
     device = next(iter(engine.trainee.trainable.values())).device
     strange = any(not bool(torch.isfinite(tensor).all()) for tensor in weights.values())
@@ -129,7 +132,7 @@ def trained_weights(checkpoint: Path) -> Weights:
     return Weights(checkpoint, [WEIGHTS])
 
 
-def load_state(checkpoint: Path, engine: Alone) -> None:
+def load_state(checkpoint: Path, engine: LocalEngine) -> None:
     """This rank's optimizer state; a VplanError when the file holds more than plain data."""
     rank = dist.get_rank() if dist.is_initialized() and not engine.replicated else 0
     path = checkpoint / state_file(rank)
@@ -142,10 +145,10 @@ def load_state(checkpoint: Path, engine: Alone) -> None:
 
 
 def load_average(checkpoint: Path, average: Average, steps: int) -> None:
-    """The moving average and how many steps it has followed."""
+    """Loads the moving average of a checkpoint, which has followed `steps` steps, into `average`."""
     file = Weights(checkpoint, [AVERAGE])
     for name, parameter in average.trainable.items():
-        whole = torch.empty(parameter.shape, dtype=torch.float32)
-        file.fill(name, whole)
-        average.load(name, whole)
+        unsplit = torch.empty(parameter.shape, dtype=torch.float32)
+        file.fill(name, unsplit)
+        average.load(name, unsplit)
     average.steps = steps

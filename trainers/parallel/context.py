@@ -29,20 +29,20 @@ def split_tokens(model: nn.Module, strategy: Strategy, device: torch.device) -> 
 
     groups = dist.get_world_size() // parts
     mesh = init_device_mesh(device.type, (groups, 1, parts), mesh_dim_names=("data", "ring", "ulysses"))
-    with _counted(device):
+    with _with_device_count(device):
         model.enable_parallelism(  # type: ignore[operator]  # diffusers' own method
             config=ContextParallelConfig(ulysses_degree=parts, mesh=mesh)
         )
 
 
-def _counted(device: torch.device) -> Any:
+def _with_device_count(device: torch.device) -> Any:
     """diffusers numbers the accelerators of a machine, of which there is none beside a CPU."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 1
     return mock.patch.object(torch.accelerator, "device_count", lambda: count)
 
 
 def add_up(parameters: list[nn.Parameter]) -> None:
-    """Adds up the ranks' gradients, where no engine does it."""
+    """Sums the gradients of these parameters over all ranks, in place, where no engine does it."""
     for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)

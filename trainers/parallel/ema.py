@@ -33,7 +33,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average towards the weights as they are now."""
+        """Moves the average towards the present weights: call it after each optimizer step."""
         self.steps += 1
         decay = min(DECAY, (1 + self.steps) / (10 + self.steps))
         for name, parameter in self.trainable.items():
@@ -41,11 +41,11 @@ class Average:
             difference = shadow - _local(parameter.detach()).to(shadow.device)
             shadow.sub_(difference.mul_(1 - decay))
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """The average of one parameter, unsplit; all ranks ask together."""
         return parallel.join_like(self.shadow[name], self.trainable[name])
 
     @torch.no_grad()
-    def load(self, name: str, whole: Tensor) -> None:
-        """Takes up what `whole` gave."""
-        self.shadow[name].copy_(parallel.split_like(whole, self.trainable[name]))
+    def load(self, name: str, unsplit: Tensor) -> None:
+        """Loads the average of one weight from an unsplit tensor, as `full_tensor` gave it."""
+        self.shadow[name].copy_(parallel.split_like(unsplit, self.trainable[name]))

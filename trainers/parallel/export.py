@@ -18,7 +18,7 @@ from planner.launch import checkpoints
 from planner.spec.job import Job
 from trainers.parallel.checkpoint import barrier, gather, is_first
 from trainers.parallel.ema import Average
-from trainers.parallel.parallel import Alone
+from trainers.parallel.parallel import LocalEngine
 from trainers.step.experts import PARTS
 from trainers.step.weights import saved_buffers
 
@@ -37,24 +37,26 @@ def part(profile: ModelProfile, job: Job | None = None) -> str:
     return profile.traits.part
 
 
-def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average: Average | None) -> None:
+def finish(folder: Path, profile: ModelProfile, job: Job, engine: LocalEngine, average: Average | None) -> None:
     """Writes the trained weights, or their average where the plan keeps one; all ranks call together."""
     trained = engine.trainee.trainable
-    found = gather(trained, average.whole if average else engine.whole)
+    tensors = gather(trained, average.full_tensor if average else engine.full_tensor)
     if job.method == "full":
-        found |= gather((name for name in engine.parameters if name not in trained), engine.whole)
+        tensors |= gather((name for name in engine.parameters if name not in trained), engine.full_tensor)
     if is_first():
         partial = folder.with_name(f".partial-{folder.name}")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for prefix, place, model in _parts(partial, profile, job, engine):
-                own = {key.removeprefix(prefix): each for key, each in found.items() if key.startswith(prefix)}
+                of_model = {
+                    key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)
+                }
                 place.mkdir(exist_ok=True)
                 if job.method == "lora":
-                    save_file(lora_tensors(own, part(profile)), place / LORA_FILE, metadata={"format": "pt"})
+                    save_file(lora_tensors(of_model, part(profile)), place / LORA_FILE, metadata={"format": "pt"})
                 else:
-                    whole_model(own, profile, model).save_pretrained(place)  # type: ignore[operator]  # diffusers'
+                    whole_model(of_model, profile, model).save_pretrained(place)  # type: ignore[operator]  # diffusers'
             for path in partial.rglob("*"):
                 checkpoints.sync(path)
             shutil.rmtree(folder, ignore_errors=True)
@@ -66,7 +68,9 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: Alone, average
     barrier()
 
 
-def _parts(folder: Path, profile: ModelProfile, job: Job, engine: Alone) -> list[tuple[str, Path, torch.nn.Module]]:
+def _parts(
+    folder: Path, profile: ModelProfile, job: Job, engine: LocalEngine
+) -> list[tuple[str, Path, torch.nn.Module]]:
     """(how its weights' names begin, where it is written, the model itself) of all that was trained."""
     if job.experts == "both":
         return [(f"{name}.", folder / name, engine.plain.get_submodule(name)) for name in PARTS.values()]

@@ -37,7 +37,7 @@ SCALER = "loss scaler"
 """Key of the loss scaler's state beside the optimizer's."""
 
 
-class Alone(step.Engine):
+class LocalEngine(step.Engine):
     """One process, or one that others only share gradients with: it has all weights and the whole optimizer."""
 
     replicated = True
@@ -68,7 +68,7 @@ class Alone(step.Engine):
             context.add_up(list(trainee.trainable.values()))
         super().step(trainee)
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """A trained weight, by its full name, as it is without sharding, on whatever device it lies; all ranks call it
         together, for it may be gathered."""
         return self.parameters[name].detach()
@@ -95,7 +95,7 @@ class Alone(step.Engine):
         return self.trainee.optimizer.param_groups
 
 
-class Ddp(Alone):
+class Ddp(LocalEngine):
     """DistributedDataParallel: gradients are averaged in backward of the last micro-batch."""
 
     averages = True
@@ -122,14 +122,14 @@ class Ddp(Alone):
         return contextlib.nullcontext() if last else self.wrapped.no_sync()
 
 
-class Fsdp(Alone):
+class Fsdp(LocalEngine):
     """FSDP2: parameters are DTensors; gradients are reduced in every micro-batch and added up as shares."""
 
     replicated = False
     averages = True
     gathers = True
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         parameter = self.parameters[name].detach()
         assert isinstance(parameter, DTensor)
         return parameter.full_tensor()
@@ -149,7 +149,7 @@ class Fsdp(Alone):
         super().load_state(_map_tensors(state, lambda value: _from_share(value, first)))
 
 
-class Zero(Alone):
+class Zero(LocalEngine):
     """DeepSpeed: it averages, clips and steps itself, at the last of as many micro-batches as its config says."""
 
     replicated = False
@@ -181,7 +181,7 @@ class Zero(Alone):
     def step(self, trainee: step.Trainee) -> None:
         self.deepspeed.step()
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         parameter = self.parameters[name]
         if not self.stage_3:
             return parameter.detach()
@@ -204,18 +204,18 @@ class Zero(Alone):
 
     @property
     def masters(self) -> list[Tensor]:
-        """This rank's fp32 shares, in the order DeepSpeed steps them."""
+        """This rank's shares of the fp32 master weights, in the order in which DeepSpeed steps them."""
         inner = self.inner
         return list(inner.fp32_partitioned_groups_flat if self.stage_3 else inner.single_partition_of_fp32_groups)
 
     def state(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {"masters": [], "states": []}
+        saved: dict[str, Any] = {"masters": [], "states": []}
         for number, master in enumerate(self.masters):
             with self._in_host_ram(number, changed=False) as from_drive:
                 state = dict(self.inner.optimizer.state[master])
-                kept["masters"].append(master.detach().clone() if from_drive else master.detach())
-                kept["states"].append(_map_tensors(state, _clone) if from_drive else state)
-        return kept
+                saved["masters"].append(master.detach().clone() if from_drive else master.detach())
+                saved["states"].append(_map_tensors(state, _clone) if from_drive else state)
+        return saved
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
@@ -270,7 +270,7 @@ def _keep_misplaced_gradients(swapper: Any) -> None:
 def set_up(
     model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
     settings: ZeroSettings = DEEPSPEED, drive: Path | None = None,
-) -> tuple[step.Trainee, Alone]:  # fmt: skip
+) -> tuple[step.Trainee, LocalEngine]:  # fmt: skip
     """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
     device = next(model.parameters()).device  # of the computation: what trains may wait in host RAM
     # FSDP2 replaces parameters by DTensors, so it comes before the optimizer that is made of them; DDP and DeepSpeed
@@ -283,7 +283,7 @@ def set_up(
         step.choose_kernels(part, profile, strategy, device)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
     scaler = loss_scaler(job, strategy, device)
-    engine: Alone
+    engine: LocalEngine
     if strategy.sharding == "fsdp":
         engine = Fsdp(trainee)
     elif strategy.sharding == "ddp":
@@ -293,14 +293,14 @@ def set_up(
     elif strategy.sharding.startswith("zero"):
         engine = Zero(trainee, job, strategy, settings, drive)
     else:
-        engine = Alone(trainee, scaler)
+        engine = LocalEngine(trainee, scaler)
     trainee.engine = engine
     engine.parts = strategy.context_parallel
     return trainee, engine
 
 
 def check_alike(trainable: dict[str, nn.Parameter], device: torch.device) -> None:
-    """All ranks must begin with the same trained weights; nobody sends them around."""
+    """Asserts that all ranks begin with the same trained weights, which nothing broadcasts."""
     total = torch.stack([parameter.detach().double().abs().sum() for parameter in trainable.values()]).sum()
     ends = torch.stack([total, -total]).to(device)
     dist.all_reduce(ends, dist.ReduceOp.MAX)
@@ -308,7 +308,7 @@ def check_alike(trainable: dict[str, nn.Parameter], device: torch.device) -> Non
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean of one number of each rank."""
+    """The mean of a scalar tensor over all ranks; the tensor itself in a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     total = value.detach().clone()
@@ -316,13 +316,15 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def split_like(whole: Tensor, parameter: Tensor) -> Tensor:
+def split_like(unsplit: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a whole tensor, cut as a parameter is; the tensor itself where nothing is cut."""
     if not isinstance(parameter, DTensor):
-        return whole
+        return unsplit
     from torch.distributed.tensor import distribute_tensor
 
-    cut = distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    cut = distribute_tensor(
+        unsplit.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
     return cut.to_local()
 
 

@@ -137,14 +137,14 @@ def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backen
         fault = f"the plan is for {world} processes, but accelerate found {processes}"
         raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
     split = strategy.sharding in ("ddp", "fsdp") or world > 1
-    wanted = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU} if split else {DistributedType.NO}
+    expected = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU} if split else {DistributedType.NO}
     if strategy.sharding.startswith("zero"):
-        wanted = {DistributedType.DEEPSPEED}
-    if accelerator.distributed_type not in wanted:
-        names = " or ".join(sorted(kind.value for kind in wanted))
+        expected = {DistributedType.DEEPSPEED}
+    if accelerator.distributed_type not in expected:
+        names = " or ".join(sorted(kind.value for kind in expected))
         fault = f"sharding {strategy.sharding} needs distributed type {names}, not {accelerator.distributed_type.value}"
         raise VplanError(fault, "start it with `vplan train`, or as --print-command says", 4)
-    if wanted == {DistributedType.NO}:
+    if expected == {DistributedType.NO}:
         return
     if not dist.is_initialized() or dist.get_world_size() != world:
         raise VplanError(f"there is no process group of {world} ranks", "start it with `vplan train`", 4)

@@ -29,18 +29,18 @@ def find_runs(
     """
     runs: list[LikeBlocks] = []
     places: dict[str, Place] = {}
-    seen = 0
+    checkpoints = 0
     for module_list in lists:
         last: Any = None
         for index, block in enumerate(model.get_submodule(module_list).children()):
             shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-            signature = (type(block), shapes, checkpointed is not None and seen < checkpointed)
+            signature = (type(block), shapes, checkpointed is not None and checkpoints < checkpointed)
             if signature != last:
                 runs.append(LikeBlocks(module_list, index, 0))
             last = signature
             places[f"{module_list}.{index}"] = (len(runs) - 1, runs[-1].count)
             runs[-1].count += 1
-            seen += 1
+            checkpoints += 1
     return runs, places
 
 
@@ -48,7 +48,7 @@ def place_of_name(name: str, places: dict[str, Place]) -> Place | None:
     """The place of the block a parameter belongs to, from its dotted name."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
-        found = places.get(".".join(parts[:end]))
-        if found is not None:
-            return found
+        place = places.get(".".join(parts[:end]))
+        if place is not None:
+            return place
     return None

@@ -24,8 +24,8 @@ def first_difference(stored: Any, recorded: Any, where: str = "") -> str:
                 return difference
         return ""
     if isinstance(stored, list) and isinstance(recorded, list):
-        for index, (one, other) in enumerate(zip(stored, recorded, strict=False)):
-            if difference := first_difference(one, other, f"{where}[{index}]"):
+        for index, (left, right) in enumerate(zip(stored, recorded, strict=False)):
+            if difference := first_difference(left, right, f"{where}[{index}]"):
                 return difference
         if len(stored) != len(recorded):
             return f"{where} has {len(stored)} entries, recorded {len(recorded)}"

@@ -54,10 +54,10 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     A convolution over padded rows sees 8H+2 of them, a halving of padded ones 8H+1; causal convolutions in time put two
     frames in front.
     """
-    found: dict[str, tuple[int, tuple[str, ...]]] = {}
+    sums: dict[str, tuple[int, tuple[str, ...]]] = {}
     for side, level, extra in itertools.product("HW", LEVELS, (1, 2)):
         if level == 1 or extra == 1:  # 2H+2 is twice H+1, and so on
-            found[f"{level}{side}+{extra}"] = (extra, (side,) * level)
+            sums[f"{level}{side}+{extra}"] = (extra, (side,) * level)
     levels = [vae.temporal // 2**halvings for halvings in range(vae.temporal.bit_length())]
     frames: list[tuple[int, int]] = []  # (level, constant)
     for level, extra in itertools.product(levels[:1] if chunked else levels, (0,) if chunked else (0, 2)):
@@ -72,8 +72,8 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     frames += first[vae.traits.first_frame]
     for level, constant in frames:
         if constant:  # 3F shows as it is
-            found[f"{level}F{constant:+d}"] = (constant, ("F",) * level)
-    return found
+            sums[f"{level}F{constant:+d}"] = (constant, ("F",) * level)
+    return sums
 
 
 def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[str, ...]]], int]:
@@ -96,7 +96,7 @@ def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[s
 
 
 def sum_values(sums: Mapping[str, tuple[int, tuple[str, ...]]], atoms: Mapping[str, int]) -> dict[str, int]:
-    """The sums at the given atoms."""
+    """The values of a tape's sums (constant plus products of atoms) at the given atoms, by name."""
     return {
         name: constant + sum(math.prod(atoms[atom] for atom in product) for product in products)
         for name, (constant, products) in sums.items()
@@ -113,7 +113,7 @@ def _all_private(lengths: list[int], above: int = 7) -> bool:
     """``above``: sides meet the frames of a chunk, up to 20, in sizes."""
     factors = [_largest_factor(length) for length in lengths]
     return all(
-        factor > above and not any(other % factor == 0 for index, other in enumerate(lengths) if index != position)
+        factor > above and not any(another % factor == 0 for index, another in enumerate(lengths) if index != position)
         for position, factor in enumerate(factors)
     )
 
@@ -235,24 +235,24 @@ def record_component(
 
 
 def vae_tape(vae: Vae, part: str, dtype: str) -> Tape:
-    """Records a VAE's ``encode`` or ``decode``."""
+    """Records a VAE's ``encode`` or ``decode`` (``part``) with weights of `dtype`, as a tape."""
     atoms, sums, chunks = private_grid(vae)
     recording = record_vae(vae, part, dtype, atoms, chunks)
     regime = {"F": atoms["F"]} if not vae.takes_clips or vae.traits.frame_tiles else {}
-    shown = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
+    named_atoms = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
     header = component_header(vae.folder, f"{part}-{dtype}", regime, sums, _tile(vae))
-    return without_unused_atoms(compress(recording, header, shown, [chunks] if chunks else [], CHUNK_HEAD))
+    return without_unused_atoms(compress(recording, header, named_atoms, [chunks] if chunks else [], CHUNK_HEAD))
 
 
 def image_tape(vae: Vae, part: str, dtype: str) -> Tape:
-    """Records ``encode`` or ``decode`` of a single frame, for a VAE that takes clips in chunks."""
+    """Records ``encode`` or ``decode`` of a single frame, for a VAE that otherwise takes clips in chunks."""
     atoms, sums, _ = private_grid(vae)
     atoms["F"] = 1
     sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
     recording = record_vae(vae, part, dtype, atoms, 0)
-    shown = {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms)
+    named_atoms = {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms)
     header = component_header(vae.folder, f"{part}-{dtype}-image", {"F": 1}, sums, _tile(vae))
-    return without_unused_atoms(compress(recording, header, shown, []))
+    return without_unused_atoms(compress(recording, header, named_atoms, []))
 
 
 def _tile(vae: Vae) -> tuple[int, ...]:
@@ -277,7 +277,7 @@ def _tile(vae: Vae) -> tuple[int, ...]:
 
 
 def component_header(name: str, variant: str, regime: Mapping[str, int], sums: Sums, tile: tuple[int, ...]) -> Header:
-    """The header of a tape of a part around the model."""
+    """The header of the tape of a text encoder or VAE, with the versions of the libraries installed here."""
     versions = {library: version(library).split("+")[0] for library in ("torch", "diffusers", "transformers")}
     return Header(name, variant, versions, regime, sums, tile=tile)
 
@@ -287,17 +287,17 @@ def without_unused_atoms(tape: Tape) -> Tape:
     templates = [template for piece in tape.pieces.values() for section in piece for template in section.templates]
     rows = [row for size in tape.sizes for row in _exponents(size)]
     rows += [work.exponents for template in templates for work in template.work]
-    used = [index for index in range(len(tape.atoms)) if any(row[index] for row in rows)]
-    atoms = tuple(tape.atoms[index] for index in used)
+    indices = [index for index in range(len(tape.atoms)) if any(row[index] for row in rows)]
+    atoms = tuple(tape.atoms[index] for index in indices)
 
-    def kept(exponents: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(exponents[index] for index in used) if exponents else ()
+    def remaining(exponents: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(exponents[index] for index in indices) if exponents else ()
 
     def monomial(size: Monomial) -> Monomial:
-        return size._replace(exponents=kept(size.exponents), inner_exponents=kept(size.inner_exponents))
+        return size._replace(exponents=remaining(size.exponents), inner_exponents=remaining(size.inner_exponents))
 
     def template(known: Template) -> Template:
-        return known._replace(work=[work._replace(exponents=kept(work.exponents)) for work in known.work])
+        return known._replace(work=[work._replace(exponents=remaining(work.exponents)) for work in known.work])
 
     def section(known: Section) -> Section:
         return known._replace(templates=list(map(template, known.templates)))

@@ -45,7 +45,7 @@ from trainers.recording.recorder import RawRecording
 
 
 class Header(NamedTuple):
-    """What a tape says of its recording, beside the events themselves. The fields are those of a Tape."""
+    """The fields of a Tape that describe the recording, without its events."""
 
     model: str
     variant: str
@@ -106,7 +106,7 @@ class Factoriser:
         return self._index(Monomial(*self.factor(nbytes // up), multiple, *self.factor(exact)))
 
     def growing(self, base: int, slope: int) -> int:
-        """The index of a size that is ``base + slope * block``."""
+        """The index, in the table of sizes, of a size that is ``base + slope * block`` bytes."""
         return self._index(Growing(Monomial(*self.factor(base)), Monomial(*self.factor(slope))))
 
     def _index(self, size: Monomial | Growing) -> int:
@@ -130,7 +130,7 @@ class _Compressor:
         self.recording = recording
         self.factoriser = factoriser
         self.counts = counts
-        self.whole = [run.count == count for run, count in zip(recording.runs, counts, strict=True)]
+        self.complete = [run.count == count for run, count in zip(recording.runs, counts, strict=True)]
         """Per run: whether all its blocks were recorded."""
         self.freed_at = {~event: index for index, event in enumerate(recording.events) if event < 0}
         self.made_at = {event: index for index, event in enumerate(recording.events) if event >= 0}
@@ -226,13 +226,13 @@ class _Compressor:
         by_block: dict[Place, list[int]] = {}
         for event in frees:
             allocation = self.recording.allocations[~event]
-            made = allocation.place if allocation.name else self.recording.places[self.made_at[~event]]
-            if made is not None:
-                by_block.setdefault(made, []).append(event)
+            made_in = allocation.place if allocation.name else self.recording.places[self.made_at[~event]]
+            if made_in is not None:
+                by_block.setdefault(made_in, []).append(event)
         swept: dict[Place, list[int]] = {}
         for number, run in enumerate(self.recording.runs):
-            others = place is not None and self.head <= place[1] < run.count - TAIL
-            middles = range(self.head, run.count - TAIL) if not (self.whole[number] or others) else ()
+            in_middle = place is not None and self.head <= place[1] < run.count - TAIL
+            middles = range(self.head, run.count - TAIL) if not (self.complete[number] or in_middle) else ()
             if all((number, block) in by_block for block in middles or range(run.count)):
                 swept |= {(number, block): by_block.get((number, block), []) for block in range(run.count)}
         return swept
@@ -249,8 +249,8 @@ class _Compressor:
             run, block = place
             count = self.recording.runs[run].count
             direction = 1 if block == 0 else -1
-            wanted = [(run, position) for position in range(count)][::direction]
-            if [stretch.place for stretch in stretches[index : index + count]] == wanted:
+            expected = [(run, position) for position in range(count)][::direction]
+            if [stretch.place for stretch in stretches[index : index + count]] == expected:
                 walks.append(_Walk(run, stretches[index : index + count], direction))
                 index += count
             else:
@@ -277,12 +277,12 @@ class _Compressor:
             middle = ordered[self.head : -TAIL]
             if any(event in self.growth for stretch in walk.stretches for event in stretch.events):
                 # What grows makes the work grow too: that of the block in the middle stands for the mean.
-                middle = [other._replace(work=middle[len(middle) // 2].work) for other in middle]
-            unlike = [self.head + position for position, other in enumerate(middle) if other != middle[0]]
+                middle = [candidate._replace(work=middle[len(middle) // 2].work) for candidate in middle]
+            unlike = [self.head + position for position, candidate in enumerate(middle) if candidate != middle[0]]
             if unlike:
-                assert walk.run is not None and self.whole[walk.run], f"blocks {unlike} of run {walk.run} differ"
+                assert walk.run is not None and self.complete[walk.run], f"blocks {unlike} of run {walk.run} differ"
                 different = [template for index, template in enumerate(ordered) if template not in ordered[:index]]
-                order = [different.index(other) for other in ordered]
+                order = [different.index(candidate) for candidate in ordered]
                 return Section(passes, walk.run, different, walk.step, order=order)
             ordered = [*ordered[: self.head], middle[0], *ordered[-TAIL:]]
         return Section(passes, walk.run, ordered, walk.step)
@@ -292,8 +292,10 @@ class _Compressor:
 
         Two points always are, so it takes three middles.
         """
-        made = [[event for event in stretch.events if event >= 0] for stretch in walk.stretches[:: walk.step or 1]]
-        middle = made[self.head : -TAIL]
+        allocations = [
+            [event for event in stretch.events if event >= 0] for stretch in walk.stretches[:: walk.step or 1]
+        ]
+        middle = allocations[self.head : -TAIL]
         if len(middle) < 3 or len(set(map(len, middle))) > 1:
             return
         for position in range(len(middle[0])):
@@ -302,7 +304,7 @@ class _Compressor:
             if not slope or any(after - before != slope for before, after in itertools.pairwise(sizes)):
                 continue
             base = sizes[0] - self.head * slope
-            for block, numbers in enumerate(made):
+            for block, numbers in enumerate(allocations):
                 same = len(numbers) == len(middle[0])
                 if same and self.recording.allocations[numbers[position]].nbytes == base + block * slope:
                     self.growth[numbers[position]] = (base, slope)
@@ -342,10 +344,10 @@ class _Compressor:
 
         Activation. Recomputed and freed by autograd: activation. Else temporary.
         """
-        made, freed = self.made_at[number], self.freed_at.get(number)
-        if freed is None:
+        made_at, freed_at = self.made_at[number], self.freed_at.get(number)
+        if freed_at is None:
             return "temporary"
-        crosses = self.recording.passes[made] == "forward" and self.recording.passes[freed] == "backward"
+        crosses = self.recording.passes[made_at] == "forward" and self.recording.passes[freed_at] == "backward"
         return "activation" if crosses else "temporary"
 
     def _name(self, number: int) -> int:
@@ -379,7 +381,7 @@ class _Compressor:
             return RELATIVE, block - stretch.place[1]
         count = self.recording.runs[run].count
         inside = self.head <= block < count - TAIL and count > self.head + 1 + TAIL
-        assert not inside or self.whole[run], f"run {run}: block {block} from outside"
+        assert not inside or self.complete[run], f"run {run}: block {block} from outside"
         return (FROM_FIRST, block) if block < self.head else (FROM_LAST, block - count)
 
     def _work(self, costs: list[OpCost]) -> list[OperatorWork]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 FILLED = {"aten.ones": 1, "aten.ones_like": 1, "aten.zeros": 0, "aten.zeros_like": 0}
-KEPT = frozenset({"aten._to_copy", "aten.clone"})
+COPIES = frozenset({"aten._to_copy", "aten.clone"})
 """Operators whose output holds the number their input holds. Views share its storage, and need no entry."""
 
 
 class Uniform:
-    """The storages known to hold one number."""
+    """The storages of a recording that are known to hold one number throughout."""
 
     def __init__(self) -> None:
         self._number: dict[int, int] = {}
@@ -29,15 +29,15 @@ class Uniform:
         return self._number.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
 
     def forget(self, storage: int) -> None:
-        """A storage (its ``_cdata``) died or was written to."""
+        """Drops a storage (by its ``_cdata``) that was freed or written to."""
         self._number.pop(storage, None)
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, with sizes and truths that depend on known numbers."""
         if func._schema.is_mutable:
             pairs = zip(func._schema.arguments, args, strict=False)  # what is left to its default is not written to
-            written = [value for argument, value in pairs if argument.is_write]
-            for tensor in tree_leaves(written):
+            targets = [value for argument, value in pairs if argument.is_write]
+            for tensor in tree_leaves(targets):
                 if isinstance(tensor, Tensor):
                     self.forget(tensor.untyped_storage()._cdata)
         number = self.of(args[0]) if args else None
@@ -56,7 +56,7 @@ class Uniform:
             rows = args[0].numel() if number else 0
             return args[0].new_empty((rows, args[0].ndim), dtype=torch.long)
         out = func(*args, **kwargs)
-        if name in KEPT:
+        if name in COPIES:
             self._note(out, number)
         elif name == "aten.bitwise_not" and args[0].dtype == torch.bool:
             self._note(out, 1 - number)

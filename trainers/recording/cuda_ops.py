@@ -44,9 +44,9 @@ def autocast_lists() -> dict[str, set[str]]:
     }
     lists = {}
     for key, macro in macros.items():
-        found = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
-        assert found, f"torch {torch.__version__}: {macro} not found in autocast_mode.h"
-        entries = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", found[1])
+        definition = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
+        assert definition, f"torch {torch.__version__}: {macro} not found in autocast_mode.h"
+        entries = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", definition[1])
         lists[key] = {f"{name}.{overload}" if overload else name for name, overload in entries}
     return lists
 
@@ -148,8 +148,8 @@ def attention(
         attn_mask = attn_mask.expand(*query.shape[:3], length)
     saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
     efficient: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_efficient_attention
-    found = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
-    return found[0]
+    outputs = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
+    return outputs[0]
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -230,10 +230,10 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     """
     query = args[1]
     batch, heads, rows, size = query.shape
-    found: list[Workspace] = [("any", (4, batch, heads, rows))]
+    workspaces: list[Workspace] = [("any", (4, batch, heads, rows))]
     if query.dtype != torch.float32:
-        found.append(("any", (4, batch, heads, rows, _round_up(size, 32))))
-    return found
+        workspaces.append(("any", (4, batch, heads, rows, _round_up(size, 32))))
+    return workspaces
 
 
 def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
@@ -272,7 +272,8 @@ WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
 
 
 def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
-    """What a CUDA kernel allocates inside ``op`` (name without overload) and frees before it returns."""
+    """The buffers that a CUDA kernel allocates inside ``op`` (its name without overload) and frees before it
+    returns."""
     entry = WORKSPACES.get(op)
     return entry(args) if entry else []
 

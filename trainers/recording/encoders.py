@@ -37,10 +37,10 @@ has a second mask. T5 is asked for 226 tokens by one model and 512 by others: it
 
 def encoder_class(encoder: TextEncoder) -> Any:
     """The class of a text encoder: transformers', else diffusers'. A VplanError where the package has none."""
-    found = getattr(import_module(encoder.traits.package), encoder.class_name, None)
-    if found is None:
+    kind = getattr(import_module(encoder.traits.package), encoder.class_name, None)
+    if kind is None:
         raise VplanError(f"transformers has no {encoder.class_name}", "update it: pip install -U transformers")
-    return found
+    return kind
 
 
 def of_diffusers(encoder: TextEncoder) -> bool:
@@ -84,14 +84,14 @@ def forward(
 
     def see() -> Tensor:
         pixels = torch.zeros((batch, 3, config["image_size"], config["image_size"]), dtype=dtype, device=device)
-        seen: Tensor = model(pixel_values=pixels).last_hidden_state
-        return seen
+        image_states: Tensor = model(pixel_values=pixels).last_hidden_state
+        return image_states
 
     def hear() -> Tensor:  # 30 seconds at a time, whatever is asked; the decoder waits in vain
         shape = batch, config["num_mel_bins"], 2 * config["max_source_positions"]
         features = torch.zeros(shape, dtype=dtype, device=device)
-        heard: Tensor = model.get_submodule("encoder")(features).last_hidden_state
-        return heard
+        sound_states: Tensor = model.get_submodule("encoder")(features).last_hidden_state
+        return sound_states
 
     def connect() -> list[Tensor]:
         shape = batch, tokens, config["caption_channels"] * config["text_proj_in_factor"]
@@ -109,8 +109,8 @@ def forward(
         if not states.stacked:
             deepest: Tensor = outputs.hidden_states[-1]
             return deepest
-        chosen = outputs.hidden_states[-states.stacked :] if states.stacked > 0 else outputs.hidden_states
-        joined = torch.stack(list(chosen), dim=states.dim)
+        layers = outputs.hidden_states[-states.stacked :] if states.stacked > 0 else outputs.hidden_states
+        joined = torch.stack(list(layers), dim=states.dim)
         # beside each other behind every token: a copy, when they were joined in front of the tokens
         return joined.permute(0, 2, 1, 3).flatten(2) if states.dim == 1 else joined
 
@@ -122,7 +122,7 @@ def forward(
 
 
 def text_tape(encoder: TextEncoder, dtype: str) -> Tape:
-    """Records a text encoder."""
+    """Records one call of a text encoder with weights of `dtype`, as a tape."""
     states = encoder.traits.states
     layers = None if states and states.stacked else RECORDED_LAYERS  # what is joined depends on the depth
     tokens, regime = _length(encoder)

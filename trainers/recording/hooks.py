@@ -12,13 +12,13 @@ from trainers.recording.block_places import Place, place_of_name
 
 
 class BlockListener(Protocol):
-    """What the hooks tell: ``trainers.recording.recorder.Recorder``."""
+    """What the hooks call; ``trainers.recording.recorder.Recorder`` implements it."""
 
     place: Place | None
     phase: str
 
     def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
-        """Says what an existing allocation holds."""
+        """Sets category and name of a tensor's allocation, and its block where one is given."""
 
 
 def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Place]) -> None:
@@ -39,14 +39,14 @@ def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Pl
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: setattr(recorder, "place", place))
 
-    def left(place: Place) -> Callable[..., None]:
+    def leaving(place: Place) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             if recorder.phase == "forward":
                 back_to(place, out)
 
         return hook
 
-    def left_between(module: nn.Module, args: Any, out: Any) -> None:
+    def leaving_between(module: nn.Module, args: Any, out: Any) -> None:
         if recorder.phase == "forward":
             back_to(recorder.place, out)
 
@@ -54,14 +54,14 @@ def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Pl
     for name, place in places.items():
         block = model.get_submodule(name)
         block.register_forward_pre_hook(entering(place))
-        block.register_forward_hook(left(place))
+        block.register_forward_hook(leaving(place))
     for name, child in model.named_children():
         if name not in lists and not any(listed.startswith(f"{name}.") for listed in lists):
             # a dict of modules is never called itself
             for called in child.children() if isinstance(child, nn.ModuleDict) else [child]:
                 called.register_forward_pre_hook(entering(None))
             for between in child if isinstance(child, nn.ModuleList) else ():
-                between.register_forward_hook(left_between)
+                between.register_forward_hook(leaving_between)
 
 
 def watch_casts(model: nn.Module, recorder: BlockListener, places: dict[str, Place]) -> None:

@@ -70,7 +70,7 @@ SHRINKS = (
 
 
 class Derived(NamedTuple):
-    """A profile, and in words where it comes from."""
+    """The profile of a user's model, with notes in words on where its parts come from."""
 
     profile: ModelProfile
     notes: tuple[str, ...]
@@ -84,21 +84,21 @@ def derive(source: Source, name: str) -> Derived:
     """The profile of a folder's model under a name; a VplanError when it cannot be built or no model lends the rest."""
     import diffusers
 
-    known = [profile for profile in _bundled() if profile.diffusers_class == source.class_name]
+    same_class = [profile for profile in _bundled() if profile.diffusers_class == source.class_name]
     where = CONFIG
-    check_kinds(architecture(source.config), [profile.config for profile in known], where)
+    check_kinds(architecture(source.config), [profile.config for profile in same_class], where)
     config = complete(source.class_name, architecture(source.config), where)
-    _check_stacks(config, known[0], where)
+    _check_stacks(config, same_class[0], where)
     parameters = count(lambda: getattr(diffusers, source.class_name).from_config(config), where, source.class_name)
 
     def unlike(profile: ModelProfile) -> tuple[bool, float]:
         alone = source.has_second_expert and profile.experts == 1
         return alone, distance(config, complete(profile.diffusers_class, profile.config, where))
 
-    lender = min(known, key=unlike)
-    told: list[str] = []
-    vae = _vae(source, config, lender, told)
-    encoders, missing = _encoders(source, lender, told)
+    lender = min(same_class, key=unlike)
+    from_folder: list[str] = []
+    vae = _vae(source, config, lender, from_folder)
+    encoders, missing = _encoders(source, lender, from_folder)
     shape = _shape(config, vae, lender)
     experts = lender.experts if not source.is_pipeline else 2 if source.has_second_expert else 1
     profile = ModelProfile.read(
@@ -121,14 +121,14 @@ def derive(source: Source, name: str) -> Derived:
         },
         where=where,
     )
-    notes = [f"of {lender.name}: " + ", ".join(_lent(told))]
-    if told:
-        notes.append("of the folder: " + ", ".join(told))
+    notes = [f"of {lender.name}: " + ", ".join(_lent(from_folder))]
+    if from_folder:
+        notes.append("of the folder: " + ", ".join(from_folder))
     return Derived(profile, (*notes, *missing))
 
 
-def _lent(told: list[str]) -> list[str]:
-    parts = [part for part in ("VAE", "text encoders") if part not in told]
+def _lent(from_folder: list[str]) -> list[str]:
+    parts = [part for part in ("VAE", "text encoders") if part not in from_folder]
     return [*parts, "clip rules", "LoRA layers", "training law"]
 
 
@@ -137,13 +137,13 @@ def complete(class_name: str, config: Config, where: str) -> Config:
     import diffusers
 
     signature = inspect.signature(getattr(diffusers, class_name).__init__).parameters
-    known = {name: value.default for name, value in signature.items() if name not in ("self", "kwargs", "args")}
+    parameters = {name: value.default for name, value in signature.items() if name not in ("self", "kwargs", "args")}
     for key in config:
-        if key not in known:
+        if key not in parameters:
             otherwise = "a newer diffusers may support it; else remove it from a copy of the file"
-            fix = did_you_mean(key, known, otherwise)
+            fix = did_you_mean(key, parameters, otherwise)
             raise VplanError(f"{where}: {class_name} of diffusers {diffusers.__version__} has no {quoted(key)}", fix)
-    defaults = {key: _plain(value) for key, value in known.items() if value is not inspect.Parameter.empty}
+    defaults = {key: _plain(value) for key, value in parameters.items() if value is not inspect.Parameter.empty}
     check_kinds(config, [defaults], where)
     return {**defaults, **config}
 
@@ -163,7 +163,7 @@ def _check_stacks(config: Config, like: ModelProfile, where: str) -> None:
             )
 
 
-def count(build: Callable[[], nn.Module], where: str, what: str) -> int:
+def count(build: Callable[[], nn.Module], where: str, part: str) -> int:
     """Parameters of what `build` makes, counted on the meta device; a VplanError when it cannot be made."""
     try:
         with torch.device("meta"):
@@ -171,7 +171,7 @@ def count(build: Callable[[], nn.Module], where: str, what: str) -> int:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         tables = sum(buffer.numel() for buffer in model.buffers())
     except REFUSALS as error:
-        raise refusal(error, f"{what} cannot be built from {where}", "correct the file") from None
+        raise refusal(error, f"{part} cannot be built from {where}", "correct the file") from None
     if not 0 < parameters <= MAX_PARAMETERS:
         raise VplanError(f"{where} makes a model of {parameters:.2g} parameters", "correct the file: 1e12 at most")
     if tables > MAX_TABLES:
@@ -179,18 +179,18 @@ def count(build: Callable[[], nn.Module], where: str, what: str) -> int:
     return parameters
 
 
-def refusal(error: Exception, what: str, fix: str) -> VplanError:
-    """Another library's complaint in one line."""
-    said = " ".join(str(error).split())
-    return VplanError(f"{what} ({type(error).__name__}: {said[:160]})", fix)
+def refusal(error: Exception, fault: str, fix: str) -> VplanError:
+    """The VplanError for another library's error, in one line; not raised here."""
+    complaint = " ".join(str(error).split())
+    return VplanError(f"{fault} ({type(error).__name__}: {complaint[:160]})", fix)
 
 
-def distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def distance(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
     """How unlike two configs are: numbers by their ratio (a doubling is 1, more is no worse), all else by equality."""
     total = 0.0
-    for key in one.keys() | other.keys():
+    for key in left.keys() | right.keys():
         weight = INTERFACE_WEIGHT if any(part in key for part in INTERFACE) else 1.0
-        total += weight * _difference(one.get(key), other.get(key))
+        total += weight * _difference(left.get(key), right.get(key))
     return total
 
 
@@ -201,35 +201,37 @@ def _difference(a: Any, b: Any) -> float:
     return min(1.0, abs(math.log2(a / b))) if numbers else 1.0
 
 
-def _vae(source: Source, config: Config, lender: ModelProfile, told: list[str]) -> Vae:
+def _vae(source: Source, config: Config, lender: ModelProfile, from_folder: list[str]) -> Vae:
     """The folder's VAE, counted, if it has one that we know; else the lender's, when the latents are its latents."""
     import diffusers
 
-    said = source.vae
-    if said is None:
+    folder_config = source.vae
+    if folder_config is None:
         channels, lent = (settings.get("out_channels") for settings in (config, _completed(lender)))
         if channels != lent:
             fault = f"its latents ({channels} channels) are not those of {lender.name}'s VAE ({lent})"
             raise VplanError(fault, "name the pipeline's folder, with vae/config.json")
         return lender.vae
     where = f"vae/{CONFIG}"
-    same = [profile.vae for profile in [lender, *_bundled()] if profile.vae.class_name == said.get("_class_name")]
+    same = [
+        profile.vae for profile in [lender, *_bundled()] if profile.vae.class_name == folder_config.get("_class_name")
+    ]
     if not same:
         classes = sorted({profile.vae.class_name for profile in _bundled()})
-        fault = f"{where}: class {quoted(said.get('_class_name'))} is not known"
+        fault = f"{where}: class {quoted(folder_config.get('_class_name'))} is not known"
         raise VplanError(fault, f"supported are {', '.join(classes)}")
     class_name = same[0].class_name
-    settings = complete(class_name, architecture(said), where)
+    settings = complete(class_name, architecture(folder_config), where)
     near = min(same, key=lambda vae: distance(settings, complete(class_name, vae.config, where)))
     like = complete(class_name, near.config, where)
-    other = [key for key in LEVELS if len(settings.get(key) or ()) != len(like.get(key) or ())]
-    other += [key for key in SHRINKS if settings.get(key) != like.get(key)]
-    if other:
-        fault = f"{where}: {other[0]} {quoted(settings.get(other[0]))} does not match any known VAE"
-        raise VplanError(fault, f"known of {class_name} is {quoted(like.get(other[0]))}")
+    unlike_keys = [key for key in LEVELS if len(settings.get(key) or ()) != len(like.get(key) or ())]
+    unlike_keys += [key for key in SHRINKS if settings.get(key) != like.get(key)]
+    if unlike_keys:
+        fault = f"{where}: {unlike_keys[0]} {quoted(settings.get(unlike_keys[0]))} does not match any known VAE"
+        raise VplanError(fault, f"known of {class_name} is {quoted(like.get(unlike_keys[0]))}")
     parameters = count(lambda: getattr(diffusers, class_name).from_config(settings), where, class_name)
     channels = settings.get("latent_channels", settings.get("z_dim"))
-    told.append("VAE")
+    from_folder.append("VAE")
     return near.replace(config=settings, parameters=parameters, latent_channels=channels)
 
 
@@ -237,23 +239,23 @@ def _completed(profile: ModelProfile) -> Config:
     return complete(profile.diffusers_class, profile.config, profile.name)
 
 
-def _encoders(source: Source, lender: ModelProfile, told: list[str]) -> tuple[list[TextEncoder], list[str]]:
+def _encoders(source: Source, lender: ModelProfile, from_folder: list[str]) -> tuple[list[TextEncoder], list[str]]:
     """The folder's encoders, counted, if all are of classes we know; else the lender's, with a note that says so."""
     if not source.encoders:
         return list(lender.text_encoders), []
-    found = []
-    for part, said in source.encoders.items():
-        names = said.get("architectures")
-        name = names[0] if isinstance(names, list) and names else said.get("_class_name")
-        same = [known for p in [lender, *_bundled()] for known in p.text_encoders if known.class_name == name]
+    encoders = []
+    for part, folder_config in source.encoders.items():
+        names = folder_config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else folder_config.get("_class_name")
+        same = [encoder for p in [lender, *_bundled()] for encoder in p.text_encoders if encoder.class_name == name]
         if not same:
             note = (
                 f"{part} is a {quoted(name)}, which is not known: the text encoders of {lender.name} are used instead"
             )
             return list(lender.text_encoders), [note]
-        found.append(_encoder(part, architecture(said), same))
-    told.append("text encoders")
-    return found, []
+        encoders.append(_encoder(part, architecture(folder_config), same))
+    from_folder.append("text encoders")
+    return encoders, []
 
 
 def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
@@ -264,9 +266,9 @@ def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
     name, where = same[0].class_name, f"{part}/{CONFIG}"
     model_class = encoder_class(same[0])
     of_diffusers = issubclass(model_class, ConfigMixin)
-    named = inspect.signature(model_class if of_diffusers else model_class.config_class).parameters
-    config = {key: value for key, value in _harmless(config).items() if key in named}
-    check_kinds(config, [known.config for known in same], where)
+    accepted = inspect.signature(model_class if of_diffusers else model_class.config_class).parameters
+    config = {key: value for key, value in _harmless(config).items() if key in accepted}
+    check_kinds(config, [encoder.config for encoder in same], where)
 
     def build() -> nn.Module:
         if of_diffusers:
@@ -278,7 +280,7 @@ def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
         return built
 
     parameters = count(build, where, name)
-    near = min(same, key=lambda known: distance({key: config.get(key) for key in known.config}, known.config))
+    near = min(same, key=lambda encoder: distance({key: config.get(key) for key in encoder.config}, encoder.config))
     return near.replace(config=config, parameters=parameters)
 
 
@@ -288,8 +290,10 @@ def _harmless(value: Any) -> Any:
         return [_harmless(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: inner for key, inner in value.items() if not key.startswith("_") and key not in NOT_BUILT_FROM}
-    return {key: _harmless(inner) for key, inner in kept.items() if "implementation" not in key and "kernel" not in key}
+    remaining = {key: inner for key, inner in value.items() if not key.startswith("_") and key not in NOT_BUILT_FROM}
+    return {
+        key: _harmless(inner) for key, inner in remaining.items() if "implementation" not in key and "kernel" not in key
+    }
 
 
 def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:
@@ -297,11 +301,11 @@ def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:
     rules = lender.shape
     patch = rules.patch
     if _patch(_completed(lender)) == patch:
-        own = _patch(config)
-        if own is None or 0 in own:
+        patch_sizes = _patch(config)
+        if patch_sizes is None or 0 in patch_sizes:
             fault = f"{CONFIG}: patch_size {quoted(config.get('patch_size'))} is no cell of frames, rows and columns"
             raise VplanError(fault, "correct the file")
-        patch = own
+        patch = patch_sizes
     elif config.get("patch_size") != _completed(lender).get("patch_size"):
         fault = f"patch_size {quoted(config.get('patch_size'))} is not that of {lender.name}"
         raise VplanError(fault, f"known is {quoted(_completed(lender).get('patch_size'))}")

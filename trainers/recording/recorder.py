@@ -41,7 +41,7 @@ from trainers.step.optimizers import SteppedInBackward, make_optimizer
 
 @dataclass
 class RawAllocation:
-    """One allocation: its size, what it holds, and where it was made."""
+    """One recorded allocation: its size in bytes, what it holds, and the block that made it."""
 
     nbytes: int
     op: str
@@ -74,7 +74,7 @@ class RawRecording:
 
 
 class Recorder(TorchDispatchMode):
-    """Turns operators and storage deaths into a RawRecording."""
+    """A dispatch mode that turns operators and the deaths of storages into a RawRecording."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -108,14 +108,14 @@ class Recorder(TorchDispatchMode):
         self.recording.ops.add(name)
         inputs = _plain(tree_leaves((args, kwargs)))
         outputs = _plain(tree_leaves(out))
-        each = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
+        by_tensor = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
         before = len(self.recording.events)
         for position, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
-                source = args[0][position] if each and len(outputs) == len(args[0]) else None
+                source = args[0][position] if by_tensor and len(outputs) == len(args[0]) else None
                 number = self._allocate(storage, name, self.place if source is None else self._common_place([source]))
                 if self.phase == "optimizer" and not inputs:
                     self._from_nothing.add(number)
@@ -127,8 +127,8 @@ class Recorder(TorchDispatchMode):
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:
         """The block that all tensors belong to; None when they are of several; where we are when they say nothing."""
-        found = (self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        numbers = {number for number in found if number is not None}
+        allocations = (self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        numbers = {number for number in allocations if number is not None}
         places = {self.recording.allocations[number].place for number in numbers - self._from_nothing}
         if not places:
             return self.place
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         self._event(~number, self.place)
 
     def _note_workspaces(self, name: str, args: Any) -> None:
-        made = []
+        workspaces = []
         for kernel, dims in cuda_ops.workspaces(name, args):
             nbytes = 1
             rounded = None
@@ -172,17 +172,17 @@ class Recorder(TorchDispatchMode):
                 if isinstance(dim, cuda_ops.Rounded):
                     rounded = (dim.exact, dim.multiple, int(dim))
                 nbytes *= int(dim)
-            made.append(len(self.recording.allocations))
+            workspaces.append(len(self.recording.allocations))
             self.recording.allocations.append(
                 RawAllocation(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
             )
             self._event_of.append(len(self.recording.events))
-            self._event(made[-1], self.place)
-        for number in made:
+            self._event(workspaces[-1], self.place)
+        for number in workspaces:
             self._event(~number, self.place)
 
     def weights(self) -> list[tuple[str, int]]:
-        """Name and size of every weight that is there."""
+        """(name, bytes) of every weight that is allocated now, sorted."""
         allocs = (self.recording.allocations[number] for number in self._number.values())
         return sorted((allocation.name, allocation.nbytes) for allocation in allocs if allocation.category == "weight")
 
@@ -211,13 +211,13 @@ class Recorder(TorchDispatchMode):
 
 def _plain(leaves: list[Any]) -> list[Tensor]:
     """The tensors among the leaves; one that wraps others (as torchao's) as those."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
         wraps: bool = is_traceable_wrapper_subclass(leaf)
-        found += [tensor for _, tensor in quantise.stored_tensors("", leaf)] if wraps else [leaf]
-    return found
+        tensors += [tensor for _, tensor in quantise.stored_tensors("", leaf)] if wraps else [leaf]
+    return tensors
 
 
 def record_step(
@@ -348,15 +348,15 @@ def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None
     for name, tensor in named_tensors(model):
         recorder.label(tensor, "weight", name, place_of_name(name, places))
     recording = recorder.recording
-    made = [event if event >= 0 else ~event for event in recording.events]
+    numbers = [event if event >= 0 else ~event for event in recording.events]
     freed = {~event for event in recording.events if event < 0}
-    stay = [recording.allocations[number] for number in made if number not in freed]
+    stay = [recording.allocations[number] for number in numbers if number not in freed]
     assert all(allocation.name for allocation in stay), "what stays loaded is a weight"
-    recording.places[:] = [recording.allocations[number].place for number in made]
+    recording.places[:] = [recording.allocations[number].place for number in numbers]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every plain tensor a model is kept in, by full name."""
+    """(full name, tensor) of all plain tensors that hold a model's parameters and buffers."""
     for name, parameter in model.named_parameters():
         yield from quantise.stored_tensors(name, parameter)
     yield from model.named_buffers()

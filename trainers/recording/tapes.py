@@ -102,7 +102,7 @@ def full_run_lengths(name: str) -> tuple[int, ...]:
 
 
 def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
-    """Records one step variant."""
+    """Records a training step under one variant, as a tape."""
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
     recording = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older)
@@ -110,16 +110,16 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
 
 
 def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
-    """Records one sampling variant."""
+    """Records a denoising step under one variant, as a tape."""
     job, strategy = variant.records(profile)
-    known = profile.shape.batches
-    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if known else None)
+    batches = profile.shape.batches
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if batches else None)
     recording = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
     return _tape(profile, variant.name, recording, grid, sums, regime)
 
 
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
-    """Records one optimizer variant."""
+    """Records an optimizer's step under one variant, as a tape."""
     job, strategy = variant.records(profile)
     grid, sums, _ = prime_grid(profile, PRIMES["B"])  # a prime also of what is recorded at few batches
     recording = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
@@ -135,8 +135,8 @@ def _tape(
     regime: dict[str, int],
 ) -> Tape:
     kind = family(profile)
-    used = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
-    atoms = {atom: 1 if atom in regime else grid[atom] for atom in used} | sums
+    names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
+    atoms = {atom: 1 if atom in regime else grid[atom] for atom in names} | sums
     header = Header(
         profile.name,
         name,
@@ -149,12 +149,12 @@ def _tape(
 
 
 def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
-    """Every variant shipped for a model."""
+    """Every variant of step, sample and optimizer that is shipped for a model."""
     return itertools.chain(StepVariant.all(profile), SampleVariant.all(profile), OptimizerVariant.all(profile))
 
 
 def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> Tape:
-    """Records one variant of whatever kind."""
+    """Records a variant of any kind, as a tape."""
     if isinstance(variant, StepVariant):
         return step_tape(profile, variant)
     return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
@@ -178,7 +178,7 @@ def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
 
 
 def component_tape(profile: ModelProfile, component: Component) -> Tape:
-    """Records one of the tapes of what stands around a model."""
+    """Records one tape of a model's text encoder or VAE."""
     part, dtype, *image = component.variant.split("-")
     for encoder in profile.text_encoders:
         if encoder.folder == component.name:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """What one sample is made of and how. What is left out is random, or the pipeline's own."""
+    """What one sample is made from. A field that is None is drawn at random, or left to the pipeline."""
 
     prompt: Mapping[str, Tensor] | None = None
     """tensors that caching left of the caption"""
@@ -49,13 +49,13 @@ class SampleInputs:
 
 
 def shape_of(job: Job) -> ValidationShape:
-    """The shape of the sample that validation makes: the job's own where it says nothing else."""
-    own = job.shapes[0]
-    return job.validation or ValidationShape(frames=own.frames, height=own.height, width=own.width)
+    """The shape of validation's sample: the job's `validation`, else the first of its own shapes."""
+    shape = job.shapes[0]
+    return job.validation or ValidationShape(frames=shape.frames, height=shape.height, width=shape.width)
 
 
 def sampler_of(kind: Family, profile: ModelProfile) -> FamilyPipeline:
-    """How a family samples; a VplanError where it does not."""
+    """How a family makes samples. Raises a VplanError for a family that cannot."""
     sampler = kind.sampler()
     if sampler is None:
         fault = f"samples of {profile.name} need what a folder of clips does not have"
@@ -74,13 +74,13 @@ def scheduler(
     is_scheduler = inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)
     if not is_scheduler:
         raise VplanError(f"scheduler/ is {name!r}, which diffusers does not have", "download the model again")
-    own = {key: value for key, value in config.items() if not key.startswith("_")} if config else sampler.settings
+    settings = {key: value for key, value in config.items() if not key.startswith("_")} if config else sampler.settings
     shift = flow_shift(profile, shape.height, shape.width)
-    return kind.from_config(shifted(own, inspect.signature(kind).parameters, shift))
+    return kind.from_config(shifted(settings, inspect.signature(kind).parameters, shift))
 
 
 def guider(sampler: FamilyPipeline, job: Job, inputs: SampleInputs) -> dict[str, Any]:
-    """Guidance where it is a part of the pipeline."""
+    """The pipeline's guider component, by its name, for pipelines that take guidance in that form; else empty."""
     import diffusers
 
     if sampler.scale != "guider":
@@ -101,15 +101,17 @@ def pipeline(
 
     kind = getattr(diffusers, sampler.pipeline)
     parameters = inspect.signature(kind.__init__).parameters
-    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"]
+    required = [
+        name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"
+    ]
     parts["vae"].register_to_config(**{k: v for k, v in sampler.vae.items() if k not in parts["vae"].config})
     # All that a pipeline makes itself is to lie where the live models are, not where its first part waits.
-    own: dict[str, Any] = {"_execution_device": property(lambda _: device)}
+    attributes: dict[str, Any] = {"_execution_device": property(lambda _: device)}
     if embeds is not None:
         whole_batch = embeds[None].to(device)
-        own["encode_image"] = lambda *_: whole_batch
-    here = type(kind.__name__, (kind,), own)
-    built = here(**{**dict.fromkeys(needed), **models, **parts, **sampler.init})
+        attributes["encode_image"] = lambda *_: whole_batch
+    subclass = type(kind.__name__, (kind,), attributes)
+    built = subclass(**{**dict.fromkeys(required), **models, **parts, **sampler.init})
     built.set_progress_bar_config(disable=True)
     return built
 
@@ -117,7 +119,7 @@ def pipeline(
 def arguments(
     kind: Family, sampler: FamilyPipeline, job: Job, inputs: SampleInputs, shape: ValidationShape
 ) -> dict[str, Any]:
-    """What the pipeline is called with; more than it may take."""
+    """The arguments of the pipeline's call by name; possibly more than the pipeline takes (see `accepted`)."""
     assert inputs.prompt is not None
     prompt, empty = inputs.prompt, inputs.empty if inputs.empty is not None else inputs.prompt
     call: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
@@ -145,10 +147,10 @@ def random_prompt(kind: Family, job: Job, strategy: Strategy) -> dict[str, Tenso
     return {name: tensor if name in kind.shared else tensor[0] for name, tensor in batch.items()}
 
 
-def accepted(whole: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that a pipeline has, its tensors where it works."""
-    parameters = inspect.signature(type(whole).__call__).parameters
-    place = whole._execution_device
+def accepted(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that the pipeline's call takes, with tensors moved to its device."""
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    place = pipe._execution_device
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):  # of prompts (Z-Image), or of images
@@ -158,10 +160,10 @@ def accepted(whole: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     return {name: moved(value) for name, value in call.items() if name in parameters}
 
 
-def numbers(made: Any) -> numpy.ndarray[Any, Any]:
-    """(F, H, W, 3) of what a pipeline answers."""
+def numbers(output: Any) -> numpy.ndarray[Any, Any]:
+    """The frames (F, H, W, 3) of a pipeline's output."""
     import numpy
 
-    frames = made.frames if hasattr(made, "frames") else made.images
+    frames = output.frames if hasattr(output, "frames") else output.images
     stacked = numpy.asarray(frames)
     return stacked[0] if stacked.ndim == 5 else stacked

@@ -38,7 +38,7 @@ from trainers.data import parts
 from trainers.data.cache import CacheBuild, Setting
 from trainers.data.loader import read_entries
 from trainers.memory.out_of_memory import out_of_memory
-from trainers.parallel.parallel import Alone
+from trainers.parallel.parallel import LocalEngine
 from trainers.sampling import pipelines, validate
 from trainers.step.step import DTYPES
 
@@ -55,7 +55,7 @@ SCHEDULER = "scheduler/scheduler_config.json"
 
 
 class PreparedSample(NamedTuple):
-    """One sample to be made, as `prepare` left it: paths of files in the cache."""
+    """One sample to be made, as `prepare` listed it: the paths of its inputs in the cache."""
 
     name: str
     """the prompt, or where it is from"""
@@ -79,8 +79,8 @@ def prepare(request: Preparation, setting: Setting, dataset: Dataset | None) -> 
     pipelines.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
     assert request.validation is not None
     work = CacheBuild(setting)
-    own = [] if dataset is None else [dataset.samples[0].clip.caption]
-    captions = list(request.prompts) or own
+    first_caption = [] if dataset is None else [dataset.samples[0].clip.caption]
+    captions = list(request.prompts) or first_caption
     keys = {work.text_key(caption): caption for caption in ("", *captions)}
     work.encode("prompts", work.text_turns, keys)
     texts = [(caption, work.store.path(work.text_key(caption))) for caption in captions]
@@ -107,7 +107,7 @@ def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tupl
         raise VplanError(fault, "pass the folder with the clips, or leave out --validation-mode")
     clip_sample = dataset.samples[number % len(dataset.samples)]
     shape = pipelines.shape_of(job)
-    companions = work.beside(clip_sample)
+    companions = work.companions(clip_sample)
     source = companions.get("control", companions.get("reference", clip_sample.clip.path))
     indices = clip_sample.indices[:1]
     if "reference" in companions:
@@ -129,7 +129,7 @@ def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tupl
 
 
 class Samples:
-    """The samples of one run, made on its first rank."""
+    """Makes the validation samples of one run and writes them on its first rank."""
 
     def __init__(self, request: RunRequest, profile: ModelProfile, device: torch.device, rank: int) -> None:
         assert request.validation is not None
@@ -137,62 +137,64 @@ class Samples:
             request, request.validation, profile, device, rank,
         )  # fmt: skip
         self.folder = Path(request.output) / SAMPLES
-        self.prepared = [PreparedSample(**one) for one in read_json(Path(self.validation.prompts))["samples"]]
+        self.prepared = [PreparedSample(**entry) for entry in read_json(Path(self.validation.prompts))["samples"]]
 
-    def due(self, done: int) -> bool:
+    def due(self, step: int) -> bool:
         """Whether samples are made after ``done`` optimizer steps: every so many, and at the end."""
         every = self.validation.every
-        return done == self.request.steps or bool(every and done and done % every == 0)
+        return step == self.request.steps or bool(every and step and step % every == 0)
 
-    def missing(self, done: int) -> bool:
+    def missing(self, step: int) -> bool:
         """Whether they are due and not there; a run that was killed while it made them makes them again. The first
         rank looks for all: others may see a file of a shared folder later. All ranks call it together."""
-        return self.due(done) and self._any_rank(
-            f"missing after step {done}", self.rank == 0 and not self._path(done, len(self.prepared) - 1).is_file()
+        return self.due(step) and self._any_rank(
+            f"missing after step {step}", self.rank == 0 and not self._path(step, len(self.prepared) - 1).is_file()
         )
 
-    def make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    def make(self, engine: LocalEngine, step: int, tell: Callable[[dict[str, Any]], None]) -> None:
         """Makes the samples after ``done`` optimizer steps, when gradients are freed; ``tell`` gets lines of metrics.
 
         All ranks call it together. A sample that cannot be made is a note in the last line, and ends nothing.
         """
         if self.rank == 0 or engine.gathers:
             began = time.perf_counter()
-            made, note = self._make(engine, done, tell)
-            tell({"step": done, "samples": made, "note": note, "seconds": round(time.perf_counter() - began, 6)})
-        self._wait(done)
+            files, note = self._make(engine, step, tell)
+            tell({"step": step, "samples": files, "note": note, "seconds": round(time.perf_counter() - began, 6)})
+        self._wait(step)
 
-    def _make(self, engine: Alone, done: int, tell: Callable[[dict[str, Any]], None]) -> tuple[list[str], str | None]:
+    def _make(
+        self, engine: LocalEngine, step: int, tell: Callable[[dict[str, Any]], None]
+    ) -> tuple[list[str], str | None]:
         """The files that were made, and why not all of them were.
 
         Where all ranks have to denoise together, one that fails alone in the middle would leave the others waiting for
         it: that ends the run, like an error in a step. Before that they agree, and behind it the first one is alone.
         """
-        made: list[str] = []
+        files: list[str] = []
         for number, sample in enumerate(self.prepared):
-            turn = _Turn(self, engine, _turn_name(number, done)) if engine.gathers else None
+            turn = _Turn(self, engine, _turn_name(number, step)) if engine.gathers else None
             try:
-                tell({"step": done, "validating": number + 1, "of": len(self.prepared)})
+                tell({"step": step, "validating": number + 1, "of": len(self.prepared)})
                 frames = validate.sample(
                     engine.plain, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
                     self._inputs(sample, number), *((turn.phase, turn.split) if turn else ()),
                 )  # fmt: skip
                 if self.rank == 0:
-                    path = self._path(done, number)
+                    path = self._path(step, number)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write(frames, path, float(model_fps(self.profile) or 1))
-                    made.append(path.name)
+                    files.append(path.name)
             except (*FAILURES, torch._dynamo.exc.FailOnRecompileLimitHit) as error:  # the last is no RuntimeError
                 if turn and turn.together:  # the others wait in a gather for weights that this rank would not send
                     raise
                 if turn:
-                    turn.give_up(_turn_name(number + 1, done) if number + 1 < len(self.prepared) else None)
-                return made, _reason(error)
-        return made, None
+                    turn.give_up(_turn_name(number + 1, step) if number + 1 < len(self.prepared) else None)
+                return files, _reason(error)
+        return files, None
 
-    def _path(self, done: int, number: int) -> Path:
+    def _path(self, step: int, number: int) -> Path:
         kind = "mp4" if pipelines.shape_of(self.request.plan.job).frames > 1 else "png"
-        return self.folder / f"step-{done:08d}-{number}.{kind}"
+        return self.folder / f"step-{step:08d}-{number}.{kind}"
 
     def _inputs(self, sample: PreparedSample, number: int) -> pipelines.SampleInputs:
         """What a sample is made of, read from the cache and the model's folder when it is made."""
@@ -219,12 +221,12 @@ class Samples:
         """The frames of a picture that `_first_frame` wrote, where they lie below each other."""
         height = pipelines.shape_of(self.request.plan.job).height
         with Image.open(path) as image:
-            whole = image.convert("RGB")
-        return [whole.crop((0, top, whole.width, top + height)) for top in range(0, whole.height, height)]
+            strip = image.convert("RGB")
+        return [strip.crop((0, top, strip.width, top + height)) for top in range(0, strip.height, height)]
 
-    def _wait(self, done: int) -> None:
+    def _wait(self, step: int) -> None:
         """Ranks wait for the first one."""
-        self._any_rank(f"sampled after step {done}", False)
+        self._any_rank(f"sampled after step {step}", False)
 
     def _any_rank(self, question: str, vote: bool) -> bool:
         """Whether any rank votes yes on a question, which all ranks ask once.
@@ -243,7 +245,7 @@ class Samples:
 class _Turn:
     """One sample of a model that is split over ranks, as this rank sees it."""
 
-    def __init__(self, samples: Samples, engine: Alone, name: str) -> None:
+    def __init__(self, samples: Samples, engine: LocalEngine, name: str) -> None:
         self.samples, self.name = samples, name
         self.begun = self.ended = self.together = False
         """whether this rank has asked the others; whether one of them cannot go on; whether all are denoising"""
@@ -270,8 +272,8 @@ class _Turn:
         yield
 
 
-def _turn_name(number: int, done: int) -> str:
-    return f"sample {number} after step {done}"
+def _turn_name(number: int, step: int) -> str:
+    return f"sample {number} after step {step}"
 
 
 def _reason(error: BaseException) -> str:
@@ -295,14 +297,14 @@ def write(frames: numpy.ndarray[Any, Any], path: Path, fps: float) -> None:
 
 
 def write_image(pixels: clips.Pixels, path: Path) -> None:
-    """A picture (H, W, 3), whole or not at all."""
+    """Writes pixels (H, W, 3) as an image file, atomically."""
     partial = _partial_path(path)
     Image.fromarray(pixels).save(partial)
     _finish(partial, path)
 
 
 def write_video(pixels: clips.Pixels, path: Path, fps: float) -> None:
-    """A clip (F, H, W, 3), whole or not at all."""
+    """Writes pixels (F, H, W, 3) as a video file of `fps` frames per second, atomically."""
     partial = _partial_path(path)
     codec = next(name for name in CODECS if name in av.codecs_available)
     with av.open(str(partial), "w") as container:

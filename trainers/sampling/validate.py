@@ -99,7 +99,7 @@ def random_vae(profile: ModelProfile, strategy: Strategy) -> nn.Module:
 
 
 def with_settings(vae: nn.Module, strategy: Strategy) -> nn.Module:
-    """A VAE that works in tiles and slices as the strategy says."""
+    """Switches the VAE's tiling and slicing on as the strategy says; returns the VAE."""
     if strategy.vae_tiling:
         vae.enable_tiling()  # type: ignore[operator]  # diffusers' own method
     if strategy.vae_slicing:
@@ -121,11 +121,11 @@ class _Live:
         self.dtype = step.compute_dtype(strategy)
         self.before: Callable[[], None] = _nothing_to_do
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         self.before()
         self.turn()
         with step.autocast(self.strategy, self.device):
-            return self.model(*arguments, **named)
+            return self.model(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -220,20 +220,20 @@ class _WeightsAway:
 
     def __init__(self, model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
         self.model, self.profile, self.strategy, self.device = model, profile, strategy, device
-        self.gone: list[nn.Parameter] = []
+        self.moved: list[nn.Parameter] = []
 
     def leave(self) -> None:
         """Frees the device."""
         model = self.model.part(self.model.running) if isinstance(self.model, experts.Experts) else self.model
         waiting = swap.on_host(swap.swapped_blocks(model, self.profile, self.strategy))
-        self.gone = [weight for name, weight in model.named_parameters() if name not in waiting]
-        for weight in self.gone:
+        self.moved = [weight for name, weight in model.named_parameters() if name not in waiting]
+        for weight in self.moved:
             weight.data = weight.data.to("cpu")
         _empty_cache(self.device)
 
     def come_back(self) -> None:
         """Puts all that is away onto the device again."""
-        for weight in self.gone:
+        for weight in self.moved:
             weight.data = weight.data.to(self.device)
 
 

@@ -41,7 +41,7 @@ def ask_for(model: nn.Module, attention: str, device: torch.device) -> None:
 
 
 class Kernels(TorchDispatchMode):
-    """Notes which attention operators run."""
+    """A dispatch mode that notes which attention operators run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -55,5 +55,5 @@ class Kernels(TorchDispatchMode):
 
     @property
     def names(self) -> str:
-        """As ``cudnn+efficient``."""
+        """The kernels that ran, sorted: ``cudnn+efficient``; "unknown" when none was seen."""
         return "+".join(sorted(self.seen)) or "unknown"

@@ -52,7 +52,7 @@ class Experts(nn.Module):
         return self.part(self.running)(*arguments, **named)
 
     def part(self, which: str) -> nn.Module:
-        """One of them, by its noise."""
+        """The expert for "high" or "low" noise."""
         return self.get_submodule(PARTS[which])
 
     def send_idle(self, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
@@ -66,7 +66,8 @@ class Experts(nn.Module):
         self.waiting = to_host(list(self._moving("low")), device)
 
     def turn(self, which: str) -> None:
-        """Makes one of them the one that runs."""
+        """Makes the expert for "high" or "low" noise the one that runs, and swaps frozen weights with host RAM where
+        the other waits there."""
         if which == self.running:
             return
         if self.waiting:

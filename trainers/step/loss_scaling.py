@@ -44,15 +44,15 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The scaler's state for a checkpoint, with the number of skipped steps."""
         return {**super().state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
+        """Loads a state that `state_dict` gave."""
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "skipped"})
         self.skipped = state_dict["skipped"]
 
 
 def loss_scaler(job: Job, strategy: Strategy, device: torch.device) -> LossScaler | None:
-    """The scaler of a strategy whose loss is scaled."""
+    """A loss scaler for a strategy that needs one; None for others."""
     return LossScaler(device.type) if scales_loss(job, strategy) else None

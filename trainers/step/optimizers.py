@@ -15,7 +15,7 @@ WEIGHT_DECAY = 1e-2
 
 
 class StepFlags(TypedDict, total=False):
-    """How torch's AdamW steps."""
+    """The flags that choose how torch's AdamW steps (foreach, fused)."""
 
     foreach: bool
     fused: bool
@@ -52,32 +52,32 @@ class MuonAndAdamW:
             self.optimizers.append(torch.optim.AdamW(others, lr=learning_rate, weight_decay=WEIGHT_DECAY))
 
     def step(self) -> None:
-        """Steps the matrices, then the rest."""
+        """Steps the matrices (Muon), then all other parameters (AdamW)."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Frees the gradients, or fills them with zeros."""
+        """Clears all gradients: they become None, or zeros when `set_to_none` is false."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of both: what a learning rate is written into."""
+        """The parameter groups of both optimizers, for setting the learning rate."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, Muon's first."""
+        """The states of both optimizers for a checkpoint, Muon's first."""
         return {"both": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
+        """Loads a state that `state_dict` gave."""
         for optimizer, kept in zip(self.optimizers, state["both"], strict=True):
             take_up(optimizer, kept)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
-        """The states of all parameters, as one optimizer has them."""
+        """Parameter -> its optimizer state, over all parameters."""
         return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
 
 
@@ -97,7 +97,7 @@ class SteppedInBackward:
             parameter.register_post_accumulate_grad_hook(self.step_parameter)
 
     def step_parameter(self, parameter: torch.Tensor) -> None:
-        """Steps one parameter and frees its gradient."""
+        """Steps one parameter and frees its gradient; called during backward."""
         optimizer = self.optimizers[parameter]
         if parameter in self._taken_up:  # a swapped parameter was in host RAM then, and torch puts states beside it
             self._taken_up.remove(parameter)
@@ -114,18 +114,18 @@ class SteppedInBackward:
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, parameter by parameter in their order."""
+        """The states for a checkpoint, parameter by parameter in their order."""
         return {"each": [optimizer.state_dict() for optimizer in self.optimizers.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
+        """Loads a state that `state_dict` gave."""
         for optimizer, kept in zip(self.optimizers.values(), state["each"], strict=True):
             take_up(optimizer, kept)
         self._taken_up = set(self.optimizers)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
-        """The states of all parameters, as one optimizer has them."""
+        """Parameter -> its optimizer state, over all parameters."""
         return {parameter: optimizer.state[parameter] for parameter, optimizer in self.optimizers.items()}
 
 
@@ -156,15 +156,15 @@ class OverMasters:
                 parameter.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a step leaves no gradients."""
+        """Does nothing: the step has already freed the gradients."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer over the masters."""
+        """The parameter groups of the optimizer over the fp32 masters, for setting the learning rate."""
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the states, and the masters where they are not the parameters themselves."""
+        """The optimizer's states for a checkpoint, and the masters that are copies of parameters."""
         copies = [None if master is parameter else master.detach() for parameter, master in self.masters.items()]
         return {"masters": copies, "over_masters": self.optimizer.state_dict()}
 
@@ -178,7 +178,7 @@ class OverMasters:
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
-        """The states, by the parameters they belong to."""
+        """Parameter (not master) -> its optimizer state."""
         return {parameter: self.optimizer.state[master] for parameter, master in self.masters.items()}
 
 
@@ -233,13 +233,13 @@ class OnHost:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps over the gradients that were taken, and copies the weights back."""
+        """Steps in host RAM with the gradients that were copied there, and copies the weights back to the GPU."""
         self.optimizer.step()
         for parameter, host in self.hosts.items():
             parameter.copy_(host, non_blocking=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; their host RAM is taken again."""
+        """Clears the gradients; their buffers in host RAM are reused."""
         for host in self.hosts.values():
             host.grad = None
         if self._sending is not None:  # the weights have left before the next gradients come
@@ -247,7 +247,7 @@ class OnHost:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer on the host."""
+        """The parameter groups of the optimizer in host RAM, for setting the learning rate."""
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,12 +255,12 @@ class OnHost:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
+        """Loads a state that `state_dict` gave."""
         take_up(self.optimizer, state)
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, object]]:
-        """The states, by the parameters they belong to."""
+        """Parameter (on the GPU) -> its optimizer state in host RAM."""
         return {parameter: self.optimizer.state[host] for parameter, host in self.hosts.items()}
 
 
@@ -303,7 +303,7 @@ def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
 
 
 def make_optimizer(trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4) -> Optimizer:
-    """The optimizer a strategy names over the trained parameters."""
+    """The optimizer that a strategy asks for, over the trained parameters by name."""
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):  # DeepSpeed keeps its own
         return OverMasters(trainable.values(), strategy, learning_rate)
     if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:  # which have their own

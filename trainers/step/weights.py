@@ -68,7 +68,7 @@ class Weights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """The names of all tensors in the weight files."""
         return frozenset(self._where)
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ def _published(name: str) -> str:
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Tables that are part of the published weights, by name."""
+    """The buffers of a model that published weights contain, by full name."""
     tables = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

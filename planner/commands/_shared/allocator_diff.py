@@ -30,7 +30,8 @@ WORDS = {
 
 
 def differences(path: str, least: int, as_json: bool) -> int:
-    """Compares one history with its plan's tape, and tells."""
+    """Compares a recorded allocator history with its plan's tape and prints the answer; returns the exit code.
+    ``least``: bytes below which events are left out."""
     history = read_history(path)
     found = list(compare(history, least))
     recorded = laid_out(history.plan).facts.step.versions.get("torch", "unknown")

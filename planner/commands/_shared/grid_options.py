@@ -38,7 +38,7 @@ FAULTS = ("crash", "timeout")
 
 @dataclass(frozen=True, kw_only=True)
 class GridOptions:
-    """What was typed."""
+    """The options of a command that measures a grid, as typed."""
 
     grid: str
     output: str | None
@@ -49,7 +49,7 @@ class GridOptions:
     time_limit: int
 
     def check(self) -> None:
-        """Raises a VplanError for words that do not go together."""
+        """Raises a VplanError for options that do not go together."""
         if self.output is None and not self.dry_run:
             raise VplanError("--grid needs an output file", "pass -o ROWS.jsonl", USAGE)
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
@@ -60,7 +60,7 @@ class GridOptions:
 
 
 class Where(NamedTuple):
-    """On what the grid is measured."""
+    """The machine, device and runner that a grid is measured on."""
 
     runner: Runner
     machine: Machine
@@ -87,7 +87,7 @@ class Campaign:
     """seconds over what was expected, of the plans of this run"""
 
     def plan(self) -> list[Candidate]:
-        """What is left of the grid, in its order."""
+        """Reads the grid and returns the plans that are still to be measured, in the grid's order."""
         entries = read_grid(self.asked.grid)
         arguments = entries, self.where.machine, self.where.host_ram, self.where.device == "cpu"
         numbers = [str(number) for number in range(len(entries))]
@@ -105,7 +105,7 @@ class Campaign:
         return self.left
 
     def run(self) -> None:
-        """Measures one plan after another, as long as there is time."""
+        """Measures the remaining plans one after another, as long as the time limit allows the next."""
         grid = Path(self.asked.grid).stem
         ledger, total = Ledger(default_path()), len(self.left)
         for number, each in enumerate(tuple(self.left), start=1):
@@ -148,7 +148,7 @@ class Campaign:
 
     @property
     def pace(self) -> float:
-        """What plans take here over what was expected, from those of this run."""
+        """The median of measured over expected seconds, over the plans of this run; 1 before the first."""
         return statistics.median(self._paces) if self._paces else 1.0
 
     @property
@@ -165,7 +165,7 @@ class Campaign:
         return words if needed <= limit else f"{words}; time limit in {format_seconds(limit)}"
 
     def answer(self) -> dict[str, Any]:
-        """The JSON of a run."""
+        """The answer as `--json` prints it: outcomes, what is left, and why plans were refused."""
         outcomes: dict[str, int] = {}
         for row in self.rows:
             outcomes[row.measured.outcome] = outcomes.get(row.measured.outcome, 0) + 1
@@ -197,7 +197,7 @@ def _check_names(found: Sequence[Candidate]) -> None:
 
 
 def measure(asked: GridOptions, where: Where, as_json: bool) -> int:
-    """Runs a grid and tells; the exit code."""
+    """Measures a grid and prints the answer; returns the exit code."""
     campaign = Campaign(asked, where)
     campaign.plan()
     if not asked.dry_run:

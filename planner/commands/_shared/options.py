@@ -48,7 +48,7 @@ class FieldOption(click.Option):
             )
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The two columns of the help page."""
+        """The option's flags and help text, for click's help page: the field's documentation, values and default."""
         words = [_docs(self.record).get(self.field, "")]
         if self.values and self.metavar == "NAME":
             words.append(f"[one of: {', '.join(self.values)}]")

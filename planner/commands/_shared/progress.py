@@ -19,7 +19,7 @@ COLUMNS = ("probe", "plan", ">estimated", ">measured GiB", ">s/step", "outcome")
 
 
 class Progress:
-    """What a search shows on stderr while it runs."""
+    """The progress of a search by probes, shown on stderr while it runs."""
 
     def __init__(self, study: str, storage: str) -> None:
         from rich.console import Console
@@ -42,7 +42,7 @@ class Progress:
             self._live.stop()
 
     def show(self, tuning: Tuning, now: str) -> None:
-        """The probes so far, and what happens now."""
+        """Shows the probes so far and, as `now`, what happens at the moment."""
         rows = [_cells(tuning, number, trial) for number, trial in enumerate(tuning.study.trials(), start=1)]
         if self._live:
             self._live.update(_page(rows, tuning, now), refresh=True)

@@ -31,7 +31,7 @@ BAR_WIDTH = 48
 
 
 def counted(machine: Machine) -> str:
-    """How many of a card there are, in words before its name; nothing where there is one."""
+    """The number of cards in words, to stand before the card's name: "2 nodes of 8 x "; empty for one card."""
     nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
     return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
 
@@ -74,7 +74,7 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
 
 
 def verdict_line(found: Estimate) -> Text:
-    """One line: the verdict, the need, the budget, how sure."""
+    """The verdict, the need, the budget and the basis of an estimate, in one line."""
     from rich.text import Text
 
     word, style = VERDICTS[found.verdict]
@@ -90,7 +90,7 @@ def verdict_line(found: Estimate) -> Text:
 
 
 def print_estimate(console: Console, found: Estimate) -> None:
-    """Verdict, bar, phases, breakdown and the rest of one estimate."""
+    """Prints one estimate: verdict, bar, phases, breakdown and the rest."""
     console.print(verdict_line(found))
     console.print(bar(console, found))
     console.print(f"peak: {found.peak.phase}, {found.peak.moment}")
@@ -115,7 +115,7 @@ def _step(found: Estimate) -> str:
 
 
 def bar(console: Console, found: Estimate) -> Text:
-    """The need against the budget."""
+    """A bar of the device memory that is needed, against the budget."""
     return memory_bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1])
 
 
@@ -179,12 +179,12 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
 
 
 def runners_up(plans: Iterable[Estimate]) -> Table:
-    """A line for each plan that is not the first choice."""
+    """A table with one line for each plan that was not chosen."""
     return table(("runners-up", "verdict", ">GiB", ">s/step", ">host RAM GiB"), map(_plan_row, plans))
 
 
 def typed_out(switches: Iterable[Switch]) -> str:
-    """The flags that `vplan estimate` takes for the same plan."""
+    """The options that give `vplan estimate` the same plan, as one string."""
     return " ".join(_flag(switch) for switch in switches)
 
 
@@ -231,7 +231,7 @@ def _need(found: Estimate) -> str:
 
 
 class TableRow:
-    """One line of an answer for many models or many cards."""
+    """One line of an answer for many models or many cards: a plan, or the reason why there is none."""
 
     def __init__(self, name: str, plan: Estimate | None, reason: str, considered: int) -> None:
         self.name = name
@@ -240,13 +240,13 @@ class TableRow:
         self.considered = considered
 
     def to_json(self, kind: str) -> dict[str, object]:
-        """The object of DESIGN section 9."""
+        """The line as `vplan suggest --json` prints it. ``kind``: "models" or "cards"."""
         plan = self.plan.to_json() if self.plan else None
         return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None}
 
 
 def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
-    """One line for each model or card."""
+    """Prints a first line, then a table with one line for each model or card."""
     console.print(first)
     console.print()
     name = "model" if kind == "models" else "card"

@@ -39,7 +39,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class TypedQuestion:
-    """What was typed, and what the plan file says where nothing was typed; nothing is looked up yet."""
+    """The options as typed, completed by the plan file; no model or card is looked up yet."""
 
     job: Mapping[str, Any]
     strategy: Mapping[str, Any]
@@ -52,17 +52,17 @@ class TypedQuestion:
 
     @property
     def model(self) -> str | None:
-        """The model's name as typed."""
+        """The model's name as typed; None when there is none."""
         return self.job.get("model")
 
     @property
     def trainer(self) -> str:
-        """Who trains: the plan's word, else we do."""
+        """The trainer whose memory terms apply: the plan file's, else `vplan`."""
         return self.plan.trainer if self.plan else "vplan"
 
     @property
     def gpu(self) -> str | None:
-        """The card as typed, `2x4090` included."""
+        """The card as typed, such as `2x4090`; None when there is none."""
         return self.machine.get("gpu")
 
     def settle(self, *, model: str | None = None, gpu: str | None = None) -> Question:

@@ -62,7 +62,7 @@ class Follower:
         self._bar.stop()
 
     def tick(self) -> None:
-        """Takes in what was written since the last call."""
+        """Reads the metrics that were written since the last call."""
         for line in self._new_lines():
             numbers = json.loads(line)
             if "loss" not in numbers and numbers["step"] >= self.done:
@@ -127,7 +127,7 @@ class Follower:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median of the latest steps."""
+        """The median seconds of the latest steps; None before the first."""
         return statistics.median(self._seconds) if self._seconds else None
 
     def _words(self, line: dict[str, Any]) -> str:
@@ -161,7 +161,7 @@ class Preparing:
         self._bar.stop()
 
     def tick(self) -> None:
-        """Takes in how far the worker is."""
+        """Reads how far the worker is and shows it."""
         told = read_json(self.folder / result_file(0))
         if "doing" not in told:
             return
@@ -174,7 +174,8 @@ class Preparing:
         self._bar.update(self._task, completed=told["done"])
 
     def notes(self) -> list[str]:
-        """What the worker said of the data: what was left out and why, and what happened to the rest."""
+        """What the worker reported about the data, in words: samples that were skipped and why, and what was done to
+        the others."""
         told = read_json(self.folder / result_file(0))
         left = [*told.get("skipped", ()), *told.get("broken", ())]
         found = [f"skipped: {fault}" for fault in left[:NAMED]]

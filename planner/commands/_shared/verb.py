@@ -49,7 +49,7 @@ class FiniteRange(click.FloatRange):
     """A number in a range. Click lets nan through any, which is neither smaller nor larger, and inf where no end is."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number, or click's own error."""
+        """The value as a finite number within the range; click's usage error otherwise."""
         found = super().convert(value, param, ctx)
         if not math.isfinite(found):
             self.fail(f"{found} is not in the range {self._describe_range()}.", param, ctx)
@@ -57,12 +57,12 @@ class FiniteRange(click.FloatRange):
 
 
 def examples(*lines: str) -> str:
-    """An epilog of command lines that click does not wrap."""
+    """The epilog of a help page with example command lines, which click does not wrap."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def json_option(function: Function) -> Function:
-    """Adds `--json`; the command gets `as_json: bool`."""
+    """A decorator that adds the option `--json`; the command gets `as_json: bool`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
 
 
@@ -92,7 +92,7 @@ def report_option(function: Function) -> Function:
 
 
 def typed_line(*more: str) -> str:
-    """What was typed, with more words behind it, for a shell."""
+    """The command line as typed, with more words at its end, quoted for a shell."""
     context = click.get_current_context(silent=True)
     words = context.find_root().obj if context else None
     return shlex.join(["vplan", *(words or ()), *more])
@@ -112,7 +112,7 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
 
 
 def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:
-    """Put the answer on stdout: as JSON, or as `render` prints it."""
+    """Prints the answer on stdout: as JSON, or as `render` prints it."""
     if as_json:
         # NaN and Infinity are not JSON; a command that has no number says null.
         click.echo(json.dumps(answer, indent=2, allow_nan=False))
@@ -137,7 +137,8 @@ def answer_console() -> Console:
 
 @contextlib.contextmanager
 def stoppable(kept: Callable[[], str]) -> Iterator[None]:
-    """Long work that Ctrl-C may end: then a line on stderr says what is kept."""
+    """A context for long work that Ctrl-C may end: on KeyboardInterrupt it prints "stopped:" with what ``kept`` returns
+    on stderr, and raises it again."""
     try:
         yield
     except KeyboardInterrupt:
@@ -146,7 +147,7 @@ def stoppable(kept: Callable[[], str]) -> Iterator[None]:
 
 
 def talk() -> Console:
-    """Where what is said meanwhile goes: stderr, as wide as an answer."""
+    """The console for everything but the answer: stderr, as wide as an answer."""
     from rich.console import Console
 
     wide = None if sys.stderr.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH

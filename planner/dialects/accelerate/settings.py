@@ -175,7 +175,7 @@ def _compile_write(fields: Fields) -> Settings:
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
-    """accelerate.yaml, deepspeed.json where an engine of it is asked for, and launch.sh, which starts a script."""
+    """name -> text of accelerate.yaml, deepspeed.json where DeepSpeed is used, and launch.sh, which starts a script."""
     carries = config_text.fields_by_setting(DIALECT, settings, CARRIES)
     config = config_text.tree(settings, "config:")
     texts: dict[str, str] = {}
@@ -221,7 +221,7 @@ def _json(settings: Settings) -> dict[str, Any]:
 
 _ADAPTERS = ("lora_rank", "lora_targets", "lora_dropout", "adapter_dtype")
 
-_SAID = ("text_encoder", "vae")
+_ALWAYS_LISTED = ("text_encoder", "vae")
 """What scripts do differently enough that it is said at its default too. So is `gradient_as_bucket_view` under DDP:
 torch's default is a copy (accelerate.DistributedDataParallelKwargs)."""
 
@@ -241,7 +241,7 @@ def left_to_the_script(plan: Plan) -> dict[str, object]:
             usual = formats.get(name, info.get_default() if not info.is_required() else None)
             if name in bound or (plan.job.method == "full" and name in _ADAPTERS):
                 continue
-            always = name in _SAID or (name == "grad_buckets" and plan.strategy.sharding == "ddp")
+            always = name in _ALWAYS_LISTED or (name == "grad_buckets" and plan.strategy.sharding == "ddp")
             if always or value not in (usual, ()):
                 left[f"{title}.{name}"] = value
     return left

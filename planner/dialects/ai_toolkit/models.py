@@ -44,7 +44,8 @@ NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_
 
 
 def model_of(settings: Settings) -> Fields:
-    """The model that the settings mean, and its expert."""
+    """The fields `model`, `experts` and `inactive_expert` that the settings mean. Raises a VplanError for an unknown
+    model."""
     arch = str(settings.get(f"{MODEL}arch") or "").partition(":")[0]
     path = settings.get(f"{MODEL}name_or_path")
     candidates = [name for name, (known, _) in ARCHES.items() if known == arch]
@@ -76,7 +77,8 @@ def version_of(settings: Settings, fields: Fields) -> str:
 
 
 def write_model(fields: Fields) -> Settings:
-    """What names a model, or an InexpressibleError."""
+    """The settings that name a model and its experts. Raises an InexpressibleError for a model that the trainer does
+    not have."""
     model = fields["model"]
     if model not in ARCHES:
         why = f"of the known models it trains {', '.join(ARCHES)}"
@@ -107,7 +109,7 @@ def write_model(fields: Fields) -> Settings:
 
 
 def shape_of(settings: Settings) -> Fields:
-    """The samples' shapes."""
+    """The fields of the samples' shapes (frames, height, width, batch, buckets) that the settings mean."""
     frames = integer(settings.get(f"{DATA}num_frames", 1), "num_frames")
     step = lookup.model(model_of(settings)["model"]).shape.size_multiple  # buckets are made of multiples
     sides = [integer(side, "resolution") for side in as_list(settings.get(f"{DATA}resolution") or 512)]
@@ -119,7 +121,8 @@ def shape_of(settings: Settings) -> Fields:
 
 
 def write_shape(fields: Fields) -> Settings:
-    """What says the samples' shapes, or an InexpressibleError."""
+    """The settings for the samples' shapes. Raises an InexpressibleError for buckets or sizes that the trainer cannot
+    be told."""
     buckets = fields["buckets"]
     if buckets:
         why = "resolutions are a list of sides"
@@ -155,7 +158,8 @@ def validation_of(settings: Settings) -> Fields:
 
 
 def write_validation(fields: Fields) -> Settings:
-    """What says whether and of which shape samples are made, or an InexpressibleError."""
+    """The settings for validation samples and their shape. Raises an InexpressibleError for what the trainer cannot be
+    told."""
     mode, shape = fields["validation_mode"], fields["validation"]
     trained = ValidationShape.read({name: fields[name] for name in ("frames", "height", "width")})
     if mode == "off":

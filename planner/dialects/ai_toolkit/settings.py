@@ -265,7 +265,7 @@ _DEFAULTS: Settings = {f"{TRAIN}gradient_checkpointing": True}
 
 
 def read_script(script: Script) -> Invocation | None:
-    """`python run.py FILE`, or that file itself."""
+    """The settings of `python run.py FILE`, or of such a config file itself; None for another trainer's script."""
     config, notes = script.config, list(script.notes)
     allocator: Settings = {}
     if config is None:
@@ -295,7 +295,7 @@ def _is_read(key: str) -> bool:
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    """What does nothing, or nothing any more."""
+    """The given settings that have no effect, or no longer have one, each with the reason."""
     if f"{MODEL}auto_memory" in settings:
         yield Remark("model.auto_memory", f"it is layer_offloading now ({AT} toolkit/config_modules.py)")
     single = lookup.model(fields["model"]).experts == 1  # of two it moves the one that does not run
@@ -304,7 +304,7 @@ def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    """What it does without being asked."""
+    """What the trainer does that the settings do not say, in words, with the source."""
     yield "resolutions are areas: priced as squares"
     if note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
         yield note

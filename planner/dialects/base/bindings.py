@@ -33,14 +33,14 @@ EDIT = "edit:"
 
 
 class Remark(NamedTuple):
-    """One flag or key and what there is to say about it."""
+    """A flag or key, and a remark about it."""
 
     flag: str
     why: str
 
 
 class UnsupportedValue(NamedTuple):
-    """A field's value that a trainer has no word for, and what it does instead."""
+    """A field's value that a trainer has no setting for, and the value that it uses instead."""
 
     field: str
     value: object
@@ -49,12 +49,12 @@ class UnsupportedValue(NamedTuple):
 
     @property
     def message(self) -> str:
-        """In words: "sharding zero-3: it has no ..., always ddp"."""
+        """The field, its value and the reason in words: "sharding zero-3: it has no ..., always ddp"."""
         return f"{self.field} {quoted(self.value)}: {self.why}"
 
 
 class InexpressibleError(ValueError):
-    """Raised by a binding's `write` for values it cannot say."""
+    """Raised when a trainer's settings cannot express some values of fields; `values` names them all."""
 
     def __init__(self, *values: UnsupportedValue) -> None:
         super().__init__("; ".join(value.message for value in values))
@@ -62,13 +62,13 @@ class InexpressibleError(ValueError):
 
 
 def identity(value: Any) -> Any:
-    """What is written alike in both."""
+    """The value itself: for a setting that is written as the field is."""
     return value
 
 
 @dataclass(frozen=True)
 class Value:
-    """One field that one setting holds."""
+    """A binding of one field to one setting."""
 
     field: str
     setting: str
@@ -82,31 +82,33 @@ class Value:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The field."""
+        """The name of the bound field, in a tuple."""
         return (self.field,)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The setting."""
+        """The name of the bound setting, in a tuple."""
         return (self.setting,)
 
     def to_fields(self, settings: Settings) -> Fields:
-        """The field, as the settings have it."""
+        """The field's value by the settings; the trainer's default where the setting is absent. Raises a VplanError for
+        a value that means nothing."""
         return {self.field: self.read(settings[self.setting]) if self.setting in settings else self.default}
 
     def to_settings(self, fields: Fields) -> Settings:
-        """The setting, always written unless it is the default."""
+        """The setting for the field's value; none where that is the trainer's default. Raises an InexpressibleError for
+        a value it cannot hold."""
         value = fields[self.field]
         return {} if value == self.default else {self.setting: self.write(value)}
 
     def capabilities(self) -> dict[str, str]:
-        """What of each field it can say, in words."""
+        """Field -> which of its values the binding can express, in words."""
         return {self.field: self.setting}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Fields whose few values (or combinations of values) are said by flags that are there or not."""
+    """A binding of fields with few values (or combinations of values) to flags that are present or absent."""
 
     field: str | tuple[str, ...]
     rows: Mapping[Any, Settings]
@@ -117,16 +119,17 @@ class Choice:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields."""
+        """The names of the bound fields."""
         return self.field if isinstance(self.field, tuple) else (self.field,)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Every setting of any row."""
+        """The names of the settings that occur in any row."""
         return tuple(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     def to_fields(self, settings: Settings) -> Fields:
-        """The values of the row that is given in full, the longest if several are."""
+        """The values of the row whose settings are all present, the longest if several match. Raises a VplanError when
+        none does."""
         matching = [key for key, row in self.rows.items() if all(settings.get(name) == row[name] for name in row)]
         if not matching:
             present = ", ".join(
@@ -139,7 +142,8 @@ class Choice:
         return self._values(max(reversed(matching), key=lambda key: len(self.rows[key])))
 
     def to_settings(self, fields: Fields) -> Settings:
-        """What says the values."""
+        """The settings of the row for these values. Raises an InexpressibleError with the nearest row's values when
+        there is none."""
         values = tuple(fields[name] for name in self.fields)
         for key, row in self.rows.items():
             if tuple(self._values(key).values()) == values:
@@ -150,7 +154,7 @@ class Choice:
         raise InexpressibleError(*(UnsupportedValue(name, fields[name], instead[name], self.why) for name in different))
 
     def capabilities(self) -> dict[str, str]:
-        """What of each field it can say, in words."""
+        """Field -> which of its values the binding can express, in words."""
         values = [self._values(key) for key, row in self.rows.items() if not any(map(is_edit, row))]
         return {name: ", ".join(dict.fromkeys(str(value[name]) for value in values)) for name in self.fields}
 
@@ -164,7 +168,7 @@ def _alike(a: Sequence[object], b: Sequence[object]) -> int:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A field that is always the same in this trainer."""
+    """A binding of a field that always has the same value in this trainer."""
 
     field: str
     value: Any
@@ -173,30 +177,30 @@ class Fixed:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The field."""
+        """The name of the bound field, in a tuple."""
         return (self.field,)
 
     settings: tuple[str, ...] = ()
 
     def to_fields(self, settings: Settings) -> Fields:
-        """The value."""
+        """The field with its fixed value, whatever the settings."""
         return {self.field: self.value}
 
     def to_settings(self, fields: Fields) -> Settings:
-        """Nothing, if the value is the one, or any where there is no word for it."""
+        """No settings. Raises an InexpressibleError for another value; a fixed value of None accepts any."""
         if self.value is not None and fields[self.field] != self.value:
             why = self.why or f"it is always {self.value}"
             raise InexpressibleError(UnsupportedValue(self.field, fields[self.field], self.value, why))
         return {}
 
     def capabilities(self) -> dict[str, str]:
-        """What of each field it can say, in words."""
+        """Field -> which of its values the binding can express, in words."""
         return {self.field: f"always {self.value}"}
 
 
 @dataclass(frozen=True)
 class FunctionPair:
-    """What is not one to one: a pair of functions, inverse to each other over what they can say."""
+    """A binding that is not one to one: two functions, inverse to each other over what they can express."""
 
     fields: tuple[str, ...]
     settings: tuple[str, ...]
@@ -207,7 +211,7 @@ class FunctionPair:
     """field -> what of it can be said"""
 
     def capabilities(self) -> dict[str, str]:
-        """What of each field it can say, in words."""
+        """Field -> which of its values the binding can express, in words."""
         return {name: self.words[name] for name in self.fields}
 
 
@@ -216,8 +220,8 @@ Binding = Value | Choice | Fixed | FunctionPair
 
 @dataclass(frozen=True)
 class When:
-    """A binding that holds for some values of another field, which an earlier binding says; its fields are left at our
-    defaults otherwise (the rank of adapters that are not there)."""
+    """A binding that applies for some values of another field, which an earlier entry binds. Otherwise its fields stay
+    at our defaults (the rank of adapters, without adapters)."""
 
     field: str
     values: frozenset[Any]
@@ -230,7 +234,8 @@ def _binding(entry: Binding | When) -> Binding:
 
 @dataclass(frozen=True)
 class Move:
-    """A change that saves memory, to be tried: fields to new values. Its words are what its bindings write anew."""
+    """A change to try that saves memory: fields and their new values. Its settings are those that its bindings
+    write."""
 
     changes: Mapping[str, Any]
     cost: str = ""
@@ -248,11 +253,12 @@ class Move:
 
     @property
     def counts(self) -> bool:
-        """Whether there are several values to try."""
+        """Whether the move has several values to try, and not one."""
         return bool(self.values or self.by_fields)
 
     def steps(self, fields: Fields) -> tuple[Mapping[str, Any], ...]:
-        """What to try in turn, the mildest first; of most moves one."""
+        """The changes to try in turn, the mildest first, as fields and new values; most moves have one. ``fields``: the
+        values now."""
         if self.by_fields is not None:
             return self.by_fields(fields)
         return tuple(dict.fromkeys(self.changes, value) for value in self.values) or (self.changes,)
@@ -260,7 +266,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Invocation:
-    """What somebody gave one trainer."""
+    """What a trainer was started with: its settings, and flags that it does not have."""
 
     trainer: str
     settings: Settings
@@ -273,7 +279,7 @@ class Invocation:
 
 @dataclass(frozen=True)
 class Translation:
-    """What a trainer's words mean in ours."""
+    """A trainer's settings translated into fields of job, strategy and machine."""
 
     job: Fields
     strategy: Fields
@@ -332,17 +338,18 @@ class Dialect:
 
     @property
     def bindings(self) -> list[Binding]:
-        """The entries without their conditions."""
+        """The bindings of all entries, without their conditions."""
         return [_binding(entry) for entry in self.entries]
 
 
 def is_edit(setting: str) -> bool:
-    """Whether a setting is a change of the trainer's code."""
+    """Whether a setting stands for a change to the trainer's code."""
     return setting.startswith(EDIT)
 
 
 def read(dialect: Dialect, invocation: Invocation) -> Translation:
-    """The job, strategy and machine of what was given."""
+    """Translates an invocation into fields of job, strategy and machine, with notes and settings that have no effect.
+    Raises a VplanError for settings that mean nothing."""
     fields: Fields = {}
     for entry in dialect.entries:
         if isinstance(entry, When):
@@ -379,6 +386,7 @@ def write(dialect: Dialect, fields: Fields) -> Settings:
         except InexpressibleError as error:
             unsupported += error.values
             continue
+        # A line to add to the trainer's code is a fix that `check` may name, but no command can carry it.
         if any(map(is_edit, words)):
             instead = entry.to_fields({})
             why = "it has no option for that; it takes a code change"
@@ -393,7 +401,8 @@ def write(dialect: Dialect, fields: Fields) -> Settings:
 
 
 def nearest(dialect: Dialect, fields: Fields) -> Fields:
-    """The nearest fields that the trainer can express: what it cannot say replaced by what it does instead."""
+    """The nearest fields that the trainer can express: every unsupported value is replaced by what the trainer uses
+    instead."""
     for _ in range(len(dialect.entries)):  # one thing instead of another may be what a second binding cannot say
         try:
             write(dialect, fields)
@@ -404,7 +413,7 @@ def nearest(dialect: Dialect, fields: Fields) -> Fields:
 
 
 def capabilities(dialect: Dialect) -> dict[str, str]:
-    """Field -> what of it the trainer can be told, in words."""
+    """Field -> which of its values the trainer can express, in words."""
     words: dict[str, str] = {}
     for binding in dialect.bindings:
         words |= binding.capabilities()

@@ -75,7 +75,7 @@ def _whose(field: str) -> str:
 
 
 def comments(fields: Mapping[str, tuple[str, ...]], prefix: str) -> dict[str, str]:
-    """The comments of one file, by key."""
+    """The comments of one file: key -> the Plan fields that it carries. ``prefix``: that file's settings."""
     return {
         name.removeprefix(prefix).replace("[0]", ""): ", ".join(carried)
         for name, carried in fields.items()
@@ -88,7 +88,8 @@ _UNREADABLE = re.compile("[^ -~\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufff
 
 
 def yaml(value: Mapping[str, Any], comments: Comments, head: str) -> str:
-    """A YAML file. Scalars are JSON's, which YAML 1.2 and PyYAML read alike."""
+    """The text of a YAML file, with scalars as in JSON, which YAML 1.2 and PyYAML read alike. ``comments``: behind
+    keys; ``head``: comment lines at the top."""
     return "".join(f"# {line}\n" for line in head.splitlines()) + "\n".join(_yaml(value, comments, "", "")) + "\n"
 
 
@@ -119,7 +120,8 @@ def _scalar(value: Any) -> str:
 
 
 def toml(value: Mapping[str, Any], comments: Comments, head: str) -> str:
-    """A TOML file: plain keys first, then the tables."""
+    """The text of a TOML file: plain keys first, then the tables. ``comments``: behind keys; ``head``: comment lines at
+    the top."""
     return "".join(f"# {line}\n" for line in head.splitlines()) + "\n".join(_toml(value, comments, "")) + "\n"
 
 

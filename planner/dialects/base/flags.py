@@ -23,7 +23,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1_000)]
 
 
 class Flag(Record):
-    """One flag of a script, or one key of a config file."""
+    """One flag of a trainer's script, or one key of its config file."""
 
     name: Text
     """with its dashes (`--num_frames`), or as a path of keys (`model.dtype`, `directory[].path`)"""
@@ -50,7 +50,7 @@ class Flag(Record):
 
 
 class Parsed(NamedTuple):
-    """What a command line or a config file says to one script."""
+    """The flags of a command line or the keys of a config file, parsed for one script."""
 
     values: dict[str, Any]
     """flag -> value, of those that were given; a repeated flag's last value, as argparse does it"""
@@ -61,7 +61,7 @@ class Parsed(NamedTuple):
 
 
 class EntryPoint(NamedTuple):
-    """One entry point of a trainer, or one kind of its config files."""
+    """One script of a trainer, or one kind of its config files, with all its flags or keys."""
 
     trainer: str
     source: str
@@ -120,7 +120,7 @@ class EntryPoint(NamedTuple):
         return any((flag := self.flags.get(table)) and flag.type == "dict" for table in tables)
 
     def default(self, name: str) -> Any:
-        """What a flag is when it is not given. A VplanError for a name this script has not."""
+        """The default value of a flag or key. Raises a VplanError for a name that this script does not have."""
         if name not in self.flags:
             fix = did_you_mean(name, self.flags, f"{self.path} has {len(self.flags)} flags")
             raise VplanError(f"{self.path} has no {quoted(name)}", fix)
@@ -144,6 +144,7 @@ def _known_parser(trainer: str, path: str) -> argparse.ArgumentParser:
 
 
 def _parser(script: EntryPoint) -> argparse.ArgumentParser:
+    # SUPPRESS leaves out what was not typed: a default must not count as a setting.
     parser = _Parser(prog=PurePosixPath(script.path).name, add_help=False, argument_default=argparse.SUPPRESS)
     for flag in script.flags.values():
         names = (flag.name, *flag.aliases)
@@ -154,6 +155,7 @@ def _parser(script: EntryPoint) -> argparse.ArgumentParser:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, **settings)
         else:
             settings["action"] = "append" if flag.action == "append" else "store"
+            # Types that argparse has no check for (paths, lists) stay text, and the dialect reads them.
             settings["type"] = _TYPES.get(flag.type, str)
             if flag.choices:
                 settings["choices"] = flag.choices
@@ -221,7 +223,8 @@ class _File(Record):
 
 @functools.cache
 def scripts(trainer: str) -> tuple[EntryPoint, ...]:
-    """All that is known of a trainer's entry points; a VplanError for a file that is missing or damaged."""
+    """All entry points of a trainer, from its file in `profiles/trainers/`. Raises a VplanError for an unknown trainer
+    or a damaged file."""
     if trainer not in profiles.trainer_names():
         names = ", ".join(profiles.trainer_names())
         raise VplanError(f"trainer {quoted(trainer)} is not supported", f"supported: {names}")
@@ -259,7 +262,8 @@ def find(trainer: str, path: str) -> EntryPoint | None:
 
 
 def script(trainer: str, path: str) -> EntryPoint:
-    """`find`, or a VplanError that lists what the trainer has."""
+    """The script that a path names by its end, as `find`. Raises a VplanError that lists the trainer's scripts when
+    there is none."""
     entry_point = find(trainer, path)
     if entry_point is None:
         paths = ", ".join(other.path for other in scripts(trainer))

@@ -41,7 +41,7 @@ ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def our_defaults(*fields: str, why: str = "") -> list[Fixed]:
-    """Fields that a trainer has no word for and that it leaves as ours does."""
+    """Bindings for fields that a trainer has no setting for and leaves at our defaults."""
     bindings = []
     for field in fields:
         if field == "references":  # how many a model takes; the data has them
@@ -67,7 +67,8 @@ def _known_models() -> dict[str, str]:
 
 
 def find_model(*texts: object) -> str | None:
-    """The model that one of these paths, repository ids or file names names; the longest name in it wins."""
+    """The model whose name or alias occurs in one of these paths, repository ids or file names; the longest match wins.
+    None when there is none."""
     for text in texts:
         parts = re.split(r"[\\/:,;\"'\[\]\s*]+", str(text or "").lower())
         stems = [stem for part in parts for stem in (part, re.sub(r"\.(safetensors|ckpt|pth|pt|gguf)$", "", part))]
@@ -78,7 +79,8 @@ def find_model(*texts: object) -> str | None:
 
 
 def require_model(settings: Settings, *names: str) -> str:
-    """The model that these settings name; a VplanError when none of them does."""
+    """The model that the settings `names` give, or `model` where it is set. Raises a VplanError when none of them names
+    a known one."""
     if "model" in settings:  # said to us, because the command does not tell
         return str(settings["model"])
     model = find_model(*(settings.get(name) for name in names))
@@ -117,6 +119,7 @@ def launch_settings(
         else:
             from_file = {}
             notes.append(f"{path} not found: launched as the command line says, else with accelerate's defaults")
+        # Flags of the command win over the file's, as in accelerate's launch.
         launch = from_file | launch
     for name, count in (("gpus", program.gpus), ("nodes", program.nodes)):
         if count is not None:
@@ -186,25 +189,7 @@ def engine(
     """
 
     def to_fields(launch: Settings) -> Fields:
-        formats = plain(launch)
-        no_engine = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
-        no_engine |= {"offload_gradients": "none"}
-        if launch.get("launch:--use_deepspeed"):
-            stage = int(launch.get("launch:--zero_stage", 2))  # accelerate utils/dataclasses.py DeepSpeedPlugin
-            where = {
-                field: _device(launch.get(f"launch:--offload_{name}_device"))
-                for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param"))
-            }
-            if stage < 3:
-                where["offload_params"] = "none"  # only stage 3 splits them
-            trained = {"offload_gradients": where["offload_optimizer"]} if where["offload_optimizer"] != "none" else {}
-            return no_engine | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
-        if launch.get("launch:--use_fsdp"):
-            offload = "cpu" if str(launch.get("launch:--fsdp_offload_params", "")).lower() == "true" else "none"
-            offloads = {"offload_optimizer": offload, "offload_params": offload}
-            return no_engine | formats | offloads | {"sharding": "fsdp", "autocast": "none"}
-        several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
-        return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
+        return _engine_fields(launch, plain(launch))
 
     def to_settings(fields: Fields) -> Settings:
         sharding = str(fields["sharding"])
@@ -221,11 +206,7 @@ def engine(
             if fields["offload_params"] == "cpu":
                 settings["launch:--fsdp_offload_params"] = "true"
         else:
-            settings = {"launch:--use_deepspeed": True, "launch:--zero_stage": int(sharding[-1])}
-            settings |= {"launch:--mixed_precision": "bf16", **(with_deepspeed or {})}
-            for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
-                if fields[field] != "none":
-                    settings[f"launch:--offload_{name}_device"] = fields[field]
+            settings = _deepspeed_settings(fields, with_deepspeed or {})
         world = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
         result = to_fields(settings | world | context(fields))
         wrong = [name for name in ENGINE if result[name] != fields[name]]
@@ -239,6 +220,39 @@ def engine(
     return FunctionPair(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), to_fields, to_settings, listed)
 
 
+def _engine_fields(launch: Settings, formats: Fields) -> Fields:
+    """The fields of `ENGINE` by the launcher's settings. ``formats``: the number formats without an engine."""
+    no_engine = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
+    no_engine |= {"offload_gradients": "none"}
+    if launch.get("launch:--use_deepspeed"):
+        stage = int(launch.get("launch:--zero_stage", 2))  # accelerate utils/dataclasses.py DeepSpeedPlugin
+        where = {
+            field: _device(launch.get(f"launch:--offload_{name}_device"))
+            for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param"))
+        }
+        if stage < 3:
+            where["offload_params"] = "none"  # only stage 3 splits them
+        # DeepSpeed's CPU optimizer steps where its gradients are: offloaded states take the gradients along.
+        trained = {"offload_gradients": where["offload_optimizer"]} if where["offload_optimizer"] != "none" else {}
+        return no_engine | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
+    if launch.get("launch:--use_fsdp"):
+        offload = "cpu" if str(launch.get("launch:--fsdp_offload_params", "")).lower() == "true" else "none"
+        offloads = {"offload_optimizer": offload, "offload_params": offload}
+        return no_engine | formats | offloads | {"sharding": "fsdp", "autocast": "none"}
+    several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
+    return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
+
+
+def _deepspeed_settings(fields: Fields, own: Settings) -> Settings:
+    """The launcher's flags for a ZeRO stage and where it offloads to, with the script's own flags for DeepSpeed."""
+    settings: Settings = {"launch:--use_deepspeed": True, "launch:--zero_stage": int(fields["sharding"][-1])}
+    settings |= {"launch:--mixed_precision": "bf16", **own}
+    for field, name in (("offload_optimizer", "optimizer"), ("offload_params", "param")):
+        if fields[field] != "none":
+            settings[f"launch:--offload_{name}_device"] = fields[field]
+    return settings
+
+
 def _device(value: object) -> str:
     text = str(value or "none").lower()
     if text not in ("none", "cpu", "nvme"):
@@ -250,7 +264,8 @@ def _device(value: object) -> str:
 
 
 def parse_program(trainer: str, program: PythonCommand, launch: Settings, notes: Sequence[str] = ()) -> Invocation:
-    """A program's flags by the trainer's own list of them, beside what its launcher said."""
+    """The invocation of a trainer's script: its flags, parsed by the trainer's own list of them, together with the
+    launcher's settings. Raises a VplanError where the script would refuse them."""
     script = flags.script(trainer, program.script)
     parsed = script.parse(program.arguments)
     removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
@@ -279,7 +294,7 @@ def command_settings(settings: Settings) -> Settings:
 
 
 def script_head(plan: Plan) -> str:
-    """The head of a shell script, with what the allocator is asked for."""
+    """The first lines of a shell script, with PyTorch's allocator settings where the plan needs them."""
     allocator = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" if plan.strategy.expandable_segments else ""
     return f"#!/bin/bash\nset -e\n{allocator}"
 
@@ -292,7 +307,8 @@ def _flag(name: str, value: object) -> str:
 
 
 def one_of(table: Mapping[str, Any], setting: str) -> Callable[[Any], Any]:
-    """Reads a setting whose values are words, in any case; a VplanError names the nearest."""
+    """A reader for a setting whose values are words, in any case. It raises a VplanError that names the nearest
+    word."""
     lower = {key.lower(): value for key, value in table.items()}
 
     def read(value: Any) -> Any:
@@ -306,7 +322,8 @@ def one_of(table: Mapping[str, Any], setting: str) -> Callable[[Any], Any]:
 
 
 def word_for(table: Mapping[str, Any], field: str, instead: Any, why: str = "it has no setting for that") -> Any:
-    """Writes a value by the first word of the table that means it."""
+    """A writer that gives the first word of the table for a value. It raises an InexpressibleError, with `instead`, for
+    a value that is not in it."""
     words: dict[Any, str] = {}
     for word, value in table.items():
         words.setdefault(value, word)

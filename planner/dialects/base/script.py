@@ -40,7 +40,7 @@ _DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class PythonCommand:
-    """One command that runs a Python script."""
+    """A command that runs a Python script, directly or by a launcher."""
 
     launcher: str
     """accelerate, torchrun, deepspeed or python; "" for what is none of them"""
@@ -54,12 +54,14 @@ class PythonCommand:
 
     @property
     def nodes(self) -> int | None:
-        """Computers, if the launcher says."""
+        """The number of computers, where the launcher's flags give it, else None. Raises a VplanError for a value that
+        is no count."""
         return _count(self.launch, "--num_machines", "--nnodes", "--num_nodes")
 
     @property
     def gpus(self) -> int | None:
-        """Processes on each node, if the launcher says."""
+        """The number of processes on each node, where the launcher's flags give it, else None. Raises a VplanError for
+        a value that is no count."""
         per_node = _count(self.launch, "--nproc_per_node", "--num_gpus")
         if per_node is None and (total := _count(self.launch, "--num_processes")):
             per_node = max(1, total // (self.nodes or 1))
@@ -72,7 +74,7 @@ class PythonCommand:
 
     @property
     def visible(self) -> int | None:
-        """GPUs in CUDA_VISIBLE_DEVICES, if it is set to a list."""
+        """The number of GPUs in CUDA_VISIBLE_DEVICES; None when it is not set, or not to a plain list."""
         listed = [part for part in self.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
         return len(listed) if listed and all("$" not in part for part in listed) else None
 
@@ -92,7 +94,7 @@ def _count(launch: dict[str, Any], *names: str) -> int | None:
 
 @dataclass(frozen=True)
 class Script:
-    """Everything that was given."""
+    """A command, script, config or Python file that was given to `vplan check`."""
 
     name: str
     """the file's name, or "the command" """
@@ -109,6 +111,7 @@ class Script:
         """A file that the script names, beside it or here; None when it is not there."""
         if "\0" in path or "$" in path:
             return None
+        # Scripts are started from the trainer's root, which is often above their own folder.
         folders = [Path(), *([self.folder, *self.folder.parents[:3]] if self.folder else [])]
         try:
             return next((file for folder in folders if (file := folder / path).is_file()), None)

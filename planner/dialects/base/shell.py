@@ -22,7 +22,7 @@ MOST = 1 << 20
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
 _VARIABLE = re.compile(rf"\$(?:({NAME})|\{{({NAME})(\[[@*]\])?(?::?-([^}}]*))?\}})")
-_HERE = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*)")
+_HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*)")
 """Where a text given to a command begins: none of its lines, up to the end word, is a command."""
 _ASSIGNS = frozenset({"export", "declare", "typeset", "local", "readonly"})
 
@@ -42,7 +42,7 @@ Word = list[Piece]
 
 @dataclass
 class Variables:
-    """What the text has assigned so far."""
+    """The variables that the script has assigned so far."""
 
     values: dict[str, list[str]] = field(default_factory=dict)
     """name -> its words: one, or as many as its array has"""
@@ -103,8 +103,10 @@ def _without_here_documents(text: str) -> str:
     at = 0
     while at < len(lines):
         line, at = lines[at], at + 1
-        if here := _HERE.search(line):
+        if here := _HERE_DOCUMENT.search(line):
             closing = ends.get(here[2], [])
+            # Places of possible ends are looked up, not searched line by line: a text of nothing but openings would
+            # take quadratic time.
             place = bisect_left(closing, at)
             if place < len(closing):
                 line, at = line[: here.start()] + here[3], closing[place] + 1
@@ -126,6 +128,7 @@ def _expanded(words: Iterable[Word], variables: Variables) -> list[str]:
 
 def _command(words: list[Word], variables: Variables) -> Line | None:
     """Carry out the assignments of one command and expand its words; None when nothing is left of it."""
+    # Branches are not chosen: the commands of all of them are read, in their order.
     while words and len(words[0]) == 1 and words[0][0].text in _KEYWORDS and not words[0][0].quote:
         words = words[1:]
     front: dict[str, list[str]] = {}

@@ -10,7 +10,7 @@ MOST = 10**9
 
 
 def integer(value: Any, name: str) -> int:
-    """A whole number; a VplanError that names the key for anything else."""
+    """A value as a whole number from 0 to `MOST`. Raises a VplanError that names the key for anything else."""
     integer = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
     if isinstance(integer, float) and integer.is_integer():
         integer = int(integer)
@@ -20,7 +20,7 @@ def integer(value: Any, name: str) -> int:
 
 
 def number(value: Any, name: str) -> float:
-    """A number; a VplanError that names the key for anything else."""
+    """A value as a number. Raises a VplanError that names the key for anything else."""
     try:
         if not isinstance(value, int | float | str) or isinstance(value, bool) or not abs(float(value)) <= MOST:
             raise ValueError
@@ -30,5 +30,5 @@ def number(value: Any, name: str) -> float:
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list as it is, anything else as the only item of one."""
+    """A list as it is, and any other value as a list of one."""
     return list(value) if isinstance(value, list) else [value]

@@ -59,7 +59,7 @@ from planner.units import format_gib
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A command of its training scripts."""
+    """The settings of a command of its training scripts; None for another trainer's script."""
     program, notes = training_program(script, "model_training/train.py", PATHS)
     if program is None:
         return None
@@ -180,7 +180,8 @@ def targets(settings: Settings) -> Fields:
 
 
 def write_targets(fields: Fields) -> Settings:
-    """The layers of Wan by its own names."""
+    """The setting with the names that DiffSynth gives to the adapted layers of Wan. Raises an InexpressibleError for
+    other layers."""
     profile = lookup.model(fields["model"])
     targets = fields["lora_targets"] or profile.lora.targets
     names = [name for name, layer in WAN_LAYERS.items() if layer in targets]
@@ -277,7 +278,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
-    """One shell script: the caching command where one is needed, then the training command."""
+    """name -> text of one shell script: the caching command where one is needed, then the training command."""
     model = lookup.model(plan.job.model)
     launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
     if plan.machine.nodes > 1:

@@ -51,13 +51,13 @@ def read_script(script: Script) -> Invocation | None:
     launch, more_notes = launch_settings(program, script, {})
     invocation = parse_program("diffsynth", program, launch, [*notes, *more_notes])
     today = flags.script("diffsynth", "examples/wanvideo/model_training/train.py")
-    since = [Remark(name, why) for name in invocation.settings if (why := _gone(today, name))]
+    since = [Remark(name, why) for name in invocation.settings if (why := _removed_since(today, name))]
     return Invocation(
         invocation.trainer, invocation.settings, invocation.unknown, (*invocation.removed, *since), invocation.notes
     )
 
 
-def _gone(today: flags.EntryPoint, name: str) -> str:
+def _removed_since(today: flags.EntryPoint, name: str) -> str:
     flag = today.flags.get(name)
     return (flag.gone or "") if flag else ""
 

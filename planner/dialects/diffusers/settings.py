@@ -45,7 +45,7 @@ def _script(fields: Fields) -> str:
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A command of one of its examples."""
+    """The settings of a command of one of diffusers' training examples; None for another trainer's script."""
     names = {path.rpartition("/")[2] for path in (*SCRIPTS.values(), *READ_TOO)}
     programs = [program for program in script.programs if program.script.rpartition("/")[2] in names]
     if not programs:
@@ -148,7 +148,7 @@ def _write_optimizer(fields: Fields) -> Settings:
     return rows[fields["optimizer"]]
 
 
-def _kept(script: str) -> str:
+def _remaining_arguments(script: str) -> str:
     """Where a script has its text encoders. Prompts are encoded once where they are all alike, and SDXL in full
     computes every embedding before; then their encoders are gone. CogVideoX's stay, and those of texts to images
     (`encode_prompt` in the loop)."""
@@ -164,13 +164,13 @@ def _residence(settings: Settings) -> Fields:
     """Latents are cached by --cache_latents; --offload takes the VAE off the GPU between its turns."""
     script = str(settings["script"])
     vae = "cached" if settings.get("--cache_latents") else "swapped" if settings.get("--offload") else "resident"
-    return {"text_encoder": _kept(script), "vae": "cached" if script.endswith(BEFORE) else vae}
+    return {"text_encoder": _remaining_arguments(script), "vae": "cached" if script.endswith(BEFORE) else vae}
 
 
 def _write_residence(fields: Fields) -> Settings:
     script = _script(fields)
     flag_names = flags.script("diffusers", script).flags if script else {}
-    text = _kept(script)
+    text = _remaining_arguments(script)
     if fields["text_encoder"] != text:
         why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
         raise InexpressibleError(UnsupportedValue("text_encoder", fields["text_encoder"], text, why))
@@ -266,7 +266,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
-    """One shell script."""
+    """name -> text of one shell script with the training command."""
     launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
     if plan.machine.nodes > 1:
         launcher.append(f"--num_machines {plan.machine.nodes}")

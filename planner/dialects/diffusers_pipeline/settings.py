@@ -35,7 +35,7 @@ SHAPE = ("num_frames", "height", "width", "guidance_scale")
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A Python file that makes a diffusers pipeline."""
+    """The settings of a Python file that builds a diffusers pipeline, read as a syntax tree; None for anything else."""
     if script.tree is None:
         return None
     reader = _Reader()
@@ -52,7 +52,7 @@ class _Reader(ast.NodeVisitor):
     def __init__(self) -> None:
         self.settings: Settings = {}
         self.values: dict[str, Any] = {}
-        self.made: dict[str, str] = {}
+        self.components: dict[str, str] = {}
         """variable -> the class it was made from"""
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -67,7 +67,7 @@ class _Reader(ast.NodeVisitor):
                 if value is not None:
                     self.values[target.id] = value
                 if isinstance(node.value, ast.Call):
-                    self.made[target.id] = _dotted(node.value.func).partition(".")[0]
+                    self.components[target.id] = _dotted(node.value.func).partition(".")[0]
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
@@ -76,7 +76,7 @@ class _Reader(ast.NodeVisitor):
         owner = owners[-1] if owners else ""
         arguments = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
         if method == "from_pretrained":
-            self._made(owner, node, arguments)
+            self._note_component(owner, node, arguments)
         elif method in ("apply_group_offloading", "enable_group_offload"):
             part = _dotted(node.args[0]).rpartition(".")[2] if method.startswith("apply") and node.args else owner
             self._grouped(part, arguments)
@@ -84,15 +84,17 @@ class _Reader(ast.NodeVisitor):
             self.settings[f"{CODE}{method}"] = True
         elif method in ("enable_tiling", "enable_vae_tiling", "enable_slicing", "enable_vae_slicing"):
             self.settings[f"{CODE}vae.enable_{method.rpartition('_')[2]}"] = True
-        elif method == "to" and self.made.get(name.partition(".")[0], "").endswith("Pipeline") and len(owners) == 1:
+        elif (
+            method == "to" and self.components.get(name.partition(".")[0], "").endswith("Pipeline") and len(owners) == 1
+        ):
             if any("cuda" in str(self.value(word)) for word in node.args):
                 self.settings[f"{CODE}to_cuda"] = True
-        elif name in self.made and self.made[name].endswith("Pipeline"):
+        elif name in self.components and self.components[name].endswith("Pipeline"):
             self.settings |= {
                 f"{CODE}{key}": arguments[key] for key in SHAPE if isinstance(arguments.get(key), int | float)
             }
 
-    def _made(self, owner: str, node: ast.Call, arguments: dict[str, Any]) -> None:
+    def _note_component(self, owner: str, node: ast.Call, arguments: dict[str, Any]) -> None:
         source = self.value(node.args[0]) if node.args else arguments.get("pretrained_model_name_or_path")
         dtype = DTYPES.get(str(arguments.get("torch_dtype", arguments.get("dtype"))).rpartition(".")[2])
         if owner.startswith("Autoencoder"):
@@ -105,7 +107,7 @@ class _Reader(ast.NodeVisitor):
         kind = {"block_level": "block", "leaf_level": "leaf"}.get(
             str(arguments.get("offload_type", "block_level")), "block"
         )
-        if part in ("pipe", "pipeline") or self.made.get(part, "").endswith("Pipeline"):
+        if part in ("pipe", "pipeline") or self.components.get(part, "").endswith("Pipeline"):
             part = "transformer"
         self.settings[f"{CODE}{part}.offload"] = kind
         for word in ("use_stream", "record_stream", "low_cpu_mem_usage", "num_blocks_per_group"):
@@ -242,7 +244,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
-    """A Python file that samples."""
+    """name -> text of a Python file that samples."""
     get = {name.removeprefix(CODE): value for name, value in settings.items() if name.startswith(CODE)}
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     vae = lookup.model(plan.job.model).vae.class_name

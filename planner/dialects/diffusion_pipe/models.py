@@ -45,7 +45,7 @@ EXPERTS = ("low", "high")
 
 
 def model_of(settings: Settings) -> Fields:
-    """The model that the settings mean, and its expert."""
+    """The fields `model` and `experts` that the settings mean. Raises a VplanError for an unknown model."""
     kind = settings.get("config:model.type")
     candidates = [name for name, (known, _) in TYPES.items() if known == kind]
     if not candidates:
@@ -66,7 +66,8 @@ def model_of(settings: Settings) -> Fields:
 
 
 def write_model(fields: Fields) -> Settings:
-    """What names a model, or an InexpressibleError."""
+    """The settings that name a model and its expert. Raises an InexpressibleError for a model that the trainer does not
+    have."""
     model = fields["model"]
     if model not in TYPES:
         why = f"of the known models it trains {', '.join(TYPES)}"
@@ -123,7 +124,7 @@ def rows_of(settings: Settings, key: str) -> list[Any]:
 
 
 def write_shape(fields: Fields) -> Settings:
-    """What says the samples' shapes, or an InexpressibleError."""
+    """The settings for the samples' shapes. Raises an InexpressibleError for what the dataset's file cannot say."""
     buckets = fields["buckets"]
     shape = (fields["frames"], fields["height"], fields["width"])
     if any(bucket.batch_size for bucket in buckets) or len(buckets) == 1 or len(set(buckets)) < len(buckets):

@@ -308,7 +308,7 @@ def _without_deepspeed(words: Sequence[str]) -> list[str]:
 
 
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    """What it does without being asked."""
+    """What the trainer does that the settings do not say, in words, with the source."""
     yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
     if fields["method"] == "lora" and (
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
@@ -323,7 +323,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    """What does nothing."""
+    """The given settings that have no effect, each with the reason."""
     if settings.get("config:reentrant_activation_checkpointing") and not settings.get(
         "config:activation_checkpointing"
     ):

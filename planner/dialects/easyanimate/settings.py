@@ -58,7 +58,7 @@ SHIPPED: dict[str, Settings] = {
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A command of its own scripts."""
+    """The settings of a command of EasyAnimate's scripts; None for another trainer's script."""
     programs = [
         program
         for program in script.programs
@@ -72,7 +72,7 @@ def read_script(script: Script) -> Invocation | None:
 
 
 def read_videox_script(script: Script) -> Invocation | None:
-    """A command of the scripts in one of VideoX-Fun's folders, scripts/<model>/."""
+    """The settings of a command of VideoX-Fun's scripts (scripts/<model>/); None for another trainer's script."""
     programs = [
         program
         for program in script.programs
@@ -194,7 +194,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
-    """One shell script."""
+    """name -> text of one shell script with the training command."""
     launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
     if plan.machine.nodes > 1:
         launcher.append(f"--num_machines {plan.machine.nodes}")

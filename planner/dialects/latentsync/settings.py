@@ -40,14 +40,14 @@ def read_script(script: Script) -> Invocation | None:
         arguments = flags.script("latentsync", "scripts/train_unet.py").parse(program.arguments)
         path = str(arguments.values.get("--unet_config_path", f"{FOLDER}stage1.yaml"))
         document = script.document(path)
-        return _given(document, path, launch, (*script.notes, *notes), arguments.unknown)
+        return _invocation(document, path, launch, (*script.notes, *notes), arguments.unknown)
     document = script.config
     if document is not None and isinstance(document.get("data"), dict) and "syncnet_config_path" in document["data"]:
-        return _given(document, f"{FOLDER}{script.name}", {}, script.notes, ())
+        return _invocation(document, f"{FOLDER}{script.name}", {}, script.notes, ())
     return None
 
 
-def _given(
+def _invocation(
     document: dict[str, Any] | None, path: str, launch: Settings, notes: tuple[str, ...], unknown: tuple[str, ...]
 ) -> Invocation:
     """A config's keys; those of the shipped file of that name where it is not here."""
@@ -145,7 +145,7 @@ def _flag(name: str, field: str, on: Any, off: Any) -> Value:
 SLICE = "edit:vae.enable_slicing()  # scripts/train_unet.py, where the VAE is made"
 SKIP = "edit:# scripts/train_unet.py: leave out the pipeline(...) call behind the checkpoint's save"
 ZERO = "optimizer.zero_grad()  # scripts/train_unet.py, before the pipeline(...) call"
-ALONE = "edit:# scripts/train_unet.py: on one GPU leave out unet = DDP(unet, ...)"
+NO_ENGINE = "edit:# scripts/train_unet.py: on one GPU leave out unet = DDP(unet, ...)"
 FUSED = "edit:torch.optim.AdamW(trainable_params, lr=config.optimizer.lr, fused=True)"
 EIGHT = "edit:bitsandbytes.optim.AdamW8bit(trainable_params, lr=config.optimizer.lr)"
 
@@ -176,7 +176,7 @@ DIALECT = Dialect(
         _flag("run.mixed_precision_training", "autocast", "fp16", "none"),
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {EIGHT: True}}, "torch.optim.AdamW is written into the script"),
         Choice("optimizer_step", {"foreach": {}, "fused": {FUSED: True}}, "default torch.optim.AdamW"),
-        Choice("sharding", {"ddp": {}, "none": {ALONE: True}}, "it wraps the model in DDP itself"),
+        Choice("sharding", {"ddp": {}, "none": {NO_ENGINE: True}}, "it wraps the model in DDP itself"),
         Choice("vae_slicing", {False: {}, True: {SLICE: True}}),
         Choice("validation_mode", {"on": {}, "off": {SKIP: True}}, "validation is one branch with saving"),
         Fixed("weights_dtype", "fp32", f"the UNet is loaded in fp32 ({AT})"),

@@ -34,7 +34,8 @@ EXTRA: dict[str, object] = {
 
 
 def files(dialect: Dialect, plan: Plan, settings: Settings, carries: config_text.FieldsBySetting) -> dict[str, str]:
-    """dataset.toml, the prompts of samples where some are made, and train.sh."""
+    """name -> text of dataset.toml, the prompts of samples where some are made, and train.sh, which is to be
+    started."""
     texts = {"dataset.toml": _dataset(config_text.fields_by_setting(dialect, settings, carries), plan, settings)}
     if "--sample_prompts" in settings:
         shape = plan.job.validation or plan.job

@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
 }
 """Model -> the beginning of its script's name (src/musubi_tuner/*_train_network.py), and what names it there."""
 
-MEANT = {"edit-2509": "edit", "edit-2511": "edit", "i2v": "t2v"}
+EQUIVALENTS = {"edit-2509": "edit", "edit-2511": "edit", "i2v": "t2v"}
 """Words for models of the same shape -> those of the model we price (Qwen-Image-Edit's later versions; HunyuanVideo 1.5
 has one transformer for both tasks)."""
 
@@ -62,7 +62,7 @@ def family_of(model: str) -> str:
 
 
 def candidates_of(settings: Settings) -> list[str]:
-    """The models that a command may mean by its script and task."""
+    """The models that a command may mean, by its script, task and model version."""
     script = str(settings.get("script", ""))
     models = []
     for name, (family, words) in FAMILIES.items():
@@ -74,8 +74,9 @@ def candidates_of(settings: Settings) -> list[str]:
 
 
 def model_of(settings: Settings) -> Fields:
-    """The model that the settings mean, and its expert."""
-    settings = settings | {name: MEANT[value] for name in WHICH if (value := settings.get(name)) in MEANT}
+    """The fields `model`, `experts` and `inactive_expert` that the settings mean. Raises a VplanError for an unknown
+    model."""
+    settings = settings | {name: EQUIVALENTS[value] for name in WHICH if (value := settings.get(name)) in EQUIVALENTS}
     candidates = candidates_of(settings)
     name_given = settings.get("model") or find_model(settings.get("--dit"))
     if not candidates:
@@ -93,7 +94,8 @@ def model_of(settings: Settings) -> Fields:
 
 
 def write_model(fields: Fields) -> Settings:
-    """What names a model, or an InexpressibleError."""
+    """The settings that name a model and its experts. Raises an InexpressibleError for a model that the trainer does
+    not have."""
     model, experts, inactive = fields["model"], fields["experts"], fields["inactive_expert"]
     if model not in FAMILIES:
         why = f"of the known models it trains {', '.join(FAMILIES)}"
@@ -126,7 +128,7 @@ LONGEST = 129
 
 
 def shape_of(settings: Settings) -> Fields:
-    """The samples' shapes."""
+    """The fields of the samples' shapes (frames, height, width, batch, buckets) that the settings mean."""
     model = lookup.model(model_of(settings)["model"])
     usual = model.shape
     size = as_list(dataset_key(settings, "resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]])
@@ -144,12 +146,14 @@ def shape_of(settings: Settings) -> Fields:
 
 
 def dataset_key(settings: Settings, key: str) -> Any:
-    """A key of the first dataset, or of all of them."""
+    """The value of a key of the dataset's file, of the first dataset or else of the general section; None when it is
+    absent."""
     return settings.get(f"dataset:datasets[0].{key}", settings.get(f"dataset:general.{key}"))
 
 
 def write_shape(fields: Fields) -> Settings:
-    """What says the samples' shapes, or an InexpressibleError."""
+    """The settings for the samples' shapes. Raises an InexpressibleError for buckets that the trainer cannot be
+    told."""
     sizes = {(bucket.height, bucket.width) for bucket in fields["buckets"]}
     lengths = sorted(bucket.frames for bucket in fields["buckets"]) or [fields["frames"]]
     odd = len(sizes) > 1 or any(bucket.batch_size for bucket in fields["buckets"]) or len(set(lengths)) < len(lengths)

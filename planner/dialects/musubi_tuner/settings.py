@@ -304,7 +304,7 @@ def _is_own(program: PythonCommand) -> bool:
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    """What does nothing."""
+    """The given settings that have no effect, each with the reason."""
     if settings.get("--gradient_checkpointing_cpu_offload") and not settings.get("--gradient_checkpointing"):
         yield Remark("--gradient_checkpointing_cpu_offload", "it acts with --gradient_checkpointing only")
     if settings.get("--fp8_scaled") and not settings.get("--fp8_base"):
@@ -314,7 +314,7 @@ def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    """What it does without being asked."""
+    """What the trainer does that the settings do not say, in words, with the source."""
     narrow = "--network_args" in settings and family_of(fields["model"]) == "wan"
     if not narrow and (note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
         yield note

@@ -244,7 +244,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
-    """The dataset's TOML and one shell script."""
+    """name -> text of the dataset's TOML and of one shell script, which is to be started."""
     import tomli_w
 
     job = plan.job

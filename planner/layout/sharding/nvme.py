@@ -44,7 +44,8 @@ def optimizer_host_bytes(run: Run) -> int:
 
 
 def gradients_in_ram(partitions: Sequence[int], sub_group: int = DEEPSPEED.sub_group) -> int:
-    """How many numbers of a rank's gradients stay in host RAM."""
+    """How many gradient elements of a rank stay in host RAM when DeepSpeed offloads to NVMe. ``partitions``: elements
+    of each partition; ``sub_group``: elements of a sub-group."""
     kept = place = 0
     for elements in partitions:
         goes = FULL * elements >= SWAPPED_BYTES and place % ALIGNED == 0

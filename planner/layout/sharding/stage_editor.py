@@ -30,7 +30,7 @@ def spans(stage: Stage, passes: str) -> dict[Block, Span]:
 
 
 def first_backward(stage: Stage) -> int:
-    """Index of the stretch with which backward begins."""
+    """The index of the stretch with which backward begins; raises StopIteration when there is none."""
     return next(index for index, (moment, _) in enumerate(stage.stretches) if moment.passes == "backward")
 
 

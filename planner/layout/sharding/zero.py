@@ -54,7 +54,7 @@ MOST_8_BIT = 2**31 - 1
 
 
 class ZeroSettings(NamedTuple):
-    """DeepSpeed's sizes, in elements; its own defaults."""
+    """DeepSpeed's bucket and sub-group sizes, in elements; the defaults are DeepSpeed's."""
 
     reduce_bucket: int = 500_000_000
     """``reduce_bucket_size``: allocated whole, however small the model"""

@@ -35,7 +35,7 @@ def terms(trainer: str) -> tuple[Transform, ...]:
 
 
 def versions(name: str) -> dict[str, tuple[Transform, ...]]:
-    """What a trainer's earlier versions did beside its terms of today, by version."""
+    """The additional transformations of a trainer's earlier versions, by version; empty for a trainer without any."""
     if name not in NAMES:
         return {}
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")

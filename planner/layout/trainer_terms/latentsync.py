@@ -40,7 +40,7 @@ def communicator_of_one(run: Run) -> None:
 
 
 def cache_kept(run: Run) -> None:
-    """Nothing empties the allocator's cache between a step and its validation."""
+    """Leaves the allocator's cache as it is between a step and validation: this trainer does not empty it."""
     run.empty_cache.before_validation = False
 
 

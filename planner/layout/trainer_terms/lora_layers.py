@@ -26,7 +26,8 @@ def on_all_linear(profile: ModelProfile, weights_dtype: object) -> tuple[str, ..
 
 
 def unpriced_layers_note(profile: ModelProfile, targets: object) -> str | None:
-    """What is left out of the price where adapters on more layers are priced on the usual ones."""
+    """A note on what the estimate leaves out when a trainer adapts more layers than the recorded ones; None when the
+    targets are given."""
     if targets is not None:
         return None
     what = f"it adapts every linear layer of the blocks, priced on {profile.title}'s usual ones"

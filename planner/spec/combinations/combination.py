@@ -21,7 +21,8 @@ class Refusal(NamedTuple):
 
 
 class Combination(NamedTuple, Generic[Subject]):
-    """One combination that may not run, or is not worth trying."""
+    """A combination of values that cannot run, or is not worth trying: one row of a table, with the reason and the fix
+    as format strings."""
 
     kind: Kind
     applies: Callable[[Subject], bool]
@@ -35,7 +36,7 @@ class Combination(NamedTuple, Generic[Subject]):
     """of what a search leaves out: fields that it must be free to set. What the user typed stays"""
 
     def refusal(self, subject: Subject) -> Refusal:
-        """The row's reason and fix, in the subject's own values."""
+        """The reason and fix of this row with the subject's values filled in."""
         return Refusal(self.reason.format(subject), self.fix.format(subject))
 
 
@@ -60,17 +61,18 @@ class Proposal:
 
     @property
     def weights(self) -> WeightsDtype:
-        """How the model's weights are stored."""
+        """The storage format of the model's weights (`fp32`, `bf16`, `nf4`, ...), as the strategy and method give
+        it."""
         return self.strategy.weights(self.job.method)
 
     @property
     def trained(self) -> WeightsDtype:
-        """How what is trained is stored: the weights, or the adapters of a LoRA."""
+        """The storage format of what is trained: the weights in full training, the adapters with LoRA."""
         return self.weights if self.job.method == "full" else self.strategy.adapter_dtype
 
     @property
     def zero(self) -> bool:
-        """Whether DeepSpeed's ZeRO trains."""
+        """Whether the sharding is one of DeepSpeed's ZeRO stages."""
         return self.strategy.sharding.startswith("zero")
 
     @property
@@ -86,7 +88,7 @@ class Proposal:
 
     @property
     def both_experts(self) -> bool:
-        """Whether two experts take turns."""
+        """Whether one run trains both experts of a model, in turns."""
         return self.job.experts == "both"
 
     @property
@@ -96,7 +98,7 @@ class Proposal:
 
     @property
     def host_optimizers(self) -> str:
-        """Optimizers that step in host RAM, as a fix lists them."""
+        """The optimizers that can step in host RAM with this engine, worded for a fix: "adamw or lion"."""
         return "adamw or lion" if self.zero else "adamw or adafactor"
 
     @property
@@ -112,7 +114,8 @@ class Proposal:
 
 
 class ModelSummary(NamedTuple):
-    """What rows ask about a model; `planner.catalog.shapes.summary` takes it from a profile."""
+    """The facts about a model that rows of the tables ask for; `planner.catalog.shapes.summary` takes them from a
+    profile."""
 
     title: str
     blocks: int

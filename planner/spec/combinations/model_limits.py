@@ -10,14 +10,14 @@ from planner.spec.job import Job, Strategy
 
 
 class ModelJob(NamedTuple):
-    """A job and the model it names."""
+    """A job with the summary of the model that it names: the subject of rows about frames, sizes and references."""
 
     model: ModelSummary
     job: Job
 
 
 class BlockCounts(NamedTuple):
-    """A strategy that counts blocks, and the model whose they are."""
+    """A strategy that counts blocks (swapped, checkpointed), with the summary of the model that has them."""
 
     model: ModelSummary
     strategy: Strategy

@@ -13,7 +13,8 @@ from planner.spec.job import HALF, QUANTISED, SPLIT, Job, Machine
 
 
 class SearchCandidate(NamedTuple):
-    """Values of the searched fields, for one job on one machine."""
+    """One combination of values of the searched fields, for one job on one machine: the subject of rows that leave it
+    out."""
 
     job: Job
     machine: Machine
@@ -21,17 +22,17 @@ class SearchCandidate(NamedTuple):
     """field -> value, of every field that a search of this method sets"""
 
     def offloads(self, field: str) -> bool:
-        """Whether `offload_FIELD` sends something away."""
+        """Whether the field `offload_FIELD` (optimizer, gradients, params) is anything but `none`."""
         return self.values[f"offload_{field}"] != "none"
 
     @property
     def zero(self) -> bool:
-        """Whether DeepSpeed's ZeRO trains."""
+        """Whether the sharding is one of DeepSpeed's ZeRO stages."""
         return str(self.values["sharding"]).startswith("zero")
 
     @property
     def fsdp(self) -> bool:
-        """Whether FSDP2 trains."""
+        """Whether the sharding is FSDP2."""
         return self.values["sharding"] == "fsdp"
 
     @property

@@ -17,7 +17,7 @@ from planner.spec.job import NOTES, QUANTISED
 
 @dataclass(frozen=True, slots=True)
 class TrainerProposal(Proposal):
-    """What is to be trained or probed, with its model."""
+    """A job and strategy that our own trainer is asked to train or probe, with the summary of the model."""
 
     model: ModelSummary
     is_probe: bool
@@ -25,7 +25,7 @@ class TrainerProposal(Proposal):
 
     @property
     def usual_references(self) -> tuple[int, ...]:
-        """How many reference images the step takes."""
+        """The numbers of reference images per sample that our training step can take for this model."""
         return (0, self.model.references, int(self.model.takes_references))
 
     @property
@@ -35,7 +35,7 @@ class TrainerProposal(Proposal):
 
     @property
     def lone_expert(self) -> bool:
-        """Whether one of two experts is trained without the other."""
+        """Whether the model has two experts and the job trains only one of them."""
         return self.model.experts == 2 and not self.both_experts
 
 

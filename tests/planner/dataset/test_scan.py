@@ -112,7 +112,7 @@ def test_every_fault_is_named_and_the_rest_is_used_when_asked(tmp_path: Path) ->
     (tmp_path / "novel.txt").write_text("é" * 300_000)
     os.symlink("/etc/hostname", tmp_path / "bare.mp4")  # no caption either: the name is the fault
     assert "13 of 14" in refusal(tmp_path)
-    assert refusal(tmp_path).count(": ") >= scan.NAMED
+    assert refusal(tmp_path).count(": ") >= scan.MAX_NAMED
     found = scan.read(tmp_path, WAN, job(), buckets.FrameSampling(skip_bad=True))
     assert [sample.clip.name for sample in found.samples] == ["good.mp4"]
     reasons = dict(found.skipped)

@@ -158,7 +158,7 @@ def test_an_old_driver_knows_version_1_only(library: Library, monkeypatch: pytes
         return SimpleNamespace(used=7)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", old)
-    assert nvml.Card("1234").used() == 7
+    assert nvml.Card("1234").used_bytes() == 7
 
 
 def test_a_slice_of_a_card_is_found_by_its_own_name(library: Library) -> None:

@@ -90,7 +90,7 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
     family = families.family(profile)
     samples = [load_file(entry.path) | load_file(entry.text) for entry in entries[:2]]
     if profile.shape.window:
-        samples = [family.beside(*samples), family.beside(*reversed(samples))]
+        samples = [family.with_window(*samples), family.with_window(*reversed(samples))]
     batch = family.collate(samples)
     if family.ragged:
         plan = plan.replace(text_tokens=batch["prompt"].shape[1])

@@ -82,10 +82,10 @@ class Family:
         raise NotImplementedError
 
     def prepare(self, model: nn.Module) -> None:
-        """What a freshly built model needs before it trains."""
+        """Hook for changes that a freshly built model needs before it trains; by default none."""
 
     def prediction(self, outputs: tuple[Tensor, ...]) -> Any:
-        """What the loss compares with the target, of all that the model returns."""
+        """The part of the model's outputs that the loss compares with the target; by default the first."""
         return outputs[0]
 
     def loss(self, prediction: Any, target: Any, inputs: dict[str, Any]) -> Tensor:
@@ -110,19 +110,21 @@ class Family:
         return None
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
-        """How the pipeline takes the image that a sample begins with."""
+        """The pipeline's arguments for the image that a sample begins with. Sizes in pixels."""
         return {"image": image}
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What all turns over one sample left, as the batch has it."""
+        """The tensors of a sample as a batch names them, from those that all encoders' turns left."""
         return parts
 
-    def kept(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What caching leaves of a sample, of a batch of one: its tensors without their first axis."""
+    def cached_tensors(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that are cached of one sample, from a batch of one: without the batch's axis, but for those that
+        all samples share."""
         return {name: tensor if name in self.shared else tensor[0] for name, tensor in batch.items()}
 
-    def beside(self, sample: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A sample as it is trained on, next to another window of its clip: for models that see a clip in windows."""
+    def with_window(self, sample: dict[str, Tensor], window: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A sample with another window of its clip beside it: for models that see a clip in windows. Others raise
+        NotImplementedError."""
         raise NotImplementedError
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

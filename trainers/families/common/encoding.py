@@ -18,7 +18,8 @@ from torch import Tensor
 
 @dataclass
 class Encoder:
-    """One encoder on its device, working on one sample."""
+    """A text encoder, image encoder or VAE on its device, with its tokenizer or processor and the sample that it works
+    on."""
 
     model: Any
     helper: Any = None
@@ -35,34 +36,36 @@ class Encoder:
     """the clip's file, for who hears it"""
     times: tuple[Fraction, ...] = ()
     """when in that file the frames are shown, seconds"""
-    heard: dict[str, Tensor] = field(default_factory=dict)
+    sound_features: dict[str, Tensor] = field(default_factory=dict)
     """what it made of the file it was at last: a clip is cut into many samples"""
     generator: torch.Generator | None = None
     """seeded by what is encoded, so that a sample is the same whoever encodes it, and whenever"""
 
     @property
     def device(self) -> torch.device:
-        """Where the encoder is; layers that wait for their turn are nowhere."""
+        """The device of the encoder's weights; offloaded layers (on `meta`) do not count."""
         parameters: Iterable[Tensor] = self.model.parameters()
-        return next(each.device for each in parameters if each.device.type != "meta")
+        return next(parameter.device for parameter in parameters if parameter.device.type != "meta")
 
 
-def pipeline(name: str, **given: Any) -> Any:
+def pipeline(name: str, **components: Any) -> Any:
     """A diffusers pipeline of a few parts and nothing else, for the way it encodes prompts."""
     import diffusers
 
     kind = getattr(diffusers, name)
     parameters = inspect.signature(kind.__init__).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty and each.name != "self"]
-    return kind(**dict.fromkeys(needed) | given)
+    required = [
+        parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.name != "self"
+    ]
+    return kind(**dict.fromkeys(required) | components)
 
 
 def prompt_of(name: str, encoder: Encoder, caption: str) -> list[Tensor]:
     """What a video pipeline of one text encoder makes of a caption: the embeddings, then their mask if it has one."""
-    made = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper).encode_prompt(
+    embeddings = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper).encode_prompt(
         caption, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
     )
-    return [tensor[0] for tensor in made if tensor is not None]
+    return [tensor[0] for tensor in embeddings if tensor is not None]
 
 
 Sample = Any
@@ -70,7 +73,7 @@ Sample = Any
 
 
 class EncoderTurn(NamedTuple):
-    """One encoder's turn over all clips, or over all captions."""
+    """The pass of one encoder over all clips, or over all captions, of a dataset."""
 
     part: str
     """its folder in the model's"""
@@ -99,7 +102,8 @@ def sampled(encoder: Encoder, clip: Tensor) -> Tensor:
 
 
 def likeliest(encoder: Encoder, clip: Tensor) -> Tensor:
-    """The mode of the VAE's posterior, in fp32."""
+    """The mode of the VAE's posterior over a clip's latents, in fp32. ``clip``: (B, C, F, H, W), or without F for an
+    image VAE."""
     mode: Tensor = encoder.model.encode(clip).latent_dist.mode()
     return mode.float()
 
@@ -112,6 +116,6 @@ def packed(latents: Tensor) -> Tensor:
 
 
 def per_channel(values: Any, like: Tensor) -> Tensor:
-    """Numbers per channel, to compute with (B, C, ...)."""
+    """Numbers per channel as an fp32 tensor (1, C, 1, ...) that broadcasts over ``like``, which is (B, C, ...)."""
     shaped = torch.as_tensor(values, dtype=torch.float32, device=like.device)
     return shaped.view(1, -1, *[1] * (like.ndim - 2))

@@ -32,6 +32,7 @@ def levels(uniform: Tensor, training: Training, tokens: int, limits: tuple[float
         assert limits == (0.0, 1.0), "no model with experts is trained so"
         mean = _mean(tokens)
         return (_stretched(uniform, mean) if kind.startswith("stretched") else _logit_normal(uniform, mean)).float()
+    # Drawing from the part of the quantiles that an expert's limits enclose keeps the density's shape within them.
     low, high = _shares(kind, shift, limits)
     share = low + uniform * (high - low)
     base = share if kind == "uniform" else _logit_normal(share, 0.0)
@@ -46,8 +47,8 @@ def _logit_normal(share: Tensor, mean: float) -> Tensor:
 def _shares(kind: str, shift: float, limits: tuple[float, float]) -> list[float]:
     """How much of a density lies below each limit."""
     levels = _unshifted(torch.tensor(limits, dtype=torch.float64), shift)
-    found: list[float] = (levels if kind == "uniform" else torch.special.ndtr(torch.logit(levels))).tolist()
-    return found
+    shares: list[float] = (levels if kind == "uniform" else torch.special.ndtr(torch.logit(levels))).tolist()
+    return shares
 
 
 def _unshifted(level: Tensor, shift: float) -> Tensor:
@@ -63,10 +64,10 @@ def _stretched(uniform: Tensor, mean: float) -> Tensor:
     """A tenth uniform; the others logit-normal, stretched over the whole range and reflected at its lower end."""
     drawn = _logit_normal((uniform - UNIFORM_SHARE) / (1 - UNIFORM_SHARE), mean)
     low, high = (torch.sigmoid(torch.tensor(mean + quantile, dtype=torch.float64)) for quantile in (LOWEST, HIGHEST))
-    found = (drawn - low) / (high - low)
-    found = torch.where(found >= EPSILON, found, 2 * EPSILON - found).clamp(0, 1)
+    stretched = (drawn - low) / (high - low)
+    stretched = torch.where(stretched >= EPSILON, stretched, 2 * EPSILON - stretched).clamp(0, 1)
     flat = EPSILON + (1 - EPSILON) * uniform / UNIFORM_SHARE
-    return torch.where(uniform < UNIFORM_SHARE, flat, found)
+    return torch.where(uniform < UNIFORM_SHARE, flat, stretched)
 
 
 def limits(training: Training, expert: Any) -> tuple[float, float]:

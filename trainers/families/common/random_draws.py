@@ -53,39 +53,39 @@ def normal_like(tensor: Tensor) -> Tensor:
     """Standard normal numbers in the shape, dtype and place of a batch."""
     if not _generators:
         return torch.randn_like(tensor)
-    made = torch.empty_like(tensor)
-    _each(made.shape[0])
-    for sample, generator in zip(made.unbind(), _generators, strict=True):
+    noise = torch.empty_like(tensor)
+    _check_count(noise.shape[0])
+    for sample, generator in zip(noise.unbind(), _generators, strict=True):
         sample.normal_(generator=generator)
-    return made
+    return noise
 
 
 def normal(count: int, device: torch.device) -> Tensor:
-    """One standard normal number a sample, in fp32: (count,)."""
+    """Standard normal numbers, one per sample, in fp32: (count,)."""
     if not _generators:
         return torch.randn(count, device=device)
-    _each(count)
+    _check_count(count)
     return torch.cat([torch.randn(1, device=device, generator=generator) for generator in _generators])
 
 
 def uniform(count: int, device: torch.device) -> Tensor | None:
-    """One number between 0 and 1, neither of them, a sample, in fp64: (count,); None without seeds."""
+    """Numbers strictly between 0 and 1, one per sample, in fp64: (count,). None when no seeds are set."""
     if not _generators:
         return None
-    _each(count)
-    made = torch.empty(count, device=device, dtype=torch.float64)
-    for number, generator in zip(made.split(1), _generators, strict=True):
+    _check_count(count)
+    draws = torch.empty(count, device=device, dtype=torch.float64)
+    for number, generator in zip(draws.split(1), _generators, strict=True):
         number.uniform_(generator=generator)
-    return made.clamp_(1e-9, 1 - 1e-9)
+    return draws.clamp_(1e-9, 1 - 1e-9)
 
 
 def integers(high: int, count: int, device: torch.device) -> Tensor:
-    """One integer from 0 to ``high`` - 1 a sample: (count,)."""
+    """Integers from 0 to ``high`` - 1, one per sample: (count,)."""
     if not _generators:
         return torch.randint(0, high, (count,), device=device)
-    _each(count)
+    _check_count(count)
     return torch.cat([torch.randint(0, high, (1,), device=device, generator=generator) for generator in _generators])
 
 
-def _each(count: int) -> None:
+def _check_count(count: int) -> None:
     assert count == len(_generators), f"{count} samples and {len(_generators)} seeds"
