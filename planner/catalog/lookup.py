@@ -89,7 +89,7 @@ def model(name: str) -> ModelProfile:
         return profile
     text = name.strip().lower()
     if len(text) > _LONGEST_NAME:
-        raise VplanError(f"model {quoted(name)} is not known", "`vplan models` lists what is")
+        raise VplanError(f"model {quoted(name)} is not known", "`vplan models` lists all models")
     if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
         # An exact name first, which opens one file; aliases need all of them.
         if profiles.model_path(text).is_file():
@@ -191,9 +191,9 @@ def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelP
         raise VplanError(f"{opening}: a resolution is not a multiple of {rules.size_multiple}", fix)
     cell = [profile.vae.spatial * patch for patch in rules.patch[1:]]
     if any(rules.size_multiple % side for side in cell):
-        raise VplanError(f"{opening}: size_multiple {rules.size_multiple} leaves parts of a cell", fix)
+        raise VplanError(f"{opening}: size_multiple {rules.size_multiple} is not a multiple of VAE times patch", fix)
     if (rules.default_frames - 1) % rules.frame_step:
-        raise VplanError(f"{opening}: default_frames {rules.default_frames} breaks its own rule", fix)
+        raise VplanError(f"{opening}: default_frames {rules.default_frames} is not {rules.frame_step}n+1", fix)
     for stack in profile.stacks:
         profile.depth(stack)
     return profile
@@ -218,7 +218,9 @@ def _model_aliases() -> dict[str, str]:
         for alias in (name, *aliases):
             owner = index.setdefault(_model_key(str(alias)), name)
             if owner != name:
-                raise VplanError(f"profiles {owner} and {name} are damaged: both say {alias!r}", "reinstall vplan")
+                raise VplanError(
+                    f"profiles {owner} and {name} are damaged: both have the alias {alias!r}", "reinstall vplan"
+                )
     return index
 
 
@@ -260,7 +262,7 @@ def _gpu_aliases() -> dict[str, GpuProfile]:
     for card in _gpu_file().gpu:
         for alias in (card.name, card.title, *card.aliases):
             if index.setdefault(_squash(alias), card) is not card:
-                raise VplanError(f"profile gpus.toml is damaged: two cards say {alias!r}", "reinstall vplan")
+                raise VplanError(f"profile gpus.toml is damaged: two cards have the alias {alias!r}", "reinstall vplan")
     return index
 
 
@@ -286,7 +288,7 @@ def gpu(name: str) -> GpuProfile:
     """The card of a name, a class (`24GB`: its smallest reference card) or an exact budget (`23.5GiB`)."""
     text = name.strip()
     if len(text) > _LONGEST_NAME:
-        raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists what is")
+        raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists all cards")
     if card := _named_card(text):
         return card
     if group := gpu_class(text):

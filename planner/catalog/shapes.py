@@ -22,9 +22,7 @@ def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> No
     _check_frames(model, frames)
     if model.shape.only_listed and (height, width) not in model.shape.resolutions:
         listed = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
-        raise VplanError(
-            f"{model.title} does not support clips of {height}x{width} (height x width)", f"write {listed}"
-        )
+        raise VplanError(f"{model.title} does not support clips of {height}x{width} (height x width)", f"use {listed}")
     multiple = model.shape.size_multiple
     wrong = {name: side for name, side in (("height", height), ("width", width)) if side % multiple}
     if wrong:
@@ -59,7 +57,7 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
 
     A `p` the model does not list becomes 16:9, or a square for image models, at the nearest sizes the model takes.
     """
-    fix = "use height x width, as 480x832, or 480p"
+    fix = "use height x width, such as 480x832, or 480p"
     exact = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*([+-]?\d+)", text.strip(), re.IGNORECASE | re.ASCII)
     if exact:
         height, width = (parse_count(side, "--resolution", at_most=MAX_SIDE) for side in exact.groups())

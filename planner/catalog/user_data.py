@@ -60,7 +60,7 @@ def check_name(text: str, option: str = "--name") -> str:
     """The name in lower case, or a VplanError when it is no safe file name."""
     name = text.lower()
     if not is_name(name):
-        fix = "use letters, digits, points, dashes and underscores, as --name my-model"
+        fix = "use letters, digits, periods, dashes and underscores, such as --name my-model"
         raise VplanError(f"{option} {quoted(text)} is not a safe file name", fix)
     return name
 

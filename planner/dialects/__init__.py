@@ -1,7 +1,7 @@
 """Other trainers' words: how their commands and config files are read, and how ours are written for them.
 
-A package a trainer. Its ``settings.DIALECT`` is the table of what its words and ours are to each other
-(`planner.dialects.base.bindings`). How these trainers hold memory is in `planner.layout.trainer_terms`.
+One package per trainer. Its ``settings.DIALECT`` (`planner.dialects.base.dialect`) is the table of bindings between its
+words and ours (`planner.dialects.base.bindings`). How these trainers hold memory is in `planner.layout.trainer_terms`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from planner.errors import VplanError, did_you_mean
 
 if TYPE_CHECKING:
-    from planner.dialects.base.bindings import Dialect, Invocation
+    from planner.dialects.base.dialect import Dialect, Invocation
     from planner.dialects.base.script import Script
 
 TRAINERS = (

@@ -11,7 +11,8 @@ from typing import Any
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
-from planner.dialects.base.bindings import Dialect, Fields, InexpressibleError, Invocation, Settings, Translation, read
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
+from planner.dialects.base.dialect import Dialect, Invocation, Translation, translate
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
@@ -69,7 +70,7 @@ def settle(dialect: Dialect, given: Invocation, told: Mapping[str, Any], machine
     settings["gpus"] = said["gpus"] = _gpus(settings, said, count, notes)
     settings["nodes"] = said["nodes"] = int(said.get("nodes") or settings.get("nodes") or 1)
     given = replace(given, settings=settings)
-    reading = read(dialect, given)
+    reading = translate(dialect, given)
     profile = lookup.model(reading.job["model"])
     fields = {name: value for name, value in reading.job.items() if value is not None}
     shape = {name: value for name, value in told.items() if value is not None and name != "model"}

@@ -15,19 +15,8 @@ from typing import Any
 
 from planner import dialects
 from planner.catalog.shapes import check_blocks
-from planner.dialects.base.bindings import (
-    EDIT,
-    Dialect,
-    Fields,
-    Fixed,
-    InexpressibleError,
-    Move,
-    Remark,
-    Settings,
-    is_edit,
-    nearest,
-    write,
-)
+from planner.dialects.base.bindings import EDIT, Fields, Fixed, InexpressibleError, Remark, Settings, is_edit
+from planner.dialects.base.dialect import Dialect, Move, nearest_fields, settings_for
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case, settle
@@ -213,14 +202,14 @@ def _today(case: Case, outcome: CheckedEstimate) -> str:
         return ""
     today = dialects.dialect(case.dialect.successor)
     assert today.files is not None
-    fields = nearest(today, {**case.fields, "expandable_segments": False})
+    fields = nearest_fields(today, {**case.fields, "expandable_segments": False})
     plan = Plan(
         job=Job.read({name: value for name, value in fields.items() if name in Job.model_fields}),
         strategy=Strategy.read({name: value for name, value in fields.items() if name in Strategy.model_fields}),
         machine=case.machine,
         trainer=today.name,
     )
-    text = list(today.files(plan, write(today, fields)).values())[-1]
+    text = list(today.files(plan, settings_for(today, fields)).values())[-1]
     return "\n".join(line for line in text.splitlines() if not line.startswith(("#!", "set -e")))
 
 

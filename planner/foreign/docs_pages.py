@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import profiles
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
-from planner.dialects.base import bindings
+from planner.dialects.base.dialect import capabilities
 from planner.spec.job import Strategy
 from planner.units import MIB, gib
 
@@ -83,7 +83,7 @@ def trainers_page() -> str:
     from planner import dialects
 
     all_dialects = [dialect for name, dialect in dialects.all_dialects().items() if "@" not in name]
-    words = {dialect.name: bindings.capabilities(dialect) for dialect in all_dialects}
+    words = {dialect.name: capabilities(dialect) for dialect in all_dialects}
     lines = [
         "# Trainers",
         "",

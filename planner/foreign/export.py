@@ -12,8 +12,9 @@ from typing import Any
 from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.shapes import check_blocks, check_job
-from planner.dialects.base import bindings, config_text
-from planner.dialects.base.bindings import Dialect, Fields, InexpressibleError, Settings
+from planner.dialects.base import config_text
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
+from planner.dialects.base.dialect import Dialect, nearest_fields, settings_for
 from planner.errors import NotEstimatedError, VplanError, quoted
 from planner.estimate.estimate import assess
 from planner.launch.slurm import slurm_script
@@ -90,7 +91,7 @@ def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
     fields, nothing = fields_of(plan), idle(plan)
     for _ in fields:
         try:
-            return bindings.write(dialect, fields), fields
+            return settings_for(dialect, fields), fields
         except InexpressibleError as error:
             matters = [each for each in error.values if each.field not in nothing]
             if matters:
@@ -211,7 +212,7 @@ def nearest(dialect: Dialect, plan: Plan) -> Plan:
 
 def _nearest(dialect: Dialect, plan: Plan, changes: Fields) -> Plan:
     try:
-        return plan_with(plan, bindings.nearest(dialect, fields_of(plan) | changes))
+        return plan_with(plan, nearest_fields(dialect, fields_of(plan) | changes))
     except VplanError as error:
         fix = f"change the plan by hand: {error.message}"
         raise VplanError(f"{dialect.title} supports neither this plan nor one near it", fix) from None

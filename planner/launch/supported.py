@@ -29,8 +29,8 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
     check_blocks(profile, strategy)
     check(plan.job, strategy, plan.machine)
     if plan.trainer != "vplan":
-        does = "vplan trains by" if trained else "a probe runs"
-        raise VplanError(f"the plan is for {plan.trainer}; {does} vplan's own step", 'write trainer = "vplan"')
+        does = "vplan trains with" if trained else "a probe runs"
+        raise VplanError(f"the plan is for {plan.trainer}; {does} vplan's own step", 'set trainer = "vplan"')
     if not trained:
         check_computers(plan.machine)
     what_for = "training yet" if trained else "training step yet, so it cannot be measured"

@@ -11,15 +11,8 @@ import json
 from typing import Any
 
 from planner.dialects.base import config_text
-from planner.dialects.base.bindings import (
-    Dialect,
-    Fields,
-    FunctionPair,
-    InexpressibleError,
-    Settings,
-    UnsupportedValue,
-    Value,
-)
+from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue, Value
+from planner.dialects.base.dialect import Dialect
 from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED as FORMATS

@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import (
-    Fields,
-    InexpressibleError,
-    Settings,
-    UnsupportedValue,
-)
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.launchers import find_model
 from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted

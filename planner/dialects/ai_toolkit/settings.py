@@ -28,18 +28,16 @@ from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
     Binding,
     Choice,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Remark,
     Settings,
     UnsupportedValue,
     When,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, word_for
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number

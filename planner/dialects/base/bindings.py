@@ -13,19 +13,17 @@ A trainer's words are `Settings`, one flat mapping whatever they were typed into
 
 Our words are `Fields`: those of Job and Strategy, and of Machine `gpus` and `nodes`, by name. Every field of Job is
 said by one binding of a dialect, and every field of Strategy by at most one: a trainer leaves the others at our
-defaults. So what it can express is a table too. What `write` writes, `read` reads back: each binding is an inverse pair
-over settings that no other binding has.
+defaults. So what it can express is a table too (`planner.dialects.base.dialect.Dialect`). Each binding is an inverse
+pair over settings that no other binding has.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planner.errors import VplanError, quoted
-from planner.spec.job import Job, Machine, Strategy
 
 Settings = dict[str, Any]
 Fields = dict[str, Any]
@@ -228,193 +226,6 @@ class When:
     binding: Binding
 
 
-def _binding(entry: Binding | When) -> Binding:
-    return entry.binding if isinstance(entry, When) else entry
-
-
-@dataclass(frozen=True)
-class Move:
-    """A change to try that saves memory: fields and their new values. Its settings are those that its bindings
-    write."""
-
-    changes: Mapping[str, Any]
-    cost: str = ""
-    """in words, beside what seconds, host RAM and lossy fields say"""
-    words: tuple[str, ...] = ()
-    """what goes with it and is no field: a learning rate for another optimizer"""
-    words_for: Callable[[Settings], list[str]] | None = None
-    """its words for what was given, where they are not what its bindings write"""
-    values: tuple[Any, ...] = ()
-    """for one field that counts (blocks): values to find the first of that does it, the dearest last"""
-    by_fields: Callable[[Fields], tuple[Mapping[str, Any], ...]] | None = None
-    """the same of several fields together, by what is now (batch and accumulation)"""
-    when: Callable[[Fields], bool] = field(default=lambda fields: True)
-    """whether it can be done at all, by what is now"""
-
-    @property
-    def counts(self) -> bool:
-        """Whether the move has several values to try, and not one."""
-        return bool(self.values or self.by_fields)
-
-    def steps(self, fields: Fields) -> tuple[Mapping[str, Any], ...]:
-        """The changes to try in turn, the mildest first, as fields and new values; most moves have one. ``fields``: the
-        values now."""
-        if self.by_fields is not None:
-            return self.by_fields(fields)
-        return tuple(dict.fromkeys(self.changes, value) for value in self.values) or (self.changes,)
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What a trainer was started with: its settings, and flags that it does not have."""
-
-    trainer: str
-    settings: Settings
-    unknown: tuple[str, ...] = ()
-    """flags and keys that the trainer's script does not have"""
-    removed: tuple[Remark, ...] = ()
-    """those it had once"""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A trainer's settings translated into fields of job, strategy and machine."""
-
-    job: Fields
-    strategy: Fields
-    machine: Fields
-    """`gpus` and `nodes`, as far as the launcher says"""
-    notes: tuple[str, ...] = ()
-    ineffective: tuple[Remark, ...] = ()
-    version: str = ""
-    """of the trainer's memory terms, where a setting decides which apply and no field says it"""
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """A trainer that we read, write or both. Its memory terms stand beside it in the same file (`TERMS`)."""
-
-    name: str
-    title: str
-    source: str
-    """URL and commit that it was read at"""
-    scripts: tuple[str, ...]
-    """tails of the paths of its scripts, or of modules written as paths"""
-    table: tuple[Binding | When, ...]
-    read_script: Callable[[Any], Invocation | None] | None = None
-    """`planner.dialects.base.script.Script` -> what was given, for a script or config that is its own; None: it is
-    another's"""
-    remarks: Callable[[Settings, Fields], Iterable[Remark]] = field(default=lambda settings, fields: ())
-    """settings that were given and do nothing, and why"""
-    notes: Callable[[Settings, Fields], Iterable[str]] = field(default=lambda settings, fields: ())
-    """what it does without being asked, with the source"""
-    moves: tuple[Move, ...] = ()
-    """what saves memory, the cheapest first"""
-    version: Callable[[Settings, Fields], str] = field(default=lambda settings, fields: "")
-    """which of the trainer's `OLDER` terms these settings mean; empty: those of what is written"""
-    user_loop: bool = False
-    """whether the training loop is the user's: fields without a binding are then his to set, and not at our defaults"""
-    assigns: str = " = "
-    """between a key and its value in the trainer's files: TOML's, or YAML's `: `"""
-    successor: str = ""
-    """the trainer of today, of a script that is gone"""
-    files: Callable[[Any, Settings], dict[str, str]] | None = None
-    """(Plan, settings) -> complete files by name, the one to start last"""
-
-    def __post_init__(self) -> None:
-        fields = [name for binding in self.bindings for name in binding.fields]
-        assert len(fields) == len(set(fields)), f"{self.name} binds a field twice: {sorted(fields)}"
-
-    @functools.cached_property
-    def entries(self) -> tuple[Binding | When, ...]:
-        """The table, and behind it every field of a strategy that it does not bind: such a field has no word in this
-        trainer, which leaves it at our default."""
-        if self.user_loop:
-            return self.table
-        bound = {field for entry in self.table for field in _binding(entry).fields}
-        unbound = (field for field in Strategy.model_fields if field not in bound)
-        return (*self.table, *(Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound))
-
-    @property
-    def bindings(self) -> list[Binding]:
-        """The bindings of all entries, without their conditions."""
-        return [_binding(entry) for entry in self.entries]
-
-
 def is_edit(setting: str) -> bool:
     """Whether a setting stands for a change to the trainer's code."""
     return setting.startswith(EDIT)
-
-
-def read(dialect: Dialect, invocation: Invocation) -> Translation:
-    """Translates an invocation into fields of job, strategy and machine, with notes and settings that have no effect.
-    Raises a VplanError for settings that mean nothing."""
-    fields: Fields = {}
-    for entry in dialect.entries:
-        if isinstance(entry, When):
-            if fields[entry.field] not in entry.values:
-                continue
-            entry = entry.binding
-        fields |= entry.to_fields(invocation.settings)
-    job, strategy, machine = (
-        {name: value for name, value in fields.items() if name in record.model_fields}
-        for record in (Job, Strategy, Machine)
-    )
-    return Translation(
-        job,
-        strategy,
-        machine,
-        notes=(*invocation.notes, *dialect.notes(invocation.settings, fields)),
-        ineffective=tuple(dialect.remarks(invocation.settings, fields)),
-        version=dialect.version(invocation.settings, fields),
-    )
-
-
-def write(dialect: Dialect, fields: Fields) -> Settings:
-    """The settings that say these fields (Job's, Strategy's after `resolve`, Machine's); an InexpressibleError names
-    everything that the trainer cannot express."""
-    settings: Settings = {}
-    unsupported: list[UnsupportedValue] = []
-    for entry in dialect.entries:
-        if isinstance(entry, When):
-            if fields[entry.field] not in entry.values:
-                continue
-            entry = entry.binding
-        try:
-            words = entry.to_settings(fields)
-        except InexpressibleError as error:
-            unsupported += error.values
-            continue
-        # A line to add to the trainer's code is a fix that `check` may name, but no command can carry it.
-        if any(map(is_edit, words)):
-            instead = entry.to_fields({})
-            why = "it has no option for that; it takes a code change"
-            changed = [name for name in entry.fields if instead[name] != fields[name]]
-            unsupported += [UnsupportedValue(name, fields[name], instead[name], why) for name in changed]
-            continue
-        assert not settings.keys() & words.keys(), f"two bindings write {settings.keys() & words.keys()}"
-        settings |= words
-    if unsupported:
-        raise InexpressibleError(*unsupported)
-    return settings
-
-
-def nearest(dialect: Dialect, fields: Fields) -> Fields:
-    """The nearest fields that the trainer can express: every unsupported value is replaced by what the trainer uses
-    instead."""
-    for _ in range(len(dialect.entries)):  # one thing instead of another may be what a second binding cannot say
-        try:
-            write(dialect, fields)
-            return fields
-        except InexpressibleError as error:
-            fields = fields | {value.field: value.instead for value in error.values}
-    raise AssertionError(f"{dialect.name} has no way to say what it does instead")
-
-
-def capabilities(dialect: Dialect) -> dict[str, str]:
-    """Field -> which of its values the trainer can express, in words."""
-    words: dict[str, str] = {}
-    for binding in dialect.bindings:
-        words |= binding.capabilities()
-    return words

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planner.dialects.base.bindings import Binding, Dialect, Fields, Settings, When, is_edit
+from planner.dialects.base.bindings import Binding, Fields, Settings, When, is_edit
+from planner.dialects.base.dialect import Dialect
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
 

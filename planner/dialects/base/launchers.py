@@ -17,12 +17,12 @@ from planner.dialects.base.bindings import (
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.dialect import Invocation
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, did_you_mean, nearest, quoted
 from planner.spec.job import SPLIT, Job, Strategy

@@ -8,19 +8,17 @@ from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.bindings import (
     Binding,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
     When,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,

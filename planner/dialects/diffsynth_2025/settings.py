@@ -12,19 +12,17 @@ from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import (
     Choice,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
     When,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,

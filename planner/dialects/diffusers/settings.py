@@ -9,17 +9,15 @@ from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import (
     Choice,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Settings,
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,

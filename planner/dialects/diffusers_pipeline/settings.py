@@ -13,18 +13,16 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base.bindings import (
     Choice,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import ALLOC_CONF, EXPANDABLE, our_defaults, require_model
 from planner.dialects.base.script import Script
 from planner.spec.plan import Plan

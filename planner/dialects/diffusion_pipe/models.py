@@ -6,12 +6,7 @@ import re
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import (
-    Fields,
-    InexpressibleError,
-    Settings,
-    UnsupportedValue,
-)
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.launchers import find_model
 from planner.dialects.base.values import as_list, integer
 from planner.errors import VplanError, quoted

@@ -11,19 +11,17 @@ from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
     Binding,
     Choice,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
     When,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, one_of, our_defaults, word_for
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number

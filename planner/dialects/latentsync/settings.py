@@ -8,18 +8,16 @@ from typing import Any
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import (
     Choice,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, our_defaults, script_head
 from planner.dialects.base.script import Script
 from planner.errors import VplanError

@@ -10,19 +10,17 @@ from planner.dialects.base import flags
 from planner.dialects.base.bindings import (
     Binding,
     Choice,
-    Dialect,
     Fields,
     Fixed,
     FunctionPair,
     InexpressibleError,
-    Invocation,
-    Move,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
     When,
 )
+from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,

@@ -215,7 +215,7 @@ def test_a_model_by_its_name_opens_its_own_file_only(elsewhere: Path) -> None:
         ('name = "wan2.1-t2v-1.3b"', 'name = "wan"', "it says name = 'wan'"),
         ('depth_key = "num_layers"', 'depth_key = "layers"', "config has no layers"),
         ("size_multiple = 16", "size_multiple = 20", "not a multiple of 20"),
-        ("default_frames = 81", "default_frames = 80", "breaks its own rule"),
+        ("default_frames = 81", "default_frames = 80", "is not 4n+1"),
         ('class = "AutoencoderKLWan"', 'clas = "AutoencoderKLWan"', "vae has no field 'clas'; did you mean class?"),
         ("[shape]", "[shape", "is damaged: "),
     ],
@@ -233,7 +233,7 @@ def test_a_damaged_model_is_named_and_refused(elsewhere: Path, old: str, new: st
 def test_two_models_may_not_share_a_name(elsewhere: Path) -> None:
     path = elsewhere / "models" / "sd1.5.toml"
     path.write_text(path.read_text().replace("aliases = [", 'aliases = ["flux-dev", '))
-    assert "both say" in refused(model, "no-file-of-this-name").message
+    assert "both have the alias" in refused(model, "no-file-of-this-name").message
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_bad_cards_are_refused(typed: str, fault: str, fix: str) -> None:
     [
         ('name = "rtx4090"', 'nmae = "rtx4090"', "has no field 'nmae'; did you mean name?"),
         ('"rtx3090", "rtx4090"', '"rtx3090", "rtx4099"', "names 'rtx4099'"),
-        ('aliases = ["4090"', 'aliases = ["3090"', "two cards say '3090'"),
+        ('aliases = ["4090"', 'aliases = ["3090"', "two cards have the alias '3090'"),
         ("[[class]]", "[[class", "gpus.toml is damaged"),
     ],
 )

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.shapes import check_job
-from planner.dialects.base import bindings
+from planner.dialects.base.bindings import InexpressibleError
+from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
 from planner.foreign.export import fields_of, plan_with
 from planner.schema import choices
@@ -67,11 +68,11 @@ def nearest(name: str, plan: Plan) -> Plan | None:
     """The plan as near as the trainer can do it; None where what it does contradicts the rest of the plan, or it does
     another job."""
     try:
-        bindings.write(dialects.dialect(name), fields_of(plan))
-    except bindings.InexpressibleError as error:
+        settings_for(dialects.dialect(name), fields_of(plan))
+    except InexpressibleError as error:
         if any(each.field == "model" for each in error.values):
             return None
     try:
-        return plan_with(plan, bindings.nearest(dialects.dialect(name), fields_of(plan)))
+        return plan_with(plan, nearest_fields(dialects.dialect(name), fields_of(plan)))
     except VplanError:
         return None

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner import dialects
-from planner.dialects.base import bindings
+from planner.dialects.base.bindings import Fixed
+from planner.dialects.base.dialect import capabilities, settings_for, translate
 from planner.dialects.base.script import Script, from_file, from_words
 from planner.errors import VplanError
 from planner.foreign.export import fields_of
@@ -42,14 +43,14 @@ def test_files_read_back_as_the_plan(name: str, asked: Plan) -> None:
     if plan is None:
         return
     wanted = fields_of(plan)
-    said = bindings.write(dialect, wanted)
+    said = settings_for(dialect, wanted)
     with TemporaryDirectory() as folder:
         for path, text in dialect.files(plan, said).items():
             (Path(folder) / path).write_text(text)
         found, told = dialects.read_script(from_file(Path(folder) / path))
         assert found.name == name
         assert not told.unknown and not told.removed  # all of it is in the trainer's own list
-        reading = bindings.read(found, told)
+        reading = translate(found, told)
     back = {**reading.job, **reading.strategy, **reading.machine, "version": reading.version}
     ignored = (
         {"references"} | MEANINGLESS[plan.job.method] | ({"grad_buckets"} if wanted["sharding"] != "ddp" else set())
@@ -64,7 +65,7 @@ def test_a_file_without_low_vram_is_another_version_of_the_memory_terms(tmp_path
     found = {}
     for name, text in {"": TOOLKIT, "whole": TOOLKIT.replace(", low_vram: true", "")}.items():
         (tmp_path / "config.yaml").write_text(text)
-        found[name] = bindings.read(*dialects.read_script(from_file(tmp_path / "config.yaml"))).version
+        found[name] = translate(*dialects.read_script(from_file(tmp_path / "config.yaml"))).version
     assert found == {"": "", "whole": "quantised-whole"}
     assert set(trainer_terms.versions("ai-toolkit")) == {"quantised-whole"}
 
@@ -80,12 +81,12 @@ def test_a_field_of_a_strategy_without_a_binding_stays_at_our_default() -> None:
     dialect = dialects.dialect("musubi-tuner")
     table = tuple(entry for entry in dialect.table if getattr(entry, "field", "") != "ema")
     without = dataclasses.replace(dialect, table=table)
-    assert without.entries[-1] == bindings.Fixed("ema", "none")
-    assert bindings.capabilities(without)["ema"] == "always none"
+    assert without.entries[-1] == Fixed("ema", "none")
+    assert capabilities(without)["ema"] == "always none"
 
 
 def test_of_a_training_loop_of_the_users_own_other_fields_are_left_alone() -> None:
-    assert not {"ema", "gradient_checkpointing"} & bindings.capabilities(dialects.dialect("accelerate")).keys()
+    assert not {"ema", "gradient_checkpointing"} & capabilities(dialects.dialect("accelerate")).keys()
 
 
 MUSUBI = """accelerate launch --num_cpu_threads_per_process 1 wan_train_network.py --task t2v-14B --sdpa --fp8_base \\
@@ -161,7 +162,7 @@ def test_what_people_have(files: dict[str, str], wanted: dict[str, object], tmp_
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     found, told = dialects.read_script(from_file(tmp_path / list(files)[-1]))
-    reading = bindings.read(found, told)
+    reading = translate(found, told)
     read = {**reading.job, **reading.strategy}
     assert {name: read[name] for name in wanted} == wanted
     assert told.unknown == (("--no_such",) if found.name == "musubi-tuner" else ())
@@ -183,7 +184,7 @@ def test_what_people_have(files: dict[str, str], wanted: dict[str, object], tmp_
 def test_what_is_not_priced_is_one_clear_line(name: str, text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(VplanError, match=says):
-        bindings.read(*dialects.read_script(from_file(tmp_path / name)))
+        translate(*dialects.read_script(from_file(tmp_path / name)))
 
 
 _ANY = st.one_of(
@@ -213,7 +214,7 @@ def test_whatever_a_config_holds_ends_in_an_answer_or_one_clear_line(data: st.Da
             script = _Held(words.name, words.programs, documents={"data.toml": dataset})
         else:
             script = _Held("config.toml", config=given_config, documents={"data.toml": dataset})
-        bindings.read(*dialects.read_script(script))
+        translate(*dialects.read_script(script))
     except VplanError as error:
         assert "\n" not in error.message
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
-from planner.dialects.base.bindings import Dialect, When, capabilities, nearest, read, write
+from planner.dialects.base.bindings import When
+from planner.dialects.base.dialect import Dialect, capabilities, nearest_fields, settings_for, translate
 from planner.dialects.base.script import from_file
 from planner.schema import choices
 from planner.spec.job import Job, Machine, Strategy
@@ -75,8 +76,8 @@ def meaningful(dialect: Dialect, found: dict[str, Any]) -> set[str]:
 @given(asked=fields())
 def test_what_is_written_is_read_back(name: str, asked: dict[str, Any]) -> None:
     dialect = dialects.dialect(name)
-    asked = nearest(dialect, asked)
-    said = write(dialect, asked)
+    asked = nearest_fields(dialect, asked)
+    said = settings_for(dialect, asked)
     assert dialect.files is not None
     plan = Plan.model_construct(
         job=Job.model_construct(**{field: asked[field] for field in Job.model_fields}),
@@ -91,7 +92,7 @@ def test_what_is_written_is_read_back(name: str, asked: dict[str, Any]) -> None:
         again, found = dialects.read_script(from_file(Path(folder) / list(files)[-1]))
     assert again.name == name
     assert (found.unknown, found.removed) == ((), ())
-    reading = read(again, found)
+    reading = translate(again, found)
     back = reading.job | reading.strategy | reading.machine
     for field in meaningful(dialect, asked):
         assert back[field] == asked[field], field

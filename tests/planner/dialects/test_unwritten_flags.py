@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner import dialects
-from planner.dialects.base import bindings, config_text, flags
+from planner.dialects.base import config_text, flags
+from planner.dialects.base.dialect import settings_for
 from planner.dialects.base.script import from_file
 from planner.foreign.export import Exported, fields_of, targets, write_files
 from planner.spec.plan import Plan
@@ -56,7 +57,7 @@ def test_never(name: str, data: st.DataObject) -> None:
         return
     dialect = dialects.dialect(name)
     assert dialect.files is not None
-    said = bindings.write(dialect, fields_of(plan))
+    said = settings_for(dialect, fields_of(plan))
     files = dialect.files(plan, said)
     carried = config_text.fields_by_setting(
         dialect, said, getattr(dialects.module(name), "CARRIES", None), fields_of(plan)
@@ -100,7 +101,7 @@ def test_no_flag_is_gone_or_unknown(name: str, data: st.DataObject, tmp_path_fac
         return
     dialect = dialects.dialect(name)
     assert dialect.files is not None
-    files = dialect.files(plan, bindings.write(dialect, fields_of(plan)))
+    files = dialect.files(plan, settings_for(dialect, fields_of(plan)))
     folder = tmp_path_factory.mktemp("files")
     paths = write_files(Exported(name, plan, files, {}), folder, False)
     found, told = dialects.read_script(from_file(paths[-1]))

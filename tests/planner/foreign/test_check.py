@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from planner import dialects
-from planner.dialects.base import bindings
-from planner.dialects.base.bindings import Translation
+from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.dialects.base.shell import join_continued_lines
 from planner.errors import NotRecordedError, VplanError
@@ -23,7 +22,7 @@ def read(folder: Path, name: str, text: str) -> tuple[str, Translation, tuple[st
     """Whose file it is, what it means, and what of it is unknown."""
     (folder / name).write_text(text)
     dialect, given = dialects.read_script(from_file(folder / name))
-    return dialect.name, bindings.read(dialect, given), given.unknown
+    return dialect.name, translate(dialect, given), given.unknown
 
 
 WRAPPED = """accelerate launch --mixed_precision bf16 --num_cpu_threads_per_process 1 flux_train_network.py

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from planner.catalog import lookup
 from planner.commands import cli
 from planner.dialects.accelerate import settings as accelerate
-from planner.dialects.base import bindings, config_text, flags
+from planner.dialects.base import config_text, flags
+from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
 from planner.foreign.export import export, fields_of, flags_of, plan_with, priced, targets, write_files
 from planner.spec.job import Job, Machine, Strategy
@@ -66,8 +67,8 @@ def launcher_plans() -> st.SearchStrategy[Plan]:
 @given(launcher_plans())
 def test_what_accelerate_is_told_is_what_it_would_read(asked: Plan) -> None:
     """The nearest that can be said is written, and read back it is the same; no field that a launcher sets is lost."""
-    wanted = bindings.nearest(accelerate.DIALECT, fields_of(asked))
-    said = bindings.write(accelerate.DIALECT, wanted)
+    wanted = nearest_fields(accelerate.DIALECT, fields_of(asked))
+    said = settings_for(accelerate.DIALECT, wanted)
     back = {field: value for binding in accelerate.DIALECT.bindings for field, value in binding.to_fields(said).items()}
     alone = wanted["sharding"] in ("none", "ddp")
     theirs = {"gradient_accumulation", "batch_size", "master_weights"}  # the script's, without DeepSpeed
