@@ -27,8 +27,10 @@ from planner.search.question import Question, Switch
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.search.space import typed_only
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
+from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
+from planner.spec.rules import ResolvedStrategy
 from planner.spec.wording import words
 from planner.units import gib
 from reports.seen import Probe, evidence_row, measured, nearest, overlay, probes
@@ -119,29 +121,32 @@ class Builder:
         typed = typed_only(plan.job.method, plan.strategy, ())
         self.search = Search(Question(plan.job, typed, plan.machine, self.model, self.gpu), self.screen)
 
-    def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        profile = self.model if job.model == self.plan.job.model else None
-        return load_facts(job, strategy, machine, profile, self.cards[machine.gpu])
+    def _facts(self, configuration: Configuration) -> Facts:
+        profile = self.model if configuration.job.model == self.plan.job.model else None
+        return load_facts(configuration, profile, self.cards[configuration.machine.gpu])
 
     def estimate(self) -> Estimate:
         """The plan's own estimate, or a new one where its file has none."""
         plan = self.plan
         if plan.estimate is not None:
             return plan.estimate
-        facts = self._facts(plan.job, plan.strategy, plan.machine)
-        return assess(plan.job, plan.strategy, plan.machine, facts, plan.trainer).estimate
+        configuration = plan.configuration
+        return assess(configuration, self._facts(configuration), plan.trainer).estimate
 
     def quick_estimates(self) -> tuple[QuickEstimate, ...]:
         """Quick estimates of all candidate strategies and of the plan's own."""
-        plan_quick = self.search.quick_estimate(self.plan.job, self.plan.strategy)
-        candidates = ladder.quick_estimates(self.search, self.plan.job)
+        plan = self.plan
+        # As the plan's file writes it, fields left open and all: the page knows its own row by that.
+        written = ResolvedStrategy(plan.strategy)
+        plan_quick = self.search.feasibility.quick_estimate(plan.job, written, recorded=plan.configuration)
+        candidates = ladder.quick_estimates(self.search, plan.job)
         return tuple({quick.strategy: quick for quick in (*candidates, plan_quick)}.values())
 
     def steps(self) -> tuple[tuple[step_timeline.PhaseParts, ...], step_timeline.Timeline]:
         """(phases, timeline): every phase at its peak, and the memory of one steady step."""
         plan = self.plan
-        facts = self._facts(plan.job, plan.strategy, plan.machine)
-        run = step_timeline.laid_out(plan.job, plan.strategy, plan.machine, facts, plan.trainer)
+        configuration = plan.configuration
+        run = step_timeline.laid_out(configuration, self._facts(configuration), plan.trainer)
         return step_timeline.phases(run), step_timeline.timeline(run, self.points)
 
     def _forms(self) -> Forms:
@@ -216,7 +221,7 @@ class Builder:
     def _switches(self, answer: Estimate) -> tuple[tuple[Switch, ...], int]:
         """What each switch did, and the device peak that the first one found."""
         switches = self.search.switches(answer)
-        start = self.search.quick_estimate(answer.job, answer.strategy).device_bytes
+        start = self.search.quick_estimate(answer.job, answer.configuration.strategy).device_bytes
         return switches, start - sum(switch.device_bytes for switch in switches)
 
 
@@ -316,12 +321,12 @@ def runners_up(candidates: Sequence[QuickEstimate], plan: Plan, search: Search) 
     return tuple(sorted(rows, key=lambda row: (row.step_seconds, row.device_bytes)))
 
 
-def _predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-    return Prediction.of(estimate(job, strategy, machine, load_facts(job, strategy, machine), trainer))
+def _predict(configuration: Configuration, trainer: str) -> Prediction:
+    return Prediction.of(estimate(configuration, load_facts(configuration), trainer))
 
 
-def _after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
-    return after_step_bytes(job, strategy, machine, load_facts(job, strategy, machine), trainer)
+def _after_step(configuration: Configuration, trainer: str) -> int:
+    return after_step_bytes(configuration, load_facts(configuration), trainer)
 
 
 def environment(created: str) -> tuple[Fact, ...]:

@@ -30,7 +30,7 @@ from planner.evidence.held_out import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
 from planner.evidence.published import own_row, read_rows, shipped
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
 from planner.spec.plan import RAN_OUT
 from planner.units import parse_bytes
 
@@ -151,11 +151,9 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
     for row in {id(entry.row): entry.row for entry in before}.values():
         others = [other for other in own if other.id != row.id]
 
-        def predict(
-            job: Job, strategy: Strategy, machine: Machine, trainer: str, others: list[ProbeRow] = others
-        ) -> Prediction:
-            known = with_learned(load_facts(job, strategy, machine), trainer, others)
-            return Prediction.of(estimate(job, strategy, machine, known, trainer))
+        def predict(configuration: Configuration, trainer: str, others: list[ProbeRow] = others) -> Prediction:
+            facts = with_learned(load_facts(configuration), trainer, others)
+            return Prediction.of(estimate(configuration, facts, trainer))
 
         after += compare([row], predict, lambda *_: 0)
     return list(zip(before, after, strict=True))
@@ -223,12 +221,12 @@ def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     from planner.estimate.estimate import after_step_bytes, estimate
     from planner.layout.inputs import load_facts
 
-    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-        card = cards.get(machine.gpu) if trainer == "vplan" else None
-        return Prediction.of(estimate(job, strategy, machine, load_facts(job, strategy, machine, gpu=card), trainer))
+    def predict(configuration: Configuration, trainer: str) -> Prediction:
+        card = cards.get(configuration.machine.gpu) if trainer == "vplan" else None
+        return Prediction.of(estimate(configuration, load_facts(configuration, gpu=card), trainer))
 
-    def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
-        return after_step_bytes(job, strategy, machine, load_facts(job, strategy, machine), trainer)
+    def after_step(configuration: Configuration, trainer: str) -> int:
+        return after_step_bytes(configuration, load_facts(configuration), trainer)
 
     return predict, after_step
 

@@ -46,12 +46,11 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
     Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead).
     """
     question = asked.settle()
-    strategy = question.resolved_strategy()
+    configuration = question.configuration()
     if question.frames_max:
         raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")
-    known = load_facts(question.job, strategy, question.machine, question.model, question.gpu)
-    known = with_learned(known, asked.trainer)
-    found = assess(question.job, strategy, question.machine, known, asked.trainer).estimate
+    facts = with_learned(load_facts(configuration, question.model, question.gpu), asked.trainer)
+    found = assess(configuration, facts, asked.trainer).estimate
     found = found.replace(assumptions=(*question.assumptions, *found.assumptions))
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)

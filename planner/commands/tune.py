@@ -145,7 +145,7 @@ def command(
     if real:
         check_computers(question.machine)
     goal = Goal(chosen_objective(question, prefer))
-    screen = Screen(lambda job, way, machine: load_facts(job, way, machine, question.model, question.gpu))
+    screen = Screen(lambda configuration: load_facts(configuration, question.model, question.gpu))
     tuner = Tuner(question, screen, goal, _applied(question) if real else lambda job, way: True)
     with (
         _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress),
@@ -287,7 +287,7 @@ class _Answer:
             raise VplanError(fault, fix, FAILED)
 
     def _plan(self, found: Estimate, others: tuple[Estimate, ...]) -> Plan:
-        row = self.tuning.rows.get(row_id(Plan(job=found.job, strategy=found.strategy, machine=found.machine)))
+        row = self.tuning.rows.get(row_id(Plan.under(found.configuration)))
         proof = (Evidence(id=row.id, measured=row.measured, env=row.env),) if row and self.best else ()
         ladder = tuple(other for other in others if other.high_bytes < found.high_bytes)
         return Plan.of(found, tuple(sorted(ladder, key=lambda each: each.step_seconds))).replace(evidence=proof)

@@ -1,4 +1,4 @@
-"""Job + Strategy + Machine -> Estimate. Pure: records in, record out; no clock, file, GPU or torch.
+"""Configuration -> Estimate. Pure: records in, record out; no clock, file, GPU or torch.
 
 The phases run in order on one replayed allocator, because what it holds carries over: load, first step (the optimizer
 creates its states), then a later step, which is where most runs die.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import alive, held
@@ -22,14 +23,14 @@ from planner.layout.phases import decoder, encoders, validation_grid
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import NCCL_BYTES
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
+from planner.spec.job import Strategy
 from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
-from planner.spec.rules import resolve
 from planner.tape.program import Moment
 from planner.tape.variants import UNPAGED
 from planner.units import format_gib
 
-Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
+Layout = Callable[[Configuration, Facts, dict[str, int], str], Run]
 """Lays a run out, as ``planner.layout.pipeline.lay_out`` does."""
 
 BREAKDOWN = {
@@ -60,14 +61,12 @@ SAMPLING_MOMENTS = {"denoise": "denoising", "decode": "decoding the samples"}
 """The same where sampling is all there is."""
 
 
-def estimate(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out
-) -> Estimate:
-    """What happens when ``job`` runs under ``strategy`` on ``machine``; the worst of the job's buckets.
+def estimate(configuration: Configuration, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out) -> Estimate:
+    """What happens when a configuration runs; the worst of the job's buckets.
 
     ``layout`` may give runs from a cache, as a search does.
     """
-    return estimate_run(*replay(job, strategy, machine, facts, trainer, layout), trainer)
+    return estimate_run(*replay(configuration, facts, trainer, layout), trainer)
 
 
 class Assessment(NamedTuple):
@@ -81,9 +80,7 @@ class Assessment(NamedTuple):
 
 
 def assess(
-    job: Job,
-    strategy: Strategy,
-    machine: Machine,
+    configuration: Configuration,
     facts: Facts,
     trainer: str = "vplan",
     layout: Layout = lay_out,
@@ -98,13 +95,13 @@ def assess(
     because that is what people measure. ``cached``: whether what is encoded before training is asked about too.
     ``like``: the same plan on another card, whose replay holds where the very same is allocated here.
     """
-    run, played = replay(job, strategy, machine, facts, trainer, layout, cached, like.played if like else ())
+    run, played = replay(configuration, facts, trainer, layout, cached, like.played if like else ())
     whole = estimate_run(run, played, trainer)
     expected = whole.verdict == "tight" and whole.limit is None and whole.peak.device_bytes <= whole.budget_bytes
     if not expected or whole.strategy.expandable_segments or whole.basis == "measured":
         return Assessment(run, played, whole)
-    expandable = strategy.replace(expandable_segments=True)
-    lean = estimate_run(*replay(job, expandable, machine, facts, trainer, layout, cached), trainer)
+    expandable = replace(configuration, strategy=configuration.strategy.replace(expandable_segments=True))
+    lean = estimate_run(*replay(expandable, facts, trainer, layout, cached), trainer)
     if lean.verdict != "fits":
         return Assessment(run, played, whole)
     kept = whole.peak.device_bytes
@@ -117,9 +114,7 @@ def assess(
 
 
 def replay(
-    job: Job,
-    strategy: Strategy,
-    machine: Machine,
+    configuration: Configuration,
     facts: Facts,
     trainer: str = "vplan",
     layout: Layout = lay_out,
@@ -130,8 +125,8 @@ def replay(
 
     ``earlier``: of a run that may be the same to the byte.
     """
-    strategy = resolve(job, strategy, machine)
-    runs = [layout(job, strategy, machine, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
+    job = configuration.job
+    runs = [layout(configuration, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
     if len(runs) == 1:
         return runs[0], reused_replay(runs[0], earlier, cached=cached) or replay_stages(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
@@ -145,16 +140,16 @@ def _reserved(played: list[ReplayedStage]) -> int:
     return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 
-def after_step_bytes(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> int:
+def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> int:
     """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
-    strategy = resolve(job, strategy, machine)
-    run = lay_out(job, strategy, machine, facts, grid(facts.model, job), trainer)
+    run = lay_out(configuration, facts, grid(facts.model, configuration.job), trainer)
     return next(entry for entry in reversed(replay_stages(run)) if entry.phase == "optimizer").allocated_after_bytes
 
 
 def estimate_run(run: Run, played: list[ReplayedStage], trainer: str = "vplan") -> Estimate:
     """The estimate of a run from its replayed stages, as `trainer` would run it."""
-    job, strategy, machine, facts = run.job, run.strategy, run.machine, run.facts
+    configuration, facts = run.configuration, run.facts
+    job, strategy, machine = run.job, run.strategy, run.machine
     correction, outside = facts.measurements.correction, outside_bytes(run)
     phases = {
         phase: counter_maxima(phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
@@ -163,7 +158,7 @@ def estimate_run(run: Run, played: list[ReplayedStage], trainer: str = "vplan") 
     top = peak_stage(played)
     peak = counter_maxima(phases.values())
     work = step_work(run)
-    seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run))
+    seconds = step_seconds(configuration, work, facts.gpu, traffic(run))
     budget = facts.gpu.allocatable_bytes - machine.reserve
     where = max(phases, key=lambda phase: phases[phase].device_bytes)
     at_most, most = _most(played, correction, outside)

@@ -18,7 +18,8 @@ from planner.layout.phases import encoders, encoding_runs, weights_on_gpu
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
 from planner.layout.single_gpu import ema_bytes
-from planner.spec.job import SPLIT, Job, Machine, Strategy
+from planner.spec.configuration import Configuration
+from planner.spec.job import SPLIT, Machine, Strategy
 from planner.spec.plan import PhaseName
 from planner.tape.variants import UNPAGED, trained_storage
 from planner.units import GIB
@@ -156,9 +157,10 @@ def _offloaded_bytes(strategy: Strategy, machine: Machine, trained: int, paramet
     return 2 * trained + (2 * trained if states is None else states * parameters)
 
 
-def floor_bytes(job: Job, strategy: Strategy, machine: Machine, parameters: int) -> int:
+def floor_bytes(configuration: Configuration, parameters: int) -> int:
     """Host RAM, bytes, that one node needs at least to train a model of `parameters` parameters: known without laying a
     run out."""
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     whole = job.method == "full" and not job.trainable
     offloaded = strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp"
     if not whole or not offloaded:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import GpuProfile
 from planner.layout.attention_kernel import attention_efficiency
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.tape.format import KINDS, Tape
 from planner.tape.program import Block
@@ -230,13 +231,12 @@ def total_flops(work: StepWork, strategy: Strategy) -> int:
     return passes * strategy.gradient_accumulation + optimizer
 
 
-def step_seconds(
-    work: StepWork, gpu: GpuProfile, strategy: Strategy, job: Job, machine: Machine, traffic: Traffic
-) -> Seconds:
+def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, traffic: Traffic) -> Seconds:
     """Seconds of one optimizer step: kernels, their launches and transfers.
 
     The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
     """
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
     launch_seconds, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
     turns = [

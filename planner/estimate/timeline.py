@@ -23,7 +23,7 @@ from planner.estimate.estimate import (
 from planner.estimate.stages import replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
 from planner.spec.plan import Breakdown, PhaseName
 from planner.tape.program import Stage
 
@@ -77,11 +77,12 @@ class Timeline:
     """on the device beside torch: CUDA's context and libraries"""
 
 
-def laid_out(job: Job, strategy: Strategy, machine: Machine, facts: Facts, trainer: str = "vplan") -> Run:
-    """The run of a resolved plan; with buckets, of the largest shape."""
+def laid_out(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Run:
+    """The run of a configuration; with buckets, of the largest shape."""
+    job = configuration.job
     shapes = [grid(facts.model, job, shape) for shape in job.shapes]
     largest = max(shapes, key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
-    return lay_out(job, strategy, machine, facts, largest, trainer)
+    return lay_out(configuration, facts, largest, trainer)
 
 
 def phases(run: Run) -> tuple[PhaseParts, ...]:

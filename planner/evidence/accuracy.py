@@ -15,9 +15,10 @@ from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence.published import Counter, Interval, Row
 from planner.layout import margin
 from planner.layout.correction import SEPARATE_PHASES
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
+from planner.spec.job import Strategy
 from planner.spec.plan import RAN, RAN_OUT, Estimate, PhaseName, PhasePeak, Verdict
-from planner.spec.rules import check, resolve
 from planner.units import gib
 
 PEAKS: tuple[Counter, ...] = ("allocated", "reserved", "device", "unknown")
@@ -79,10 +80,10 @@ class Prediction:
         )
 
 
-Predict = Callable[[Job, Strategy, Machine, str], Prediction]
+Predict = Callable[[Configuration, str], Prediction]
 """Of a run of the trainer the string names."""
 
-AfterStep = Callable[[Job, Strategy, Machine, str], int]
+AfterStep = Callable[[Configuration, str], int]
 """Bytes that stay allocated when a step is over."""
 
 
@@ -197,13 +198,13 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
     numbers: list[tuple[Counter, Interval | None]] = [(found.counter, found) for found in row.intervals]
     numbers = numbers or [(row.counter, None)]
     try:
-        job, strategy, machine, family = _settle(row)
-        prediction = predict(job, strategy, machine, row.trainer)
+        configuration, family = _settle(row)
+        prediction = predict(configuration, row.trainer)
         skipped = SEPARATE_PHASES - row.phases if row.phases else frozenset()
         if prediction.peaks_in(skipped):  # a probe of ours encodes nothing, so that cannot be what it ran out of
             prediction = prediction.during(prediction.phases.keys() - skipped, judged=True)
-        prediction = prediction.during(_seen(row, strategy), judged=row.states_come_last)
-        stays = after_step(job, strategy, machine, row.trainer) if numbers[0][0] == AFTER_STEP else 0
+        prediction = prediction.during(_seen(row, configuration.strategy), judged=row.states_come_last)
+        stays = after_step(configuration, row.trainer) if numbers[0][0] == AFTER_STEP else 0
     except VplanError as error:
         reason = error.message
         return [
@@ -241,7 +242,7 @@ def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
     return (*before, "first_step", "train", "optimizer")
 
 
-def _settle(row: Row) -> tuple[Job, Strategy, Machine, str]:
+def _settle(row: Row) -> tuple[Configuration, str]:
     """Names looked up and open fields filled in, as for a question typed by hand; last, the model's family."""
     if row.unsupported:
         raise VplanError(row.unsupported)
@@ -259,9 +260,9 @@ def _settle(row: Row) -> tuple[Job, Strategy, Machine, str]:
     if machine.host_ram is None:
         machine = machine.replace(host_ram=lookup.default_host_ram(card, machine.gpus))
     job = row.job.replace(model=model.name)
-    strategy = resolve(job, row.strategy, machine)
-    check(job, strategy, machine)
-    return job, strategy, machine, model.family
+    configuration = Configuration.of(job, row.strategy, machine)
+    check(configuration)
+    return configuration, model.family
 
 
 def _range(counter: Counter, prediction: Prediction, after_step_bytes: int) -> PredictedRange:

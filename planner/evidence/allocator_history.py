@@ -165,10 +165,11 @@ def _rounded(nbytes: int) -> int:
 
 def laid_out(plan: Plan) -> Run:
     """The run of a plan at its largest shape: the one that a probe steps."""
-    known = load_facts(plan.job, plan.strategy, plan.machine)
-    shapes = [grid(known.model, plan.job, shape) for shape in plan.job.shapes]
+    configuration = plan.configuration
+    facts = load_facts(configuration)
+    shapes = [grid(facts.model, plan.job, shape) for shape in plan.job.shapes]
     largest = max(shapes, key=lambda at: at["B"] * (at["F"] * at["H"] * at["W"] + at["T"]))
-    return lay_out(plan.job, plan.strategy, plan.machine, known, largest)
+    return lay_out(configuration, facts, largest)
 
 
 def on_tape(run: Run, least: int = 0) -> dict[str, list[Event]]:

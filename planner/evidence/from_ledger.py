@@ -200,7 +200,8 @@ class _Said:
 
 def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
     try:
-        found = estimate(row.job, row.strategy, row.machine, load_facts(row.job, row.strategy, row.machine, gpu=card))
+        configuration = row.configuration
+        found = estimate(configuration, load_facts(configuration, gpu=card))
     except VplanError:
         return None
     went = phases_of(row.details)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from planner.schema import Bytes, Record
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Measured, PhaseName
 
@@ -36,6 +37,11 @@ class ProbeRow(Record):
     """the grid it was measured for, see `held_out`"""
     details: dict[str, Any] = {}
     """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
+
+    @property
+    def configuration(self) -> Configuration:
+        """Its job, strategy and machine, resolved anew at each call: a row may leave fields of the strategy open."""
+        return Configuration.of(self.job, self.strategy, self.machine)
 
 
 def held_out(row: ProbeRow) -> bool:

@@ -15,8 +15,10 @@ from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
 from planner.dialects.base.dialect import Dialect, Invocation, Translation, translate
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
-from planner.spec.rules import ResolvedStrategy, check, resolve
+from planner.spec.rules import ResolvedStrategy
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Case:
         `version`."""
         machine = {"gpus": self.machine.gpus, "nodes": self.machine.nodes}
         return {**self.job.__dict__, **self.strategy.__dict__, **machine, "version": self.version}
+
+    @property
+    def configuration(self) -> Configuration:
+        """Its job, strategy and machine, resolved anew at each call: a change may leave fields of the strategy open."""
+        return Configuration.of(self.job, self.strategy, self.machine)
 
     def changed(self, changes: Mapping[str, Any]) -> Case:
         """A copy of the case with some fields of job or strategy changed."""
@@ -88,18 +95,19 @@ def settle(dialect: Dialect, given: Invocation, told: Mapping[str, Any], machine
     where = Machine.read(said)
     if where.host_ram is None:
         notes.append("host RAM not checked; pass --host-ram 64GiB")
-    strategy = resolve(job, Strategy.read(reading.strategy), where)
+    configuration = Configuration.of(job, Strategy.read(reading.strategy), where)
+    strategy = configuration.strategy
     try:
         check_blocks(profile, strategy)
-        check(job, strategy, where)
+        check(configuration)
     except VplanError as error:
         fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
         fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
         raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
     try:
-        strategy = _recorded(job, strategy, where, notes)
+        strategy = _recorded(configuration, notes)
     except NotRecordedError as error:
-        raise _with_mixed_precision(dialect, job, strategy, where, error) from None
+        raise _with_mixed_precision(dialect, configuration, error) from None
     if not strategy.expandable_segments:
         notes.append("default CUDA allocator (PYTORCH_CUDA_ALLOC_CONF not set)")
     words = (*reading.notes, *notes)
@@ -122,30 +130,30 @@ def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
     return ""
 
 
-def _with_mixed_precision(
-    dialect: Dialect, job: Job, strategy: Strategy, machine: Machine, error: NotRecordedError
-) -> NotRecordedError:
+def _with_mixed_precision(dialect: Dialect, configuration: Configuration, error: NotRecordedError) -> NotRecordedError:
     """The error in the trainer's words where nothing is recorded without mixed precision, and with it there is."""
+    job, strategy = configuration.job, configuration.strategy
     known = any("--mixed_precision" in name for binding in dialect.bindings for name in binding.settings)
     if not known or strategy.autocast != "none":
         return error
+    mixed = strategy.replace(weights_dtype="bf16", autocast="bf16")
     try:
-        load_facts(_at_a_recorded_batch(job), strategy.replace(weights_dtype="bf16", autocast="bf16"), machine)
+        load_facts(replace(configuration, job=_at_a_recorded_batch(job), strategy=mixed))
     except NotRecordedError:
         return error
     fault = f"{job.method} of {job.model} without mixed precision is not recorded"
     return NotRecordedError(fault, "add --mixed_precision bf16, unless accelerate's config already sets it")
 
 
-def _recorded(job: Job, strategy: ResolvedStrategy, machine: Machine, notes: list[str]) -> ResolvedStrategy:
+def _recorded(configuration: Configuration, notes: list[str]) -> ResolvedStrategy:
     """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
     in bf16."""
     wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
-    recorded = _at_a_recorded_batch(job)
+    strategy, recorded = configuration.strategy, _at_a_recorded_batch(configuration.job)
     for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
         asked = strategy.replace(**changes)
         try:
-            load_facts(recorded, asked, machine)
+            load_facts(Configuration(recorded, asked, configuration.machine))
         except NotRecordedError:
             if strategy.weights_dtype not in QUANTISED:
                 raise

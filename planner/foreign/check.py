@@ -24,9 +24,10 @@ from planner.layout import margin
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.search.screening import Screen
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
+from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
-from planner.spec.rules import check, resolve
 
 __all__ = ["Case", "Checked", "CheckedEstimate", "Fix", "Pricing", "check_case", "settle"]
 
@@ -118,18 +119,18 @@ class Pricing:
         self.model, self.gpu = case.model, case.gpu
         self.screens: dict[str, Screen] = {}
 
-    def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
+    def facts(self, configuration: Configuration) -> Facts:
         """The facts (tapes, model, card, measurements) for an estimate."""
-        return load_facts(job, strategy, machine, self.model, self.gpu)
+        return load_facts(configuration, self.model, self.gpu)
 
     def may_be(self, verdict: str, case: Case) -> bool:
         """Whether a replay could say that it fits, or is tight, by a quick estimate; False where there is none."""
         screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
         try:
-            strategy = resolve(case.job, case.strategy, case.machine)
-            check(case.job, strategy, case.machine)
+            configuration = case.configuration
+            check(configuration)
             check_blocks(case.model, case.strategy)
-            quick = screen.quick_estimate(case.job, strategy, case.machine)
+            quick = screen.quick_estimate(configuration)
         except VplanError:  # a combination that contradicts itself, or that nothing was recorded of
             return False
         budget = self.gpu.allocatable_bytes - case.machine.reserve
@@ -139,8 +140,8 @@ class Pricing:
 
     def outcome(self, case: Case) -> CheckedEstimate:
         """The estimate of a case, with the phase and moment at which it ends if it does not fit."""
-        known = self.facts(case.job, case.strategy, case.machine)
-        run, played, found, kept = assess(case.job, case.strategy, case.machine, known, case.trainer)
+        configuration = case.configuration
+        run, played, found, kept = assess(configuration, self.facts(configuration), case.trainer)
         if kept:
             return CheckedEstimate(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
         if found.verdict == "no" and found.limit == "host" and found.host:

@@ -21,9 +21,10 @@ from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
 from planner.schema import Record
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan, plan_to_toml
-from planner.spec.rules import check, resolve
 from planner.units import format_gib
 
 SLURM = "slurm"
@@ -66,7 +67,7 @@ def targets() -> tuple[str, ...]:
 
 def fields_of(plan: Plan) -> Fields:
     """The plan in the names that bindings use: Job's, Strategy's once everything open is filled in, gpus and nodes."""
-    strategy = resolve(plan.job, plan.strategy, plan.machine)
+    strategy = plan.configuration.strategy
     found = {name: getattr(plan.job, name) for name in Job.model_fields}
     found |= {name: getattr(strategy, name) for name in Strategy.model_fields}
     version = plan.trainer.partition("@")[2]
@@ -109,21 +110,22 @@ def plan_with(plan: Plan, wanted: Fields) -> Plan:
         return {name: value for name, value in changes.items() if name in record.model_fields}
 
     job = plan.job.replace(**of(Job))
-    strategy = resolve(plan.job, plan.strategy, plan.machine).replace(**of(Strategy))
+    strategy = plan.configuration.strategy.replace(**of(Strategy))
     machine = plan.machine.replace(**of(Machine))
-    check(job, strategy, machine)
+    configuration = Configuration(job, strategy, machine)
+    check(configuration)
     profile = lookup.model(job.model)
     check_job(profile, job)
     check_blocks(profile, strategy)
-    return Plan(job=job, strategy=strategy, machine=machine, trainer=plan.trainer)
+    return Plan.under(configuration, plan.trainer)
 
 
 def priced(plan: Plan, trainer: str) -> Estimate | None:
     """The plan's estimate as that trainer holds memory; None where nothing answers."""
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
-        known = load_facts(plan.job, plan.strategy, plan.machine, profile, card)
-        return assess(plan.job, plan.strategy, plan.machine, known, trainer).estimate
+        configuration = plan.configuration
+        return assess(configuration, load_facts(configuration, profile, card), trainer).estimate
     except NotEstimatedError:
         return None
 

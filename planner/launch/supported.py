@@ -6,16 +6,18 @@ What it does not apply is in `planner.spec.combinations.trainer_gaps`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, check_job, summary
 from planner.errors import VplanError
 from planner.spec.combinations.combination import Refusal, refusals
-from planner.spec.combinations.trainer_gaps import TRAINER_GAPS, TrainerProposal
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.trainer_gaps import TRAINER_GAPS, TrainerConfiguration
+from planner.spec.configuration import Configuration
+from planner.spec.job import Machine
 from planner.spec.plan import Plan
-from planner.spec.rules import check, resolve
 
 
 def settled(plan: Plan, *, trained: bool = False) -> Plan:
@@ -23,20 +25,19 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
 
     `trained`: by `vplan train`; else by a probe, which is a few steps on one computer.
     """
-    strategy = resolve(plan.job, plan.strategy, plan.machine)
-    profile = lookup.model(plan.job.model)
+    configuration, profile = plan.configuration, lookup.model(plan.job.model)
     check_job(profile, plan.job)
-    check_blocks(profile, strategy)
-    check(plan.job, strategy, plan.machine)
+    check_blocks(profile, configuration.strategy)
+    check(configuration)
     if plan.trainer != "vplan":
         does = "vplan trains with" if trained else "a probe runs"
         raise VplanError(f"the plan is for {plan.trainer}; {does} vplan's own step", 'set trainer = "vplan"')
     if not trained:
         check_computers(plan.machine)
     what_for = "training yet" if trained else "training step yet, so it cannot be measured"
-    for reason, fix in trainer_gaps(profile, plan.job, strategy, plan.machine, trained=trained):
+    for reason, fix in trainer_gaps(profile, configuration, trained=trained):
         raise VplanError(f"{reason} is not supported by vplan's {what_for}", fix)
-    return Plan(job=plan.job.replace(model=profile.name), strategy=strategy, machine=plan.machine)
+    return Plan.under(replace(configuration, job=plan.job.replace(model=profile.name)))
 
 
 def check_computers(machine: Machine) -> None:
@@ -46,8 +47,8 @@ def check_computers(machine: Machine) -> None:
         raise VplanError(fault, "set nodes = 1: each GPU then needs as much (ddp) or more (sharded)")
 
 
-def trainer_gaps(
-    model: ModelProfile, job: Job, strategy: Strategy, machine: Machine, *, trained: bool
-) -> Iterator[Refusal]:
-    """What of a resolved strategy our step does not apply, and what to write instead, in the order of the table."""
-    return refusals(TRAINER_GAPS, TrainerProposal(job, strategy, machine, summary(model), is_probe=not trained))
+def trainer_gaps(model: ModelProfile, configuration: Configuration, *, trained: bool) -> Iterator[Refusal]:
+    """What of a configuration our step does not apply, and what to write instead, in the order of the table."""
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
+    subject = TrainerConfiguration(job, strategy, machine, summary(model), is_probe=not trained)
+    return refusals(TRAINER_GAPS, subject)

@@ -26,8 +26,8 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
         return plan, None
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
-        known = load_facts(plan.job, plan.strategy, plan.machine, profile, card)
-        found = estimate(plan.job, plan.strategy, plan.machine, known, plan.trainer)
+        configuration = plan.configuration
+        found = estimate(configuration, load_facts(configuration, profile, card), plan.trainer)
     except NotRecordedError:
         return plan, None
     phases = {name: found.phases[name].device_bytes for name in PHASES if name in found.phases}

@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 from planner.catalog.plan_id import row_id
 from planner.layout import margin
 from planner.spec.configuration import Configuration
-from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import RAN, RAN_OUT, Breakdown, Estimate, Measured, Peak, PhasePeak, Plan
 from planner.units import MIB, gib
 
@@ -234,7 +233,9 @@ class ModelMeasurements(NamedTuple):
 
     def with_proofs(self, estimate: Estimate, trainer: str = "vplan") -> Estimate:
         """The estimate as runs of this very plan leave it; itself when there are none."""
-        finished, ran_out = self._split(Configuration(estimate.job, estimate.strategy, estimate.machine), trainer)
+        if not self.proofs:
+            return estimate
+        finished, ran_out = self._split(estimate.configuration, trainer)
         if finished:
             estimate = _as_measured(estimate, finished)
             if ran_out and estimate.basis == "measured":
@@ -244,12 +245,10 @@ class ModelMeasurements(NamedTuple):
             estimate = _ran_out(estimate, ran_out)
         return estimate
 
-    def past_outcome(
-        self, job: Job, strategy: Strategy, machine: Machine, trainer: str = "vplan"
-    ) -> Literal["ran", "ran out"] | None:
+    def past_outcome(self, configuration: Configuration, trainer: str = "vplan") -> Literal["ran", "ran out"] | None:
         """Whether runs of exactly this plan finished ("ran") or ran out of memory ("ran out"); None when there are
         none, or some of each."""
-        finished, ran_out = self._split(Configuration(job, strategy, machine), trainer)
+        finished, ran_out = self._split(configuration, trainer)
         if bool(finished) == bool(ran_out):
             return None
         return "ran" if finished else "ran out"
@@ -258,7 +257,7 @@ class ModelMeasurements(NamedTuple):
         """The runs that had memory enough, on such a card, and those that ran out."""
         if not self.proofs or trainer != "vplan":
             return [], []
-        proofs = self.proofs.get(row_id(Plan(**configuration._asdict())), ())
+        proofs = self.proofs.get(row_id(Plan.under(configuration)), ())
         ran = [
             proof
             for proof in proofs

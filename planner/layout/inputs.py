@@ -12,8 +12,8 @@ from planner.catalog.components import COMPONENTS, together
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.errors import NotRecordedError
 from planner.layout.run import Facts
-from planner.spec.job import SPLIT, Job, Machine, Strategy
-from planner.spec.rules import resolve
+from planner.spec.configuration import Configuration
+from planner.spec.job import SPLIT, Job, Strategy
 from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
@@ -63,12 +63,10 @@ def _read_table(path: Path, written_ns: int) -> Parameters:
     return read_parameters(path)
 
 
-def load_facts(
-    job: Job, strategy: Strategy, machine: Machine, model: ModelProfile | None = None, gpu: GpuProfile | None = None
-) -> Facts:
+def load_facts(configuration: Configuration, model: ModelProfile | None = None, gpu: GpuProfile | None = None) -> Facts:
     """The facts (tapes, model, card, measurements) that an estimate of this job, strategy and machine needs. ``model``
     and ``gpu`` save looking them up by name. Raises a NotRecordedError where a tape is missing."""
-    strategy = resolve(job, strategy, machine)
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or lookup.model(job.model)
     card = gpu or lookup.parse_gpus(machine.gpu)[1]

@@ -31,7 +31,7 @@ from planner.layout.single_gpu import (
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.unpriced import refuse_unpriced
 from planner.spec.configuration import Configuration
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.job import Machine, Strategy
 
 TRANSFORMS: tuple[Transform, ...] = (
     # First what the recorded step itself is: what comes later copies it, or weaves into it, as it stands by then.
@@ -74,13 +74,11 @@ def transforms(trainer: str) -> tuple[Transform, ...]:
     return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_first_use)
 
 
-def lay_out(
-    job: Job, strategy: Strategy, machine: Machine, facts: Facts, grid: dict[str, int], trainer: str = "vplan"
-) -> Run:
-    """The run of a job at the shape of ``grid`` under a resolved strategy, as ``trainer`` would do it."""
-    refuse_unpriced(job, strategy, machine)
-    run = Run(Configuration(job, strategy, machine), facts, grid)
-    run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, strategy)
+def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:
+    """The run of a configuration at the shape of ``grid``, as ``trainer`` would do it."""
+    refuse_unpriced(configuration)
+    run = Run(configuration, facts, grid)
+    run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, configuration.strategy)
     run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
     run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
     run.sizes = run.program.bytes_of(grid)

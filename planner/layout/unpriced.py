@@ -9,19 +9,20 @@ from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
 from planner.layout import attention_kernel, context_parallel
 from planner.layout.run import Facts
-from planner.spec.combinations.combination import Proposal, first_refusal
+from planner.spec.combinations.combination import first_refusal
 from planner.spec.combinations.estimate_gaps import ESTIMATE_GAPS
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
 
 
-def refuse_unpriced(job: Job, strategy: Strategy, machine: Machine) -> None:
+def refuse_unpriced(configuration: Configuration) -> None:
     """Raises a NotEstimatedError for what would be left out of the answer without a word."""
-    if refusal := first_refusal(ESTIMATE_GAPS, Proposal(job, strategy, machine)):
+    if refusal := first_refusal(ESTIMATE_GAPS, configuration):
         raise NotEstimatedError(*refusal)
 
 
-def refuse_untaken(job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> None:
+def refuse_untaken(configuration: Configuration, facts: Facts) -> None:
     """Raises a NotEstimatedError for what the model does not take: what laying the run out would find."""
-    attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops)
+    job, strategy = configuration.job, configuration.strategy
+    attention_kernel.kernel(strategy, configuration.machine, facts.gpu, facts.step.ops)
     for shape in job.shapes if strategy.context_parallel > 1 else ():
         context_parallel.split_plan(facts.model, grid(facts.model, job, shape), strategy.context_parallel)

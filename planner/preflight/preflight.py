@@ -8,7 +8,7 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +23,8 @@ from planner.launch.supported import settled
 from planner.layout.inputs import load_facts
 from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, on_host, versions
 from planner.preflight.gpu_wait import cards_of, on_card, wait
+from planner.spec.combinations.contradictions import check
 from planner.spec.plan import Estimate, Plan
-from planner.spec.rules import check, resolve
 from planner.units import format_gib
 
 
@@ -124,11 +124,11 @@ def ready(plan: Plan) -> Plan:
     if plan.trainer == "vplan":
         return settled(plan, trained=True).replace(ladder=plan.ladder, evidence=plan.evidence)
     profile = lookup.model(plan.job.model)
-    strategy = resolve(plan.job, plan.strategy, plan.machine)
+    configuration = plan.configuration
     check_job(profile, plan.job)
-    check_blocks(profile, strategy)
-    check(plan.job, strategy, plan.machine)
-    return plan.replace(job=plan.job.replace(model=profile.name), strategy=strategy, estimate=None)
+    check_blocks(profile, configuration.strategy)
+    check(configuration)
+    return plan.replace(job=plan.job.replace(model=profile.name), strategy=configuration.strategy, estimate=None)
 
 
 def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
@@ -136,8 +136,9 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
-        run = with_learned(load_facts(plan.job, plan.strategy, machine, profile, card), plan.trainer)
-        estimate = assess(plan.job, plan.strategy, machine, run, plan.trainer).estimate
+        configuration = replace(plan.configuration, machine=machine)
+        facts = with_learned(load_facts(configuration, profile, card), plan.trainer)
+        estimate = assess(configuration, facts, plan.trainer).estimate
     except NotRecordedError as error:
         if must:
             raise

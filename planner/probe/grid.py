@@ -12,9 +12,9 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.hardware import doctor
 from planner.layout.inputs import load_facts
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
-from planner.spec.rules import resolve
 
 DEFAULT_MODEL = "wan2.1-t2v-1.3b"
 """Small, and known to every version."""
@@ -49,9 +49,9 @@ def plans(name: str, card: GpuProfile | None) -> Iterator[Plan]:
     for frames in dict.fromkeys(_allowed(model, count) for count in LENGTHS):
         for checkpointing in ("full", "none"):
             job = Job(model=name, frames=frames, height=height, width=width)
-            strategy = resolve(job, Strategy(gradient_checkpointing=checkpointing), machine)
-            if _may_run(job, strategy, machine, card):
-                yield Plan(job=job, strategy=strategy, machine=machine)
+            configuration = Configuration.of(job, Strategy(gradient_checkpointing=checkpointing), machine)
+            if _may_run(configuration, card):
+                yield Plan.under(configuration)
 
 
 def _allowed(model: ModelProfile, frames: int) -> int:
@@ -62,10 +62,10 @@ def _allowed(model: ModelProfile, frames: int) -> int:
     return min(frames, model.shape.max_frames) // step * step + 1 if frames > 1 else 1
 
 
-def _may_run(job: Job, strategy: Strategy, machine: Machine, card: GpuProfile) -> bool:
+def _may_run(configuration: Configuration, card: GpuProfile) -> bool:
     """Whether training itself seems to fit: text and clips are encoded by nobody here."""
     try:
-        found = estimate(job, strategy, machine, load_facts(job, strategy, machine, gpu=card))
+        found = estimate(configuration, load_facts(configuration, gpu=card))
     except VplanError:
         return False
     peaks = [peak.device_bytes for phase, peak in found.phases.items() if phase != "encode"]

@@ -88,7 +88,8 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
             seconds = START_SECONDS * (2 if entry.encode else 1)
             return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=seconds)
         # From recordings alone, whatever has been learned: the same plan has the same row on every machine of a kind.
-        found = estimate(plan.job, plan.strategy, machine, load_facts(plan.job, plan.strategy, machine))
+        configuration = plan.configuration
+        found = estimate(configuration, load_facts(configuration))
         plan = plan.replace(machine=_capped(entry, found)) if entry.cap else plan
         skip = None if entry.cap else _short_of_memory(found, entry.encode)
         if host_ram is not None and found.host_ram_bytes > host_ram:

@@ -18,6 +18,7 @@ from planner.catalog import lookup
 from planner.catalog.plan_id import row_id
 from planner.catalog.profiles import GpuProfile
 from planner.catalog.shapes import grid
+from planner.estimate.estimate import Layout
 from planner.evidence.measurement import ProbeRow
 from planner.hardware.memory_trace import POINTS, MemoryTrace, PhaseTrace
 from planner.layout import inputs
@@ -25,13 +26,10 @@ from planner.layout.phases import encoding_runs
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.probe.simulated_truth import Hidden, host_bytes, true_seconds
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
 from planner.spec.plan import Environment, Measured, Outcome, PhaseName, Plan
-from planner.spec.rules import resolve
 from planner.tape.program import Stage
 from planner.units import MIB
-
-Layout = Callable[[Job, Strategy, Machine, Facts, dict[str, int], str], Run]
 
 NOISE = 0.01
 """Between two runs of one plan: of its seconds (one standard deviation), and of the memory it is given (at most)."""
@@ -49,7 +47,7 @@ class SimulatedRunner:
     it was asked before, so a search can be told again."""
 
     seed: int = 0
-    facts: Callable[[Job, Strategy, Machine], Facts] = inputs.load_facts
+    facts: Callable[[Configuration], Facts] = inputs.load_facts
     layout: Layout = lay_out
     crash: float = CRASH
     asked: dict[str, int] = field(default_factory=dict)
@@ -64,8 +62,7 @@ class SimulatedRunner:
 
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = True) -> ProbeRow:
         """Plays the plan, with what is cached before it. Raises the VplanError of a plan that has no recording."""
-        strategy = resolve(plan.job, plan.strategy, plan.machine)
-        plan = Plan(job=plan.job, strategy=strategy, machine=plan.machine, trainer=plan.trainer)
+        plan = Plan.under(plan.configuration, plan.trainer)
         name = row_id(plan)
         self.asked[name] = self.asked.get(name, 0) + 1
         chance = random.Random(f"{self.seed} {name} {self.asked[name]}")
@@ -83,7 +80,7 @@ class SimulatedRunner:
         return ProbeRow(
             id=name,
             job=plan.job,
-            strategy=strategy,
+            strategy=plan.strategy,
             machine=plan.machine,
             measured=measured,
             env=environment(gpu, self.seed, f"vplan tune --runner simulate --seed {self.seed}"),
@@ -94,9 +91,10 @@ class SimulatedRunner:
 
     def runs(self, plan: Plan) -> list[Run]:
         """The runs of a plan, one for each shape of its job."""
-        facts = self.facts(plan.job, plan.strategy, plan.machine)
+        configuration = plan.configuration
+        facts = self.facts(configuration)
         return [
-            self.layout(plan.job, plan.strategy, plan.machine, facts, grid(facts.model, plan.job, shape), plan.trainer)
+            self.layout(configuration, facts, grid(facts.model, plan.job, shape), plan.trainer)
             for shape in plan.job.shapes
         ]
 

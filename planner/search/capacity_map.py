@@ -27,9 +27,9 @@ from planner.search.capacity_axes import lengths, sizes
 from planner.search.objectives import Objective
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
-from planner.spec.configuration import Configuration
-from planner.spec.job import Job, Strategy
+from planner.spec.job import Job
 from planner.spec.plan import Estimate, Verdict
+from planner.spec.rules import ResolvedStrategy
 
 UNKNOWN_OVERHEAD = (1.0, 1.20)
 """Reserved over allocated before a replay: what is allocated is a lower bound, and a fifth above it is more than
@@ -95,13 +95,13 @@ class Forms:
         self.screen = screen
         self.job = job.replace(buckets=())
         self.objective = objective
-        self.straight: set[Strategy] = set()
+        self.straight: set[ResolvedStrategy] = set()
         """Strategies whose peaks are on straight lines between a few lengths"""
-        self.outside: dict[Strategy, int] = {}
+        self.outside: dict[ResolvedStrategy, int] = {}
         """Strategy -> device bytes that are neither torch's nor CUDA's context"""
         self.encoded: dict[bool, BytesByExtent] = {}
         """In tiles or not -> allocated bytes of what is cached before training, less cuBLAS's workspace"""
-        self.host: dict[Strategy, BytesByExtent] = {}
+        self.host: dict[ResolvedStrategy, BytesByExtent] = {}
         """Strategy -> host RAM"""
         self._forms: dict[tuple[object, ...], tuple[PeakForms | None, int]] = {}
         """What is alike -> its forms, and what of them is cuBLAS's workspace"""
@@ -121,13 +121,13 @@ class Forms:
             self._grids[shape] = grid(search.question.model, self.at(shape))
         return self._grids[shape]
 
-    def allocated(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> list[int]:
+    def allocated(self, search: Search, strategy: ResolvedStrategy, shapes: Sequence[Shape]) -> list[int]:
         """Of the job at each shape, without what is cached ahead of training."""
         question = search.question
         # Cards differ in their attention's kernel, and in a workspace that is there all the time.
         alike = (
             strategy,
-            workspace_kernels(strategy, question.machine, self.screen.facts(self.job, strategy, question.machine)),
+            workspace_kernels(strategy, question.machine, self.screen.facts(question.candidate(self.job, strategy))),
         )
         by_shape = self._allocated.setdefault(alike, {})
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
@@ -152,7 +152,7 @@ class Forms:
         batch = self.at(shape).batch_size
         return batch if search.question.model.shape.batches else min(batch, 2)
 
-    def _between(self, search: Search, strategy: Strategy, shapes: Sequence[Shape]) -> dict[Shape, int]:
+    def _between(self, search: Search, strategy: ResolvedStrategy, shapes: Sequence[Shape]) -> dict[Shape, int]:
         """Laid out at a few lengths of each size, and on straight lines between them: a peak is the largest of what
         rises evenly with the length, which such lines do not cut short."""
         peaks: dict[Shape, int] = {}
@@ -160,21 +160,21 @@ class Forms:
             lengths = sorted(shape[0] for shape in shapes if shape[1:] == size)
             knots = sorted({lengths[0], lengths[-1], *(lengths[at] for at in KNOTS if at < len(lengths))})
             jobs = [self.at((length, *size)) for length in knots]
-            exact = [self.screen.allocated_bytes(job, strategy, search.question.machine) for job in jobs]
+            exact = [self.screen.allocated_bytes(search.question.candidate(job, strategy)) for job in jobs]
             between = np.interp(lengths, knots, exact)
             peaks |= {(length, *size): int(peak) for length, peak in zip(lengths, between, strict=True)}
         return peaks
 
     def _of(
-        self, search: Search, strategy: Strategy, job: Job, key: tuple[object, ...]
+        self, search: Search, strategy: ResolvedStrategy, job: Job, key: tuple[object, ...]
     ) -> tuple[PeakForms | None, int]:
         """Of one recording. None where a stage beside the model is laid out at the shape itself, and so knows no
         other."""
         if key not in self._forms:
-            machine = search.question.machine
-            facts = self.screen.facts(job, strategy, machine)
+            candidate = search.question.candidate(job, strategy)
+            facts = self.screen.facts(candidate)
             where = grid(search.question.model, job)
-            run = self.screen.lay_out(job, strategy, machine, facts, where, self.screen.trainer)
+            run = self.screen.lay_out(candidate, facts, where, self.screen.trainer)
             self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
             own_shape = run.samples_only or run.phases.encode or (run.phases.validation and not job.validation)
             self._forms[key] = None if own_shape else peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)
@@ -199,20 +199,20 @@ class Room:
         self.search = search
         self.forms = forms
 
-    def has_ram(self, shape: Shape, strategy: Strategy) -> bool:
+    def has_ram(self, shape: Shape, strategy: ResolvedStrategy) -> bool:
         """Whether the host has enough RAM for a strategy at a shape; true when its RAM is not known."""
-        machine = self.search.question.machine
-        if machine.host_ram is None:
+        question = self.search.question
+        if question.machine.host_ram is None:
             return True
         priced = self.forms.host.setdefault(strategy, {})
         return _at_most(
-            machine.host_ram,
+            question.machine.host_ram,
             shape,
             priced,
-            lambda: self.search.screen.host_ram_bytes(self.forms.at(shape), strategy, machine),
+            lambda: self.search.screen.host_ram_bytes(question.candidate(self.forms.at(shape), strategy)),
         )
 
-    def encoding(self, shape: Shape, strategy: Strategy) -> Strategy | None:
+    def encoding(self, shape: Shape, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
         """The way itself, where what is cached before training fits at a shape; in tiles, where that does; or None."""
         card = self.search.question.gpu
         room = int(self.search.question.budget_bytes / margin.interval(ONE)[1] * ONE)
@@ -224,10 +224,10 @@ class Room:
                 return way
         return None
 
-    def _encode_bytes(self, shape: Shape, way: Strategy) -> int:
+    def _encode_bytes(self, shape: Shape, way: ResolvedStrategy) -> int:
         question, job = self.search.question, self.forms.at(shape)
-        facts = self.search.screen.facts(job, way, question.machine)
-        run = Run(Configuration(job, way, question.machine), facts, grid(question.model, job))
+        candidate = question.candidate(job, way)
+        run = Run(candidate, self.search.screen.facts(candidate), grid(question.model, job))
         workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
         return max((entry.encoding_only.peak_bytes - workspace for entry in encoding_runs(run)), default=0)
 
@@ -237,11 +237,11 @@ class Mapper(Room):
 
     def __init__(self, search: Search, forms: Forms) -> None:
         super().__init__(search, forms)
-        self._overheads: dict[Strategy, tuple[float, float]] = {}
+        self._overheads: dict[ResolvedStrategy, tuple[float, float]] = {}
         """Strategy -> reserved over allocated, from and to, by its last replay"""
-        self._most_overhead: dict[Strategy, float] = {}
+        self._most_overhead: dict[ResolvedStrategy, float] = {}
         """The same, the most that any replay of it told"""
-        self._encoding: dict[Strategy, int] = {}
+        self._encoding: dict[ResolvedStrategy, int] = {}
         """Strategy -> on the device, to encode the smallest shape before training: text encoders do the same for all"""
 
     def map(self, rungs: Sequence[QuickEstimate]) -> Capacity:

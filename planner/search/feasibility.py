@@ -11,8 +11,10 @@ from planner.search.policy import Policy
 from planner.search.question import Question
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.space import most_swapped
-from planner.spec.job import Job, Strategy
+from planner.spec.configuration import Configuration
+from planner.spec.job import Job
 from planner.spec.plan import Estimate
+from planner.spec.rules import ResolvedStrategy
 
 NEVER = 1e6
 """Times the quick estimate: where a strategy cannot be replayed, so that nothing asks for it again."""
@@ -25,17 +27,25 @@ class Feasibility:
         self.question = question
         self.screen = screen
         self.policy = policy
-        self.considered: set[tuple[Job, Strategy]] = set()
+        self.considered: set[tuple[Job, ResolvedStrategy]] = set()
         """strategies at the shapes at which they were ranked or estimated"""
-        self._overheads: dict[Strategy, float] = {}
+        self._overheads: dict[ResolvedStrategy, float] = {}
         """strategy without swap -> device bytes of its replays over those of its quick estimates, the most seen"""
 
-    def quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate:
-        """Memory and seconds without a replay. Raises a NotEstimatedError where there is no recording."""
-        self.considered.add((job, strategy))
-        return self.screen.quick_estimate(job, strategy, self.question.machine)
+    def quick_estimate(
+        self, job: Job, strategy: ResolvedStrategy, recorded: Configuration | None = None
+    ) -> QuickEstimate:
+        """Memory and seconds without a replay. Raises a NotEstimatedError where there is no recording.
 
-    def overhead(self, strategy: Strategy) -> float:
+        ``recorded``: as for `Screen.facts`.
+        """
+        self.considered.add((job, strategy))
+        candidate = self.question.candidate(job, strategy)
+        if recorded is not None:
+            self.screen.facts(candidate, recorded)
+        return self.screen.quick_estimate(candidate)
+
+    def overhead(self, strategy: ResolvedStrategy) -> float:
         """Device bytes that replays of a strategy took, over its quick estimates; 1 before the first replay."""
         return self._overheads.get(strategy.replace(swap_blocks=0), 1.0)
 
@@ -47,12 +57,12 @@ class Feasibility:
     def learn(self, replayed: Estimate) -> None:
         """Records how much more device memory a replay took than the quick estimate (fragmentation), for its
         strategy."""
-        quick = self.quick_estimate(replayed.job, replayed.strategy)
-        overhead = replayed.peak.device_bytes / quick.device_bytes
-        bare = replayed.strategy.replace(swap_blocks=0)
+        strategy = replayed.configuration.strategy
+        overhead = replayed.peak.device_bytes / self.quick_estimate(replayed.job, strategy).device_bytes
+        bare = strategy.replace(swap_blocks=0)
         self._overheads[bare] = max(overhead, self._overheads.get(bare, 1.0))
 
-    def give_up(self, strategy: Strategy) -> None:
+    def give_up(self, strategy: ResolvedStrategy) -> None:
         """Records that a strategy cannot be replayed, so that it never fits."""
         self._overheads[strategy.replace(swap_blocks=0)] = NEVER
 
@@ -62,7 +72,7 @@ class Feasibility:
             return quick.outcome == "ran"
         return not self.exceeds_gpu(self.expected_bytes(quick), quick.strategy, verdict) and self.has_ram(quick)
 
-    def exceeds_gpu(self, device_bytes: int, strategy: Strategy, verdict: str) -> bool:
+    def exceeds_gpu(self, device_bytes: int, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether `device_bytes` on the GPU rule a verdict ("fits", "tight") out for a strategy."""
         return self.policy.exceeds_gpu(device_bytes, strategy, verdict)
 
@@ -74,6 +84,6 @@ class Feasibility:
         """Whether the host has the RAM that a quick estimate needs."""
         return not self.exceeds_ram(quick.host_ram_bytes)
 
-    def most_swapped(self, job: Job, strategy: Strategy) -> int:
+    def most_swapped(self, job: Job, strategy: ResolvedStrategy) -> int:
         """The most blocks that may be swapped under a strategy; 0 where the user typed how many, or none can be."""
         return most_swapped(job, strategy, self.question.model, self.question.fixed)

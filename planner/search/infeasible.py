@@ -10,7 +10,8 @@ from __future__ import annotations
 from planner.search.feasibility import Feasibility
 from planner.search.screening import QuickEstimate
 from planner.search.swap_count import SwapCount
-from planner.spec.job import Job, Strategy
+from planner.spec.job import Job
+from planner.spec.rules import ResolvedStrategy
 
 
 class Infeasible:
@@ -21,10 +22,10 @@ class Infeasible:
         self.swap_count = swap_count
         self.job = job
         self.verdict = verdict
-        self._any_step: set[Strategy] = set()
-        self._any_adam: set[Strategy] = set()
+        self._any_step: set[ResolvedStrategy] = set()
+        self._any_adam: set[ResolvedStrategy] = set()
 
-    def add(self, strategy: Strategy) -> None:
+    def add(self, strategy: ResolvedStrategy) -> None:
         """A strategy that no number of swapped blocks helps, and those like it.
 
         What replays of it were seen to lose to fragmentation says nothing of the others, so quick estimates decide.
@@ -43,7 +44,7 @@ class Infeasible:
     def _too_large(self, quick: QuickEstimate, less: int = 0) -> bool:
         return self.feasibility.exceeds_gpu(quick.device_bytes - less, quick.strategy, self.verdict)
 
-    def __contains__(self, strategy: Strategy) -> bool:
+    def __contains__(self, strategy: ResolvedStrategy) -> bool:
         family = strategy.replace(optimizer_step="foreach")
         adam = strategy.optimizer in ("adamw", "adamw-8bit")
         return family in self._any_step or (adam and family.replace(optimizer="adamw") in self._any_adam)

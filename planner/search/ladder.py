@@ -12,15 +12,16 @@ from planner.search.cost import TIGHTER, loss, slowness
 from planner.search.screening import QuickEstimate
 from planner.search.search import Search
 from planner.search.space import effort
-from planner.spec.job import SPLIT, Job, Strategy
+from planner.spec.job import SPLIT, Job
+from planner.spec.rules import ResolvedStrategy
 
 MOST_RUNGS = 8
 
 
 def quick_estimates(search: Search, job: Job) -> tuple[QuickEstimate, ...]:
     """Of every candidate, as it is and with the most blocks swapped; ways of stepping only where they matter."""
-    by_strategy: dict[Strategy, QuickEstimate] = {}
-    plain: set[Strategy] = set()
+    by_strategy: dict[ResolvedStrategy, QuickEstimate] = {}
+    plain: set[ResolvedStrategy] = set()
     for strategy in search.candidates(job):
         family = strategy.replace(optimizer_step="foreach")
         if family in plain:  # its peak lies outside the optimizer's step, whichever way it steps

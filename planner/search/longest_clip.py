@@ -13,7 +13,8 @@ from planner.search.capacity_map import OVERHEAD_SPREAD, Forms, Room, Shape, res
 from planner.search.ladder import ladder, quick_estimates
 from planner.search.screening import QuickEstimate
 from planner.search.search import Search
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.job import Job, Machine
+from planner.spec.rules import ResolvedStrategy
 
 USUAL_OVERHEAD = 1.06
 """Reserved over allocated where it is guessed: by a way that was not replayed yet."""
@@ -30,9 +31,9 @@ class Longest:
     budget_bytes: int
     host_ram: int | None
     lossless: int
-    lossless_by: Strategy | None
+    lossless_by: ResolvedStrategy | None
     lossy: int
-    lossy_by: Strategy | None
+    lossy_by: ResolvedStrategy | None
     capped: bool
     """more would fit than was tried"""
     unified: bool = False
@@ -42,13 +43,13 @@ class Longest:
 class Finder(Room):
     """Finds the longest clip of one job on one machine."""
 
-    def __init__(self, search: Search, forms: Forms, overheads: dict[tuple[Strategy, bool], float]) -> None:
+    def __init__(self, search: Search, forms: Forms, overheads: dict[tuple[ResolvedStrategy, bool], float]) -> None:
         """``overheads``: what ways lose to fragmentation, reserved over allocated, which cards tell each other."""
         super().__init__(search, forms)
         self.overheads = overheads
-        self._reaches: dict[Strategy, int] = {}
+        self._reaches: dict[ResolvedStrategy, int] = {}
 
-    def longest(self, strategies: Sequence[Strategy], lossless: bool) -> tuple[int, Strategy | None]:
+    def longest(self, strategies: Sequence[ResolvedStrategy], lossless: bool) -> tuple[int, ResolvedStrategy | None]:
         """The longest clip at the job's size and the first of these ways that takes it; (0, None) when none does.
 
         A way that wins is replayed once before it is believed: some lose a sixth to fragmentation.
@@ -61,12 +62,12 @@ class Finder(Room):
             self.overheads[_alike(by)] = self._replayed_overhead(shape, by) + OVERHEAD_SPREAD
             self._reaches.clear()
 
-    def _replayed_overhead(self, shape: Shape, way: Strategy) -> float:
+    def _replayed_overhead(self, shape: Shape, way: ResolvedStrategy) -> float:
         """Reserved over allocated in a replay of training alone."""
         estimate = self.search.fresh_estimate(self.forms.at(shape), way, cached=False)
         return reserved_bytes(estimate) / self.forms.allocated(self.search, way, [shape])[0]
 
-    def _longest(self, strategies: Sequence[Strategy], lossless: bool) -> tuple[int, Strategy | None]:
+    def _longest(self, strategies: Sequence[ResolvedStrategy], lossless: bool) -> tuple[int, ResolvedStrategy | None]:
         job, question = self.forms.job, self.search.question
         shapes = [(value, job.height, job.width) for value in usable(question.model)[:LONGEST]]
         ways = [way for way in strategies if not (lossless and way.lossy_fields(job))]
@@ -83,49 +84,49 @@ class Finder(Room):
                     best, by = found, fewer
         return (shapes[best - 1][0], by) if best else (0, None)
 
-    def _reached(self, way: Strategy, shapes: Sequence[Shape], low: int, high: int, lossless: bool) -> int:
+    def _reached(self, way: ResolvedStrategy, shapes: Sequence[Shape], low: int, high: int, lossless: bool) -> int:
         """How many of the shapes fit the host's RAM too, and can be encoded."""
         found = _last(low, high, lambda count: self._host_fits(shapes[count - 1], way))
         return _last(low, found, lambda count: self._encodes(shapes[count - 1], way, lossless))
 
-    def _fewer_swapped(self, way: Strategy, shape: Shape) -> Strategy | None:
+    def _fewer_swapped(self, way: ResolvedStrategy, shape: Shape) -> ResolvedStrategy | None:
         """The way with no more blocks swapped than the RAM holds beside such a clip; None where that is no other."""
         if not way.swap_blocks:
             return None
         found = self.search.most_in_ram(self.forms.at(shape), way.replace(swap_blocks=0))
         return found if 0 < found.swap_blocks < way.swap_blocks else None
 
-    def _reach(self, way: Strategy, shapes: Sequence[Shape]) -> int:
+    def _reach(self, way: ResolvedStrategy, shapes: Sequence[Shape]) -> int:
         """How many of the shapes, from the shortest, fit the card by what they allocate."""
         if way not in self._reaches:
             self._reaches[way] = self._reach_of(way, shapes)
         return self._reaches[way]
 
-    def _reach_of(self, way: Strategy, shapes: Sequence[Shape]) -> int:
+    def _reach_of(self, way: ResolvedStrategy, shapes: Sequence[Shape]) -> int:
         allocated = self.forms.allocated(self.search, way, shapes)
         return bisect.bisect_left(allocated, True, key=lambda nbytes: not self._fits(way, nbytes, 0))
 
-    def _fits(self, way: Strategy, allocated: int, beside: int) -> bool:
+    def _fits(self, way: ResolvedStrategy, allocated: int, beside: int) -> bool:
         question = self.search.question
         outside = question.gpu.context_bytes + self.forms.outside[way] + beside
         overhead = self.overheads.get(_alike(way), USUAL_OVERHEAD)
         return margin.verdict(int(allocated * overhead) + outside, question.budget_bytes) == "fits"
 
-    def _host_fits(self, shape: Shape, way: Strategy) -> bool:
+    def _host_fits(self, shape: Shape, way: ResolvedStrategy) -> bool:
         """Whether the host has the RAM; where GPU and CPU share one memory, beside what the GPU takes."""
         question = self.search.question
         if not (question.machine.unified or question.gpu.unified):
             return self.has_ram(shape, way)
         job = self.forms.at(shape)
-        ram = self.search.screen.host_ram_bytes(job, way, question.machine)
+        ram = self.search.screen.host_ram_bytes(question.candidate(job, way))
         return self._fits(way, self.forms.allocated(self.search, way, [shape])[0], ram)
 
-    def _encodes(self, shape: Shape, way: Strategy, lossless: bool) -> bool:
+    def _encodes(self, shape: Shape, way: ResolvedStrategy, lossless: bool) -> bool:
         found = self.encoding(shape, way)
         return found is not None and not (lossless and found != way)
 
 
-def _alike(way: Strategy) -> tuple[Strategy, bool]:
+def _alike(way: ResolvedStrategy) -> tuple[ResolvedStrategy, bool]:
     """Ways that lose about as much to fragmentation, whatever the clip: how many blocks are swapped matters little."""
     return way.replace(swap_blocks=0), way.swap_blocks > 0
 
@@ -150,7 +151,7 @@ def longest(
     job, own = forms.job, search.question.machine
     ways = {own.host_ram: _ways(search, job, rungs)}
     found = []
-    overheads: dict[tuple[Strategy, bool], float] = {}
+    overheads: dict[tuple[ResolvedStrategy, bool], float] = {}
     for card, machine in sorted(cards, key=lambda pair: -pair[0].allocatable_bytes):  # what it knows of, others share
         there = Search(search.question._replace(machine=machine, gpu=card), search.screen)
         if machine.host_ram not in ways:
@@ -177,7 +178,7 @@ def longest(
     return tuple(reversed(found))
 
 
-def _ways(search: Search, job: Job, rungs: Iterable[QuickEstimate]) -> list[Strategy]:
+def _ways(search: Search, job: Job, rungs: Iterable[QuickEstimate]) -> list[ResolvedStrategy]:
     """The ladder's, each without swapped blocks and with as many as the RAM holds."""
     swap = search.baseline(job).swap_blocks
     bare = dict.fromkeys(rung.strategy.replace(swap_blocks=swap) for rung in rungs)

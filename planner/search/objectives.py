@@ -17,8 +17,9 @@ from planner.search.cost import TIGHTEST
 from planner.search.question import Question, Relaxed, Suggestion
 from planner.search.search import Search
 from planner.search.space import searched
-from planner.spec.job import MAX_FRAMES, Job, Strategy
+from planner.spec.job import MAX_FRAMES, Job
 from planner.spec.plan import Estimate
+from planner.spec.rules import ResolvedStrategy
 from planner.units import GIB
 
 MOST_SAMPLES = 1_000
@@ -214,7 +215,7 @@ def _largest_by_any_plan(
 
 
 def _jobs_that_may_fit(
-    search: Search, job: Job, objective: Objective, values: Sequence[Value], anchors: Sequence[Strategy]
+    search: Search, job: Job, objective: Objective, values: Sequence[Value], anchors: Sequence[ResolvedStrategy]
 ) -> Iterator[Job]:
     """The job at the largest value at which one of the strategies may fit; then, with what was learned there, at
     the largest below it, and so on."""
@@ -244,7 +245,7 @@ def _last(may_fit: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[Strategy]:
+def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[ResolvedStrategy]:
     """The strategies that are the tightest at any of the shapes, without their swap: they decide whether any fits."""
     swap = search.question.strategy.swap_blocks
     tightest = [quick for job in jobs for quick in search.tightest_first(job, lossy)[:TIGHTEST]]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 
 from planner.search.feasibility import Feasibility
-from planner.spec.job import Job, Strategy
+from planner.spec.job import Job
+from planner.spec.rules import ResolvedStrategy
 
 
 class Pruning:
@@ -20,9 +21,9 @@ class Pruning:
         self.feasibility = feasibility
         self.question = feasibility.question
         self.screen = feasibility.screen
-        self._short_of_ram: dict[tuple[Job, Strategy], bool] = {}
+        self._short_of_ram: dict[tuple[Job, ResolvedStrategy], bool] = {}
 
-    def never_fits(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+    def never_fits(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether this verdict is ruled out, however many blocks are swapped."""
         if not self.feasibility.most_swapped(job, strategy):
             return self.above_budget(job, strategy, verdict) or self.short_of_ram(job, strategy)
@@ -31,35 +32,37 @@ class Pruning:
         most = self._most_in_ram(job, strategy)
         return most is None or self.above_budget(job, most, verdict)
 
-    def weights_force_swap(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+    def weights_force_swap(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether the weights alone rule this verdict out where no blocks are swapped, and some may be."""
         if not self.feasibility.most_swapped(job, strategy) or self._was_run(job, strategy):
             return False
-        nbytes = self.screen.parameter_bytes(job, strategy, self.question.machine)
+        nbytes = self.screen.parameter_bytes(self.question.candidate(job, strategy))
         return self.feasibility.exceeds_gpu(nbytes, strategy, verdict)
 
-    def must_swap(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+    def must_swap(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether blocks must be swapped to come to a verdict, and may be."""
         untried = not self.question.learned.proofs
         return (
             untried and bool(self.feasibility.most_swapped(job, strategy)) and self.above_budget(job, strategy, verdict)
         )
 
-    def above_budget(self, job: Job, strategy: Strategy, verdict: str) -> bool:
+    def above_budget(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether the GPU's memory rules out this strategy, and with fewer swapped blocks."""
         if self._was_run(job, strategy):
             return False
-        plan = job, strategy, self.question.machine
-        bounds = (bound(*plan) for bound in (self.screen.parameter_bytes, self.screen.floor_bytes))  # cheapest first
+        candidate = self.question.candidate(job, strategy)
+        bounds = (
+            bound(candidate) for bound in (self.screen.parameter_bytes, self.screen.floor_bytes)
+        )  # cheapest first
         return any(self.feasibility.exceeds_gpu(nbytes, strategy, verdict) for nbytes in bounds)
 
-    def floor_bytes(self, job: Job, strategy: Strategy) -> int:
+    def floor_bytes(self, job: Job, strategy: ResolvedStrategy) -> int:
         """A lower bound of device bytes, with as many blocks swapped as the host's RAM holds."""
         if self.feasibility.most_swapped(job, strategy):
             strategy = self._most_in_ram(job, strategy) or strategy
-        return self.screen.floor_bytes(job, strategy, self.question.machine)
+        return self.screen.floor_bytes(self.question.candidate(job, strategy))
 
-    def short_of_ram(self, job: Job, strategy: Strategy) -> bool:
+    def short_of_ram(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether the host's RAM rules out a strategy whose blocks cannot be swapped."""
         if self.question.machine.host_ram is None or self.feasibility.most_swapped(job, strategy):
             return False
@@ -70,22 +73,22 @@ class Pruning:
         if strategy.optimizer_step == "fused":  # which kernels step is nothing to the host
             strategy = strategy.replace(optimizer_step="foreach")
         if (job, strategy) not in self._short_of_ram:
-            plan = job, strategy, self.question.machine
-            short = self.feasibility.exceeds_ram(self.screen.floor_ram_bytes(*plan))
-            self._short_of_ram[job, strategy] = short or self.feasibility.exceeds_ram(self.screen.host_ram_bytes(*plan))
+            candidate = self.question.candidate(job, strategy)
+            bounds = (self.screen.floor_ram_bytes, self.screen.host_ram_bytes)  # cheapest first
+            self._short_of_ram[job, strategy] = any(self.feasibility.exceeds_ram(bound(candidate)) for bound in bounds)
         return self._short_of_ram[job, strategy]
 
-    def _most_in_ram(self, job: Job, strategy: Strategy) -> Strategy | None:
+    def _most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
         """With the most swapped blocks that the host's RAM may hold; None where it cannot even hold the rest."""
 
         def exceeds(blocks: int) -> bool:
             swapped = strategy.replace(swap_blocks=blocks)
-            return self.feasibility.exceeds_ram(self.screen.floor_ram_bytes(job, swapped, self.question.machine))
+            return self.feasibility.exceeds_ram(self.screen.floor_ram_bytes(self.question.candidate(job, swapped)))
 
         counts = range(self.feasibility.most_swapped(job, strategy) + 1)
         held = bisect.bisect_left(counts, True, key=exceeds)
         return strategy.replace(swap_blocks=held - 1) if held else None
 
-    def _was_run(self, job: Job, strategy: Strategy) -> bool:
+    def _was_run(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether this very plan was run, which says more than any bound."""
-        return self.screen.outcome(job, strategy, self.question.machine) is not None
+        return self.screen.outcome(self.question.candidate(job, strategy)) is not None

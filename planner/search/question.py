@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.margin import Sides
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
-from planner.spec.rules import ResolvedStrategy, check, resolve
+from planner.spec.rules import ResolvedStrategy
 
 
 class Question(NamedTuple):
@@ -17,7 +19,7 @@ class Question(NamedTuple):
 
     job: Job
     strategy: Strategy
-    """as typed: a search, or `resolved_strategy`, fills in what was left open"""
+    """as typed: a search, or `configuration`, fills in what was left open"""
     machine: Machine
     model: ModelProfile
     gpu: GpuProfile
@@ -41,11 +43,15 @@ class Question(NamedTuple):
         """(low, high): by what shares the truth may lie below and above an estimate."""
         return self.learned.correction.sides
 
-    def resolved_strategy(self) -> ResolvedStrategy:
-        """The strategy with its defaults, where nothing is searched. Raises a ContradictionError."""
-        strategy = resolve(self.job, self.strategy, self.machine)
-        check(self.job, strategy, self.machine)
-        return strategy
+    def configuration(self) -> Configuration:
+        """The question with its strategy resolved, where nothing is searched. Raises a ContradictionError."""
+        configuration = Configuration.of(self.job, self.strategy, self.machine)
+        check(configuration)
+        return configuration
+
+    def candidate(self, job: Job, strategy: ResolvedStrategy) -> Configuration:
+        """A strategy that a search considers for a job, on the question's machine."""
+        return Configuration(job, strategy, self.machine)
 
 
 class Switch(NamedTuple):

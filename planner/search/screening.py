@@ -26,10 +26,11 @@ from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.layout.unpriced import refuse_unpriced, refuse_untaken
 from planner.search import lower_bounds
 from planner.spec.configuration import Configuration
-from planner.spec.job import Bucket, Job, Machine, Strategy
+from planner.spec.job import Bucket
+from planner.spec.rules import ResolvedStrategy
 from planner.tape.program import Stage
 
-FactsGetter = Callable[[Job, Strategy, Machine], Facts]
+FactsGetter = Callable[[Configuration], Facts]
 """Gives what is known about a question, or raises a VplanError when there is no recording for it."""
 
 
@@ -40,7 +41,7 @@ PastOutcome = Literal["ran", "ran out"] | None
 class QuickEstimate(NamedTuple):
     """What a strategy needs at the worst of the job's shapes, from its tape without a replay: bytes and seconds."""
 
-    strategy: Strategy
+    strategy: ResolvedStrategy
     allocated_bytes: int
     device_bytes: int
     """A lower bound: as if nothing were lost to fragmentation."""
@@ -63,143 +64,147 @@ class Screen:
     def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
         self._find = facts
         self.trainer = trainer
-        self._facts: dict[tuple[Job, Strategy, Machine], Facts | NotEstimatedError] = {}
+        self._facts: dict[Configuration, Facts | NotEstimatedError] = {}
         self._steps: dict[tuple[object, ...], Run | NotRecordedError] = {}
         self._laid_out: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], TapeSizes] = {}
         self._work: dict[tuple[object, ...], Passes] = {}
         self._floors: dict[tuple[object, ...], lower_bounds.Walked] = {}
-        self._quick_estimates: dict[tuple[object, ...], QuickEstimate] = {}
+        self._quick_estimates: dict[Configuration, QuickEstimate] = {}
 
-    def facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        """What is known about a question, looked up once; a NotEstimatedError where nothing is, or not enough."""
-        key = (job, strategy, machine)
-        if key not in self._facts:
+    def facts(self, configuration: Configuration, recorded: Configuration | None = None) -> Facts:
+        """What is known about a configuration, looked up once; a NotEstimatedError where nothing is, or not enough.
+
+        ``recorded``: the configuration whose recordings are taken, where that is another.
+        """
+        if configuration not in self._facts:
             try:
-                refuse_unpriced(job, strategy, machine)
-                self._facts[key] = found = self._find(job, strategy, machine)
-                refuse_untaken(job, strategy, machine, found)
+                refuse_unpriced(configuration)
+                self._facts[configuration] = facts = self._find(recorded or configuration)
+                refuse_untaken(configuration, facts)
             except NotEstimatedError as error:
-                self._facts[key] = error
-        known = self._facts[key]
-        if isinstance(known, NotEstimatedError):
-            raise known
-        return known
+                self._facts[configuration] = error
+        answer = self._facts[configuration]
+        if isinstance(answer, NotEstimatedError):
+            raise answer
+        return answer
 
-    def floor_seconds(self, job: Job, strategy: Strategy, machine: Machine) -> float:
+    def floor_seconds(self, configuration: Configuration) -> float:
         """Seconds of a step's passes if nothing had to be moved: never more than a quick estimate's, and
         known sooner."""
-        facts = self.facts(job, strategy, machine)
+        facts = self.facts(configuration)
         return max(
-            step_seconds(StepWork(self._passes(run)[0]), facts.gpu, strategy, job, machine, Traffic()).total
-            for run in (self._empty(job, strategy, machine, facts, grid(facts.model, job, at)) for at in job.shapes)
+            step_seconds(configuration, StepWork(self._passes(run)[0]), facts.gpu, Traffic()).total
+            for run in (self._empty(configuration, facts, where) for where in _grids(configuration, facts))
         )
 
-    def floor_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def floor_bytes(self, configuration: Configuration) -> int:
         """What a strategy takes on the device for certain, with as many swapped blocks or fewer: never more than
         its quick estimate, and known sooner."""
-        facts = self.facts(job, strategy, machine)
+        facts = self.facts(configuration)
+        strategy = configuration.strategy
         nbytes = max(
-            lower_bounds.parameter_bytes(job, strategy, facts.model.parameters),
-            max((walked.device_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0),
+            lower_bounds.parameter_bytes(configuration.job, strategy, facts.model.parameters),
+            max((walked.device_bytes(strategy) for walked in self._walked(configuration)), default=0),
         )
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
-    def parameter_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def parameter_bytes(self, configuration: Configuration) -> int:
         """A lower bound of device bytes from weights, gradients and optimizer states alone; needs no tape."""
-        facts = self.facts(job, strategy, machine)
-        nbytes = lower_bounds.parameter_bytes(job, strategy, facts.model.parameters)
+        facts = self.facts(configuration)
+        nbytes = lower_bounds.parameter_bytes(configuration.job, configuration.strategy, facts.model.parameters)
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
-    def largest_block_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int | None:
+    def largest_block_bytes(self, configuration: Configuration) -> int | None:
         """The most that one swapped block more takes off the device; None where that is not known."""
-        if not (walked := self._walked(job, strategy, machine)):
+        if not (walked := self._walked(configuration)):
             return None
-        copies = 2 if strategy.inactive_expert == "gpu" else 1
-        nbytes = copies * max(max(each.frozen_blocks, default=0) for each in walked)
-        return self.facts(job, strategy, machine).measurements.correction.peak(nbytes, nbytes, 0).reserved_bytes
+        copies = 2 if configuration.strategy.inactive_expert == "gpu" else 1
+        nbytes = copies * max(max(step.frozen_blocks, default=0) for step in walked)
+        return self.facts(configuration).measurements.correction.peak(nbytes, nbytes, 0).reserved_bytes
 
-    def swapped_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def swapped_bytes(self, configuration: Configuration) -> int:
         """What the swapped blocks of the expert that runs would take on the GPU beyond the ring they come through."""
-        facts = self.facts(job, strategy, machine)
-        run = self._bare(job, strategy, machine, facts, grid(facts.model, job))
+        facts = self.facts(configuration)
+        run = self._bare(configuration, facts, grid(facts.model, configuration.job))
         blocks = [run.total_bytes(buffers) for buffers in run.swapped_blocks.values()]
         return sum(blocks) - min(SWAP_RING_BUFFERS, len(blocks)) * max(blocks, default=0)
 
-    def floor_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def floor_ram_bytes(self, configuration: Configuration) -> int:
         """A lower bound of host RAM in bytes per node: at most `host_ram_bytes`, and faster to compute."""
-        parameters = self.facts(job, strategy, machine).model.parameters
-        offloaded = host_ram.floor_bytes(job, strategy, machine, parameters)
-        waiting = max((walked.host_bytes(strategy) for walked in self._walked(job, strategy, machine)), default=0)
-        return offloaded + machine.gpus * waiting
+        parameters = self.facts(configuration).model.parameters
+        offloaded = host_ram.floor_bytes(configuration, parameters)
+        strategy = configuration.strategy
+        waiting = max((walked.host_bytes(strategy) for walked in self._walked(configuration)), default=0)
+        return offloaded + configuration.machine.gpus * waiting
 
-    def _walked(self, job: Job, strategy: Strategy, machine: Machine) -> list[lower_bounds.Walked]:
+    def _walked(self, configuration: Configuration) -> list[lower_bounds.Walked]:
         """The recorded step at the job's shapes; nothing where it says too little of what will be there."""
-        if self.trainer != "vplan" or not lower_bounds.is_walked(job, strategy):  # others store some weights otherwise
+        others = self.trainer != "vplan"  # they store some weights otherwise
+        if others or not lower_bounds.is_walked(configuration.job, configuration.strategy):
             return []
-        facts, found = self.facts(job, strategy, machine), []
-        for shape in job.shapes:
-            where = grid(facts.model, job, shape)
+        facts, steps = self.facts(configuration), []
+        for where in _grids(configuration, facts):
             key = (id(facts.step), *where.values())
             if key not in self._floors:
                 self._floors[key] = lower_bounds.walked(facts.step, where)
-            found.append(self._floors[key])
-        return found
+            steps.append(self._floors[key])
+        return steps
 
-    def quick_estimate(self, job: Job, strategy: Strategy, machine: Machine) -> QuickEstimate:
+    def quick_estimate(self, configuration: Configuration) -> QuickEstimate:
         """What a resolved strategy needs at the worst of the job's shapes, without a replay; cached."""
-        key = (job, strategy, machine)
-        if key not in self._quick_estimates:
-            shapes = [self._quick_estimate_at(job, strategy, machine, shape) for shape in job.shapes]
+        if configuration not in self._quick_estimates:
+            shapes = [self._quick_estimate_at(configuration, shape) for shape in configuration.job.shapes]
             worst = max(shapes, key=lambda at_shape: at_shape.allocated_bytes)
-            self._quick_estimates[key] = QuickEstimate(
-                strategy,
+            self._quick_estimates[configuration] = QuickEstimate(
+                configuration.strategy,
                 worst.allocated_bytes,
                 worst.device_bytes,
                 max(at_shape.host_ram_bytes for at_shape in shapes),
                 max(at_shape.step_seconds for at_shape in shapes),
                 worst.in_optimizer,
                 worst.states_bytes,
-                self.outcome(job, strategy, machine),
+                self.outcome(configuration),
             )
-        return self._quick_estimates[key]
+        return self._quick_estimates[configuration]
 
-    def outcome(self, job: Job, strategy: Strategy, machine: Machine) -> PastOutcome:
+    def outcome(self, configuration: Configuration) -> PastOutcome:
         """How earlier runs of exactly this plan ended: "ran", "ran out", or None."""
-        return self.facts(job, strategy, machine).measurements.past_outcome(job, strategy, machine, self.trainer)
+        return self.facts(configuration).measurements.past_outcome(configuration, self.trainer)
 
-    def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def host_ram_bytes(self, configuration: Configuration) -> int:
         """Host RAM in bytes per node at the worst of the job's shapes; faster than a quick estimate."""
-        if strategy.context_parallel > 1:  # what waits there is divided once it is laid out
-            return self.quick_estimate(job, strategy, machine).host_ram_bytes
-        facts = self.facts(job, strategy, machine)
-        runs = (self._bare(job, strategy, machine, facts, grid(facts.model, job, shape)) for shape in job.shapes)
-        return max(host_ram.ram_bytes(run, machine) for run in runs)
+        if configuration.strategy.context_parallel > 1:  # what waits there is divided once it is laid out
+            return self.quick_estimate(configuration).host_ram_bytes
+        facts = self.facts(configuration)
+        runs = (self._bare(configuration, facts, where) for where in _grids(configuration, facts))
+        return max(host_ram.ram_bytes(run, configuration.machine) for run in runs)
 
-    def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def encoding_bytes(self, configuration: Configuration) -> int:
         """Device bytes of what is cached before training, at the worst of the job's shapes, and at the most."""
-        facts = self.facts(job, strategy, machine)
-        runs = [
-            Run(Configuration(job, strategy, machine), facts, grid(facts.model, job, shape)) for shape in job.shapes
-        ]
-        each = [encoding for run in runs for encoding in encoding_runs(run)]
-        peaks = (replay_encoding(one).reserved_peak_bytes + one.device.split_bytes["encode"] for one in each)
+        facts = self.facts(configuration)
+        runs = (Run(configuration, facts, where) for where in _grids(configuration, facts))
+        encodings = [encoding for run in runs for encoding in encoding_runs(run)]
+        peaks = (
+            replay_encoding(encoding).reserved_peak_bytes + encoding.device.split_bytes["encode"]
+            for encoding in encodings
+        )
         reserved = max(peaks, default=0)
         return facts.measurements.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
 
-    def allocated_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def allocated_bytes(self, configuration: Configuration) -> int:
         """The peak that a quick estimate begins with, at the job's own shape: what tensors hold once loading has begun,
         without what is cached before."""
-        facts = self.facts(job, strategy, machine)
-        where = grid(facts.model, job)
-        run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
-        return allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))[0]
+        facts = self.facts(configuration)
+        where = grid(facts.model, configuration.job)
+        run = self.lay_out(configuration, facts, where, self.trainer)
+        return allocated_peak(run, self._sizes_at(configuration, facts, where))[0]
 
-    def _quick_estimate_at(self, job: Job, strategy: Strategy, machine: Machine, shape: Bucket) -> QuickEstimate:
-        facts = self.facts(job, strategy, machine)
-        where = grid(facts.model, job, shape)
-        run = self.lay_out(job, strategy, machine, facts, where, self.trainer)
-        allocated, in_optimizer = allocated_peak(run, self._sizes_at(job, strategy, machine, facts, where))
+    def _quick_estimate_at(self, configuration: Configuration, shape: Bucket) -> QuickEstimate:
+        facts = self.facts(configuration)
+        where = grid(facts.model, configuration.job, shape)
+        run = self.lay_out(configuration, facts, where, self.trainer)
+        allocated, in_optimizer = allocated_peak(run, self._sizes_at(configuration, facts, where))
         correction, outside = facts.measurements.correction, outside_bytes(run)
         device = correction.peak(allocated, allocated, outside).device_bytes
         encoding = max((entry.encoding_only.peak_bytes for entry in encoding_runs(run)), default=0)
@@ -207,16 +212,17 @@ class Screen:
             allocated, in_optimizer = encoding, False
         device = max(device, correction.peak(encoding, encoding, outside, "encode").device_bytes)
         work = step_work(run, self._passes(run))
-        seconds = step_seconds(work, facts.gpu, strategy, job, machine, traffic(run)).total * run.calls
-        ram = host_ram.ram_bytes(run, machine)
+        seconds = step_seconds(configuration, work, facts.gpu, traffic(run)).total * run.calls
+        ram = host_ram.ram_bytes(run, configuration.machine)
         states = run.total_bytes(run.named("optimizer").values())
-        return QuickEstimate(strategy, allocated, device, ram, seconds, in_optimizer, run.trained_experts * states)
+        states *= run.trained_experts
+        return QuickEstimate(configuration.strategy, allocated, device, ram, seconds, in_optimizer, states)
 
-    def _empty(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+    def _empty(self, configuration: Configuration, facts: Facts, where: dict[str, int]) -> Run:
         """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""
         if facts.checkpointed is not None:
-            return self._bare(job, strategy, machine, facts, where)
-        return Run(Configuration(job, strategy, machine), facts, where)
+            return self._bare(configuration, facts, where)
+        return Run(configuration, facts, where)
 
     def _passes(self, run: Run) -> Passes:
         key = (id(run.facts.step), run.checkpointed, *run.grid.values())
@@ -224,68 +230,68 @@ class Screen:
             self._work[key] = passes_work(run)
         return self._work[key]
 
-    def lay_out(
-        self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int], trainer: str
-    ) -> Run:
+    def lay_out(self, configuration: Configuration, facts: Facts, where: dict[str, int], trainer: str) -> Run:
         """`planner.layout.pipeline.lay_out`, starting from a copy of tapes that were unfolded before."""
-        run = self._bare(job, strategy, machine, facts, where).untransformed_copy()
+        run = self._bare(configuration, facts, where).untransformed_copy()
         for transform in transforms(trainer):
             transform(run)
         return run
 
-    def _bare(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]) -> Run:
+    def _bare(self, configuration: Configuration, facts: Facts, where: dict[str, int]) -> Run:
         """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
-        base = self._unfolded(job, strategy, machine, facts)
-        sizes = self._sizes_at(job, strategy, machine, facts, where).nbytes
-        configuration = Configuration(job, strategy, machine)
+        base = self._unfolded(configuration, facts)
+        sizes = self._sizes_at(configuration, facts, where).nbytes
         return replace(base, base=base, configuration=configuration, facts=facts, sizes=sizes, grid=where)
 
-    def _sizes_at(
-        self, job: Job, strategy: Strategy, machine: Machine, facts: Facts, where: dict[str, int]
-    ) -> TapeSizes:
+    def _sizes_at(self, configuration: Configuration, facts: Facts, where: dict[str, int]) -> TapeSizes:
         """What every buffer and stretch of the tapes takes at a shape."""
-        shape = (*_tapes(facts, strategy, machine), *where.values())
+        shape = (*_tapes(facts, configuration), *where.values())
         if shape not in self._sizes:
-            self._sizes[shape] = TapeSizes.of(self._unfolded(job, strategy, machine, facts), where)
+            self._sizes[shape] = TapeSizes.of(self._unfolded(configuration, facts), where)
         return self._sizes[shape]
 
-    def _unfolded(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
+    def _unfolded(self, configuration: Configuration, facts: Facts) -> Run:
         """Both tapes laid out; the step's, which is most of the work, only once per recording."""
-        tapes = _tapes(facts, strategy, machine)
+        tapes = _tapes(facts, configuration)
         if tapes not in self._laid_out:
-            step = self._step(job, strategy, machine, facts)
-            configuration = step.configuration._replace(strategy=strategy)
+            step = self._step(configuration, facts)
+            own = replace(step.configuration, strategy=configuration.strategy)
             program, copy = step.program.copy(), step.step.copy()
-            run = replace(step, base=step, configuration=configuration, facts=facts, program=program, step=copy)
+            run = replace(step, base=step, configuration=own, facts=facts, program=program, step=copy)
             run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
             run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
             free_leftovers(run)
             self._laid_out[tapes] = run
         return self._laid_out[tapes]
 
-    def _step(self, job: Job, strategy: Strategy, machine: Machine, facts: Facts) -> Run:
-        key = _tapes(facts, strategy, machine)[:-1]
+    def _step(self, configuration: Configuration, facts: Facts) -> Run:
+        key = _tapes(facts, configuration)[:-1]
         if key not in self._steps:
-            run = Run(Configuration(job, strategy, machine), facts)
+            run = Run(configuration, facts)
             try:
-                run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, strategy)
+                run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, run.strategy)
                 drop_other_workspaces(run)
                 self._steps[key] = run
             except NotRecordedError as error:  # two recordings that cannot be put together, of which many ask
                 self._steps[key] = error
-        found = self._steps[key]
-        if isinstance(found, NotRecordedError):
-            raise found
-        return found
+        step = self._steps[key]
+        if isinstance(step, NotRecordedError):
+            raise step
+        return step
 
 
-def _tapes(facts: Facts, strategy: Strategy, machine: Machine) -> tuple[object, ...]:
+def _grids(configuration: Configuration, facts: Facts) -> list[dict[str, int]]:
+    """The job's shapes as its model counts them."""
+    return [grid(facts.model, configuration.job, shape) for shape in configuration.job.shapes]
+
+
+def _tapes(facts: Facts, configuration: Configuration) -> tuple[object, ...]:
     """What tells one layout from another: the recordings, of how many blocks each is taken, and attention's kernel."""
     step = (
         id(facts.step),
         id(facts.checkpointed),
-        strategy.checkpointed_blocks,
-        workspace_kernels(strategy, machine, facts),
+        configuration.strategy.checkpointed_blocks,
+        workspace_kernels(configuration.strategy, configuration.machine, facts),
     )
     return *step, id(facts.optimizer)
 

@@ -27,7 +27,8 @@ from planner.search.question import Question, Suggestion, Switch
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.space import baseline, effort, strategies, switched
 from planner.search.swap_count import SwapCount
-from planner.spec.job import SPLIT, Job, Strategy
+from planner.spec.configuration import Configuration
+from planner.spec.job import SPLIT, Job
 from planner.spec.plan import Estimate
 from planner.spec.rules import ResolvedStrategy
 
@@ -54,7 +55,7 @@ class Search:
         self._latest: Assessment | None = None
         self._strategies: dict[tuple[Job, bool], dict[ResolvedStrategy, bool]] = {}
         self._baselines: dict[Job, ResolvedStrategy] = {}
-        self._estimates: dict[tuple[Job, Strategy], Estimate] = {}
+        self._estimates: dict[tuple[Job, ResolvedStrategy], Estimate] = {}
         self._tiled: dict[Job, bool] = {}
 
     @property
@@ -86,7 +87,7 @@ class Search:
         for strategy, is_lossy in self._allowed(job, self.needs_tiles(job)).items():
             if lossy in (None, is_lossy):
                 try:
-                    self.screen.facts(job, strategy, self.question.machine)
+                    self.screen.facts(self.question.candidate(job, strategy))
                     recorded.append(strategy)
                 except NotEstimatedError as error:
                     self.missing = self.missing or error
@@ -96,7 +97,7 @@ class Search:
     def is_recorded(self, job: Job) -> bool:
         """Whether the recordings of what is searched hold for the job's shape."""
         first = self.candidates(job)[:1]
-        tapes = [self.screen.facts(job, strategy, self.question.machine).step for strategy in first]
+        tapes = [self.screen.facts(self.question.candidate(job, strategy)).step for strategy in first]
         where = grid(self.question.model, job)
         return bool(tapes) and all(where[name] == fixed for name, fixed in tapes[0].regime.items())
 
@@ -117,7 +118,7 @@ class Search:
             needed = 0  # asked of any that is allowed, and not where what is typed contradicts itself
             any_plain = next(iter(self._allowed(job, False)))
             with contextlib.suppress(NotEstimatedError):  # of another precision, say: `candidates` notes why
-                needed = self.screen.encoding_bytes(job, any_plain, question.machine)
+                needed = self.screen.encoding_bytes(question.candidate(job, any_plain))
             self._tiled[job] = margin.interval(needed, sides=question.sides)[1] > question.budget_bytes
         return self._tiled[job]
 
@@ -130,11 +131,11 @@ class Search:
         """
         start = self.baseline(job)
         tie = itertools.count()
-        failed: set[Strategy] = set()  # replayed, and short of the verdict
+        failed: set[ResolvedStrategy] = set()  # replayed, and short of the verdict
         infeasible = Infeasible(self.feasibility, self.swap_count, job, verdict)
-        queue: list[tuple[tuple[float, ...], int, Strategy, QuickEstimate | None]] = []
+        queue: list[tuple[tuple[float, ...], int, ResolvedStrategy, QuickEstimate | None]] = []
 
-        def push(strategy: Strategy, seconds: float, quick: QuickEstimate | None) -> None:
+        def push(strategy: ResolvedStrategy, seconds: float, quick: QuickEstimate | None) -> None:
             # Without a quick estimate everything in here is a lower bound, so what comes first with one is the best.
             # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
             # memory is.
@@ -145,8 +146,10 @@ class Search:
             work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)
             heapq.heappush(queue, ((engine, speed, work, memory), next(tie), strategy, quick))
 
-        machine = self.question.machine
-        floors = [(one, self.screen.floor_seconds(job, one, machine)) for one in self.candidates(job, lossy)]
+        floors = [
+            (strategy, self.screen.floor_seconds(self.question.candidate(job, strategy)))
+            for strategy in self.candidates(job, lossy)
+        ]
         fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
         for candidate, seconds in floors:
             push(candidate, seconds, None)
@@ -186,15 +189,15 @@ class Search:
             self._baselines[job] = baseline(job, question.strategy, question.machine, question.fixed)
         return self._baselines[job]
 
-    def quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate:
+    def quick_estimate(self, job: Job, strategy: ResolvedStrategy) -> QuickEstimate:
         """Memory and step seconds of a strategy for a job, without a replay."""
         return self.feasibility.quick_estimate(job, strategy)
 
-    def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
+    def most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy:
         """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
         return self.swap_count.most_in_ram(job, strategy)
 
-    def estimate(self, job: Job, strategy: Strategy) -> Estimate:
+    def estimate(self, job: Job, strategy: ResolvedStrategy) -> Estimate:
         """The full estimate, replayed once, from whose fragmentation later questions learn."""
         key = (job, strategy)
         if key not in self._estimates:
@@ -202,13 +205,13 @@ class Search:
             self.feasibility.learn(self._estimates[key])
         return self._estimates[key]
 
-    def fresh_estimate(self, job: Job, strategy: Strategy, cached: bool = True) -> Estimate:
+    def fresh_estimate(self, job: Job, strategy: ResolvedStrategy, cached: bool = True) -> Estimate:
         """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `assess`."""
-        screen, plan = self.screen, (job, strategy, self.question.machine)
-        self._latest = assess(*plan, screen.facts(*plan), screen.trainer, screen.lay_out, cached)
+        screen, candidate = self.screen, self.question.candidate(job, strategy)
+        self._latest = assess(candidate, screen.facts(candidate), screen.trainer, screen.lay_out, cached)
         return self._latest.estimate
 
-    def try_estimate(self, job: Job, strategy: Strategy) -> Estimate | None:
+    def try_estimate(self, job: Job, strategy: ResolvedStrategy) -> Estimate | None:
         """The full estimate, or None where there is no recording for it."""
         try:
             return self.estimate(job, strategy)
@@ -241,7 +244,7 @@ class Search:
         floors = {strategy: self.pruning.floor_bytes(job, strategy) for strategy in self.candidates(job, lossy)}
         place = {strategy: index for index, strategy in enumerate(floors)}
         places: dict[QuickEstimate, int] = {}
-        in_optimizer: dict[Strategy, bool] = {}
+        in_optimizer: dict[ResolvedStrategy, bool] = {}
         least: list[int] = []
         short: list[ResolvedStrategy] = []
         # By rising lower bound, so that it can end early; `short` grows meanwhile and comes last.
@@ -272,7 +275,7 @@ class Search:
         """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,
         the best one that is not."""
         others: list[Estimate] = []
-        lowest = self.quick_estimate(plan.job, plan.strategy).device_bytes
+        lowest = self._quick_estimate_of(plan).device_bytes
 
         def tighter() -> float:
             return lowest * TIGHTER
@@ -282,13 +285,13 @@ class Search:
             if other.strategy == plan.strategy:
                 continue
             others.append(other)
-            lowest = self.quick_estimate(other.job, other.strategy).device_bytes
+            lowest = self._quick_estimate_of(other).device_bytes
             if len(others) == RUNNERS_UP:
                 break
         if not others:  # the last rung of a ladder: everything moved that can be
             last = self.tightest(plan.job, kinds)
             fits = last is not None and last.verdict in ("fits", plan.verdict)
-            if last and fits and self.quick_estimate(last.job, last.strategy).device_bytes < tighter():
+            if last and fits and self._quick_estimate_of(last).device_bytes < tighter():
                 others.append(last)
         if plan.lossy and all(other.lossy for other in others):
             lossless = self.best_lossless(plan.job)
@@ -308,23 +311,31 @@ class Search:
 
         By quick estimates: what fragmentation takes or gives on the way is left out.
         """
-        state = self.baseline(plan.job)
-        last = self._try_quick_estimate(plan.job, state) or self.quick_estimate(plan.job, plan.strategy)
+        job, state = plan.job, self.baseline(plan.job)
+        last = self._try_quick_estimate(job, state) or self._quick_estimate_of(plan)
         switches = []
         for field in switched(state, plan.strategy):
             before, after = getattr(state, field), getattr(plan.strategy, field)
             state = state.replace(**{field: after})
-            # A step on the way may have no recording of its own; the next one then counts for both.
-            now = self._try_quick_estimate(plan.job, state) or last
+            # Half-way to another engine the number formats are still the old ones: recorded is what the engine makes
+            # of them. A step on the way may have no recording at all; the next one then counts for both.
+            recorded = Configuration.of(job, state, self.question.machine)
+            now = self._try_quick_estimate(job, state, recorded) or last
             saved = now.device_bytes - last.device_bytes
             switches.append(Switch(field, before, after, saved, now.step_seconds - last.step_seconds))
             last = now
         return tuple(switches)
 
-    def _try_quick_estimate(self, job: Job, strategy: Strategy) -> QuickEstimate | None:
-        """The quick estimate of a strategy that nobody checked for recordings; None without one, or when refused."""
+    def _quick_estimate_of(self, plan: Estimate) -> QuickEstimate:
+        return self.quick_estimate(plan.job, plan.configuration.strategy)
+
+    def _try_quick_estimate(
+        self, job: Job, strategy: ResolvedStrategy, recorded: Configuration | None = None
+    ) -> QuickEstimate | None:
+        """The quick estimate of a strategy that nobody checked for recordings; None without one, or when refused.
+        ``recorded``: as for `Screen.facts`."""
         try:
-            return self.quick_estimate(job, strategy)
+            return self.feasibility.quick_estimate(job, strategy, recorded)
         except NotEstimatedError as error:
             self.missing = self.missing or error
             return None

@@ -12,9 +12,11 @@ from collections.abc import Collection, Iterator
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import ContradictionError
+from planner.spec.combinations.contradictions import contradictions
 from planner.spec.combinations.search_exclusions import SearchCandidate, exclusions
+from planner.spec.configuration import Configuration
 from planner.spec.job import NOTES, Job, Machine, Method, Strategy
-from planner.spec.rules import ResolvedStrategy, contradictions, resolve
+from planner.spec.rules import ResolvedStrategy, resolve
 
 
 def _in_turn(*methods: Method) -> tuple[str, ...]:
@@ -64,12 +66,12 @@ def strategies(
     found: dict[ResolvedStrategy, None] = {}
     refused: list[ResolvedStrategy] = []
     for candidate in choices:
-        if next(contradictions(job, candidate, machine), None):
+        if next(contradictions(Configuration(job, candidate, machine)), None):
             refused.append(candidate)
         else:
             found[candidate] = None
     if refused and not found:  # what speaks against all of it is the user's own, the rest comes of the search
-        against = [fault for candidate in refused for fault in contradictions(job, candidate, machine)]
+        against = [fault for candidate in refused for fault in contradictions(Configuration(job, candidate, machine))]
         often = Counter(fix for _, fix in against).most_common(1)[0][0]
         raise ContradictionError(*next(fault for fault in against if fault[1] == often))
     return tuple(found)

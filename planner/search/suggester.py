@@ -5,6 +5,8 @@ One `Suggester` answers questions about several models and cards, and reads each
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError
@@ -17,7 +19,7 @@ from planner.search.objectives import chosen_objective, largest, relaxed
 from planner.search.question import Question, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
 from planner.spec.plan import Estimate
 
 OTHER_CARD = 0.02
@@ -62,9 +64,9 @@ class Suggester:
             return search.best(search.question.job, explain)
         return largest(search, objective, explain)
 
-    def _facts(self, job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        known = load_facts(job, strategy, machine, None, self._cards[machine.gpu])
-        return known._replace(measurements=self._measurements_of(known.model.name, known.gpu))
+    def _facts(self, configuration: Configuration) -> Facts:
+        facts = load_facts(configuration, None, self._cards[configuration.machine.gpu])
+        return facts._replace(measurements=self._measurements_of(facts.model.name, facts.gpu))
 
     def _measurements_of(self, model: str, gpu: GpuProfile) -> ModelMeasurements:
         key = model, gpu.name
@@ -79,12 +81,10 @@ class Suggester:
         for card in lookup.smaller_cards(question.gpu):
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - question.machine.reserve:
                 continue
-            there = question.machine.replace(gpu=card.name)
-            known = load_facts(plan.job, plan.strategy, there, question.model, card)
+            there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))
+            facts = load_facts(there, question.model, card)
             # Most cards of a class allocate the very same: the replay of the one before is used again.
-            assessment = assess(
-                plan.job, plan.strategy, there, known, self.trainer, self.screen.lay_out, like=assessment
-            )
+            assessment = assess(there, facts, self.trainer, self.screen.lay_out, like=assessment)
             if assessment.estimate.verdict != plan.verdict:
                 others.append(assessment.estimate)
         return tuple(others)

@@ -13,7 +13,8 @@ from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.search.feasibility import Feasibility
 from planner.search.pruning import Pruning
 from planner.search.screening import QuickEstimate
-from planner.spec.job import Job, Strategy
+from planner.spec.job import Job
+from planner.spec.rules import ResolvedStrategy
 
 
 class SwapCount:
@@ -24,24 +25,24 @@ class SwapCount:
         self.pruning = pruning
         self.question = feasibility.question
         self.screen = feasibility.screen
-        self._most: dict[tuple[Job, Strategy], Strategy] = {}
-        self._needed: dict[tuple[Job, Strategy, str], int] = {}
+        self._most: dict[tuple[Job, ResolvedStrategy], ResolvedStrategy] = {}
+        self._needed: dict[tuple[Job, ResolvedStrategy, str], int] = {}
         """job, strategy without swap stepping by foreach, verdict -> blocks that one of them had to swap"""
 
-    def needs_at_least(self, nbytes: float, job: Job, strategy: Strategy, verdict: str) -> bool:
+    def needs_at_least(self, nbytes: float, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether the quick estimate with as few swapped blocks as do is at least so many bytes.
 
         It is where blocks have to be swapped, and where even one block less than brings it there would do as well.
         """
         if nbytes == math.inf or not self.pruning.must_swap(job, strategy, verdict):
             return False
-        block = self.screen.largest_block_bytes(job, strategy, self.question.machine)
+        block = self.screen.largest_block_bytes(self.question.candidate(job, strategy))
         if block is None:
             return False
         expected = int((nbytes + block) * self.feasibility.overhead(strategy))
         return not self.feasibility.exceeds_gpu(expected, strategy, verdict)
 
-    def fewest(self, job: Job, strategy: Strategy, verdict: str = "fits") -> QuickEstimate | None:
+    def fewest(self, job: Job, strategy: ResolvedStrategy, verdict: str = "fits") -> QuickEstimate | None:
         """The quick estimate with as few swapped blocks as seem to do; None where no number does."""
         feasibility = self.feasibility
         if same_count := self._as_many_as_other_steps(job, strategy, verdict):
@@ -54,7 +55,7 @@ class SwapCount:
         if most == strategy or not feasibility.may_reach(best, verdict):
             return None
         low, high = strategy.swap_blocks, most.swap_blocks
-        above = best.device_bytes + self.screen.swapped_bytes(job, most, self.question.machine)
+        above = best.device_bytes + self.screen.swapped_bytes(self.question.candidate(job, most))
         while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
             middle = self._guess(above, best.device_bytes, low, high, feasibility.overhead(strategy))
             quick = feasibility.quick_estimate(job, strategy.replace(swap_blocks=middle))
@@ -65,7 +66,7 @@ class SwapCount:
         self._needed.setdefault((job, strategy.replace(optimizer_step="foreach"), verdict), high)
         return best
 
-    def _as_many_as_other_steps(self, job: Job, strategy: Strategy, verdict: str) -> QuickEstimate | None:
+    def _as_many_as_other_steps(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> QuickEstimate | None:
         """With as many swapped blocks as another `optimizer_step` needs, if it needs just as many."""
         feasibility = self.feasibility
         count = self._needed.get((job, strategy.replace(optimizer_step="foreach"), verdict), 0)
@@ -86,7 +87,7 @@ class SwapCount:
         )  # the first blocks only make room for the ring they come through
         return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
-    def most_in_ram(self, job: Job, strategy: Strategy) -> Strategy:
+    def most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy:
         """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
         if not self.feasibility.policy.may_swap(strategy):
             return strategy
@@ -96,7 +97,7 @@ class SwapCount:
             self._most[key] = strategy.replace(swap_blocks=self._most_held(job, strategy, last)) if last else strategy
         return self._most[key]
 
-    def _most_held(self, job: Job, strategy: Strategy, last: int) -> int:
+    def _most_held(self, job: Job, strategy: ResolvedStrategy, last: int) -> int:
         """The most swapped blocks, up to `last`, whose pinned copies the host's RAM holds, or that need no more of it
         than the run does without."""
         limit = self.question.machine.host_ram
@@ -116,5 +117,5 @@ class SwapCount:
                 high, most = middle, ram
         return low
 
-    def _ram(self, job: Job, strategy: Strategy, swapped: int) -> int:
-        return self.screen.host_ram_bytes(job, strategy.replace(swap_blocks=swapped), self.question.machine)
+    def _ram(self, job: Job, strategy: ResolvedStrategy, swapped: int) -> int:
+        return self.screen.host_ram_bytes(self.question.candidate(job, strategy.replace(swap_blocks=swapped)))

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import VplanError, quoted
 from planner.schema import Bytes, CountOrZero, NotNegative, Record
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
 PhaseName = Literal["load", "encode", "first_step", "train", "optimizer", "denoise", "decode", "save"]
@@ -137,6 +138,11 @@ class Estimate(Record):
     host: HostPeak | None = None
     """of `host_ram_bytes`: the phase, and what it is for"""
 
+    @property
+    def configuration(self) -> Configuration:
+        """What it is the estimate of, resolved anew at each call: a file may leave fields of the strategy open."""
+        return Configuration.of(self.job, self.strategy, self.machine)
+
     @model_validator(mode="after")
     def _parts_are_the_whole(self) -> Self:
         if self.breakdown.total != self.peak.device_bytes:
@@ -207,6 +213,17 @@ class Plan(Record):
     """the next plans by decreasing speed, for when this one runs out of memory after all"""
     trainer: Annotated[str, Field(min_length=1, max_length=100)] = "vplan"
     """ours, or the dialect whose memory terms apply"""
+
+    @property
+    def configuration(self) -> Configuration:
+        """Its job, strategy and machine, resolved anew at each call: a file may leave fields of the strategy open."""
+        return Configuration.of(self.job, self.strategy, self.machine)
+
+    @classmethod
+    def under(cls, configuration: Configuration, trainer: str = "vplan") -> Self:
+        """The plan of a configuration, without an estimate."""
+        job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
+        return cls(job=job, strategy=strategy, machine=machine, trainer=trainer)
 
     @model_validator(mode="after")
     def _estimate_is_of_this_plan(self) -> Self:

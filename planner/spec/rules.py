@@ -1,14 +1,9 @@
-"""What a strategy means for a job on a machine: the defaults that depend on them, and whether they contradict each
-other."""
+"""What a strategy means for a job on a machine: the defaults that depend on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NewType
 
-from planner.errors import ContradictionError
-from planner.spec.combinations.combination import Proposal, Refusal, refusals
-from planner.spec.combinations.contradictions import CONTRADICTIONS
 from planner.spec.job import Job, Machine, Strategy
 
 DEEPSPEED = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "autocast": "none", "master_weights": "fp32"}
@@ -49,14 +44,3 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Res
         if machine.os == "windows" and "expandable_segments" not in said:
             changes["expandable_segments"] = False
     return ResolvedStrategy(strategy.replace(**changes) if changes else strategy)
-
-
-def check(job: Job, strategy: ResolvedStrategy, machine: Machine) -> None:
-    """Raises a ContradictionError for the first contradiction between the records: the fault and the fix."""
-    for reason, fix in contradictions(job, strategy, machine):
-        raise ContradictionError(reason, fix)
-
-
-def contradictions(job: Job, strategy: ResolvedStrategy, machine: Machine) -> Iterator[Refusal]:
-    """Every contradiction between the three records, in the order of the table."""
-    return refusals(CONTRADICTIONS, Proposal(job, strategy, machine))

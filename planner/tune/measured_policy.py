@@ -8,9 +8,10 @@ from planner.errors import VplanError
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question
 from planner.search.screening import Screen
+from planner.spec.combinations.contradictions import check
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import ResolvedStrategy, check
+from planner.spec.rules import ResolvedStrategy
 from planner.tune.error_model import ErrorModel
 
 CHANCES = (0.75, 0.5, 0.25, 0.1)
@@ -72,8 +73,8 @@ class MeasuredPolicy:
     def _is_estimated(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether nothing forbids a strategy, and its two recordings can be put together."""
         try:
-            check(job, strategy, self.question.machine)
-            self._screen.floor_seconds(job, strategy, self.question.machine)
+            check(self.question.candidate(job, strategy))
+            self._screen.floor_seconds(self.question.candidate(job, strategy))
         except VplanError:
             return False
         return True

@@ -16,8 +16,9 @@ from planner.search.objectives import Objective, largest, largest_by
 from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search
-from planner.spec.job import SPLIT, Job, Strategy
+from planner.spec.job import SPLIT, Job
 from planner.spec.plan import Estimate, Measured
+from planner.spec.rules import ResolvedStrategy
 from planner.tune.error_model import ErrorModel, FinishedProbe
 from planner.tune.measured_policy import CHANCES, Applicable, Key, MeasuredPolicy
 
@@ -48,7 +49,7 @@ class Tuner:
         self.search = Search(question, screen, self.policy)
         self.finished: dict[Key, FinishedProbe] = {}
 
-    def tell(self, job: Job, strategy: Strategy, measured: Measured) -> FinishedProbe | None:
+    def tell(self, job: Job, strategy: ResolvedStrategy, measured: Measured) -> FinishedProbe | None:
         """A probe has finished, here or elsewhere. None where nothing is recorded of such a plan."""
         found = self.search.try_estimate(job, strategy)
         if found is None:

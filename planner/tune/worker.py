@@ -108,13 +108,13 @@ class Tuning:
 
     def _plan(self, found: Estimate) -> Plan:
         """The records of a plan, without what is expected of it."""
-        return Plan(job=found.job, strategy=found.strategy, machine=found.machine, trainer=self.trainer)
+        return Plan.under(found.configuration, self.trainer)
 
     def _time_limit(self, plan: Plan) -> float:
         """Seconds that a probe of a plan may take."""
         if self.limits.time_limit is not None:
             return self.limits.time_limit
-        found = self.tuner.search.try_estimate(plan.job, plan.strategy)
+        found = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
         step = (found.step_seconds_high or found.step_seconds) if found else 0.0
         return max(TIME_LIMIT, START_SECONDS + SLOWER * step * (self.limits.steps + 3))
 
@@ -143,7 +143,7 @@ class Tuning:
 
     def _encodes(self, plan: Plan) -> bool:
         """Whether what is cached before training decides if a plan fits: then steps alone would prove nothing."""
-        found = self.tuner.search.try_estimate(plan.job, plan.strategy)
+        found = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
         return found is not None and found.peak.phase == "encode"
 
     def _tell(self, taken: Taken, row: ProbeRow) -> None:
@@ -151,7 +151,7 @@ class Tuning:
 
     def _result(self, plan: Plan, row: ProbeRow) -> Result:
         """What a row is worth to the study. Where nothing is recorded of a plan, its value is its seconds alone."""
-        seen = self.tuner.tell(plan.job, plan.strategy, row.measured)
+        seen = self.tuner.tell(plan.job, plan.configuration.strategy, row.measured)
         if seen is None:
             return Result(row.measured.step_seconds or 0.0, {MEMORY: 0.0, FAILED: float(row.measured.outcome != "ok")})
         return Result(self.tuner.value(seen), {MEMORY: missing(seen), FAILED: float(failed(row))})
@@ -163,7 +163,7 @@ class Tuning:
             name = row_id(trial.plan)
             if trial.row is not None and name not in self.rows:
                 self.rows[name] = trial.row
-                self.tuner.tell(trial.plan.job, trial.plan.strategy, trial.row.measured)
+                self.tuner.tell(trial.plan.job, trial.plan.configuration.strategy, trial.row.measured)
         self.probes = [self.rows[row_id(trial.plan)] for trial in self.trials if trial.row and not trial.from_ledger]
 
     def _seed(self) -> None:

@@ -25,8 +25,8 @@ from planner.estimate.stages import replay_stages
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.search.batched_peaks import peak_forms
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import resolve
 
 MACHINE = Machine(gpu="rtx4090")
 COMMANDS = (
@@ -87,9 +87,9 @@ def laid_out(model: str, **more: object) -> tuple[dict[str, int], object]:
     profile = lookup.model(model)
     height, width = profile.shape.resolutions[0]
     job = Job(model=model, frames=profile.shape.default_frames, height=height, width=width)
-    strategy = resolve(job, Strategy.read({"gradient_checkpointing": "full", **more}), MACHINE)
+    configuration = Configuration.of(job, Strategy.read({"gradient_checkpointing": "full", **more}), MACHINE)
     shape = grid(profile, job)
-    return shape, lay_out(job, strategy, MACHINE, load_facts(job, strategy, MACHINE), shape)
+    return shape, lay_out(configuration, load_facts(configuration), shape)
 
 
 def peaks_per_second(times: int) -> tuple[float, float]:

@@ -38,9 +38,10 @@ from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.search.space import baseline, most_swapped
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import Measured, Plan
-from planner.spec.rules import check, resolve
 from planner.tune.error_model import HEADROOM
 from planner.tune.measured_policy import MeasuredPolicy
 from planner.tune.tuner import Goal, Tuner
@@ -222,9 +223,10 @@ def tpe(case: Case) -> dict[str, Any]:
         chosen = {name: values[name][trial.suggest_categorical(name, axes[name])] for name in fields}
         swap = trial.suggest_int("swap_blocks", 0, case.question.model.blocks - 1)
         way = start.replace(**chosen, swap_blocks=swap)
+        configuration = Configuration.of(job, way, case.question.machine)
         try:
-            check(job, resolve(job, way, case.question.machine), case.question.machine)
-            case.screen.facts(job, way, case.question.machine)
+            check(configuration)
+            case.screen.facts(configuration)
         except VplanError:  # costs no probe
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             continue
@@ -316,7 +318,7 @@ def drawn(number: int) -> Case:
         ram = chance.choice((64, 128, 256)) * gpus * GIB
         seed = chance.randrange(10**6)
         machine = Machine(gpu=card.name, gpus=gpus, host_ram=ram)
-        screen = Screen(lambda job, way, machine, model=model, card=card: load_facts(job, way, machine, model, card))
+        screen = Screen(lambda configuration, model=model, card=card: load_facts(configuration, model, card))
         try:
             job = lookup.job_for(model, {"method": method, "lora_rank": chance.choice((8, 16, 64)), **shape})
             question = Question(job, Strategy.read({}), machine, model, card)

@@ -14,6 +14,7 @@ from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.tape.format import NOTHING
 from planner.tape.variants import StepVariant
@@ -103,7 +104,7 @@ def estimated(name: str, mode: str) -> Run:
     variant = StepVariant.of(profile, job, strategy, 1)
     tape = tapes.step_tape(profile, variant)
     facts = Facts(profile, lookup.gpu("h100-80gb"), tape, NOTHING)
-    return lay_out(job, strategy, machine, facts, dict(TINY[name][1]))
+    return lay_out(Configuration.of(job, strategy, machine), facts, dict(TINY[name][1]))
 
 
 def recorded(name: str, mode: str) -> RawRecording:

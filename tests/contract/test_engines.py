@@ -14,6 +14,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.layout.sharding import zero as zero_terms
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import Tape
@@ -103,7 +104,7 @@ def estimated(asked: Case) -> Run:
         _tape(asked.model, OptimizerVariant.of(profile, job, strategy).name, optimizer=True),
         parameters=Parameters(table["rows"], frozenset(table["fp32"])),
     )
-    return lay_out(job, strategy, MACHINE, facts, dict(asked.grid))
+    return lay_out(Configuration.of(job, strategy, MACHINE), facts, dict(asked.grid))
 
 
 def held(run: Run, name: str, at_once: bool = False) -> int:

@@ -15,8 +15,7 @@ from planner.evidence.published import Row, read_rows
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
-from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import resolve
+from planner.spec.configuration import Configuration
 from planner.units import GIB, MIB
 
 KNOWN_MISSES = {
@@ -29,11 +28,11 @@ KNOWN_MISSES = {
 
 @pytest.fixture(scope="module")
 def compared() -> list[Comparison]:
-    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-        return Prediction.of(estimate(job, strategy, machine, load_facts(job, strategy, machine), trainer))
+    def predict(configuration: Configuration, trainer: str) -> Prediction:
+        return Prediction.of(estimate(configuration, load_facts(configuration), trainer))
 
-    def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
-        return after_step_bytes(job, strategy, machine, load_facts(job, strategy, machine), trainer)
+    def after_step(configuration: Configuration, trainer: str) -> int:
+        return after_step_bytes(configuration, load_facts(configuration), trainer)
 
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     rows = [row for path in files for row in read_rows(path, expandable_segments=False)[0]]
@@ -101,8 +100,8 @@ def test_reserved_peaks_of_validation() -> None:
     for row, measured in AFTER_VALIDATION.items():
         job, machine = rows[row].job, rows[row].machine.replace(host_ram=2**37)
         asked = rows[row].strategy.replace(validation_mode="on", text_encoder_dtype="fp16")
-        strategy = resolve(job, asked, machine)
-        found = estimate(job, strategy, machine, load_facts(job, strategy, machine), "diffusers@2024-10")
+        configuration = Configuration.of(job, asked, machine)
+        found = estimate(configuration, load_facts(configuration), "diffusers@2024-10")
         phases = ("first_step", "denoise", "decode")
         peak = max(found.phases[phase].reserved_bytes for phase in phases) / GIB
         if job.method == "lora":  # of full fine-tuning, what a further step would take is in it
@@ -130,9 +129,9 @@ def first_step(run: Run, spare: tuple[int, ...]) -> tuple[float, float]:
 
 
 def laid_out(row: Row) -> Run:
-    strategy = resolve(row.job, row.strategy, row.machine)
-    known = load_facts(row.job, strategy, row.machine)
-    return lay_out(row.job, strategy, row.machine, known, grid(known.model, row.job), row.trainer)
+    configuration = Configuration.of(row.job, row.strategy, row.machine)
+    facts = load_facts(configuration)
+    return lay_out(configuration, facts, grid(facts.model, row.job), row.trainer)
 
 
 def test_no_holes_explain_the_open_row() -> None:

@@ -13,8 +13,8 @@ from planner.catalog import lookup
 from planner.estimate.stages import ReplayedStage, replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import resolve
 from planner.tape.format import (
     FROM_LAST,
     NO_BLOCK,
@@ -142,7 +142,7 @@ SHAPE = st.fixed_dictionaries(
 
 
 def laid_out(machine: Machine = ONE, grid: dict[str, int] = GRID, **strategy: object) -> Run:
-    return lay_out(JOB, resolve(JOB, Strategy.read(strategy), machine), machine, FACTS, grid)
+    return lay_out(Configuration.of(JOB, Strategy.read(strategy), machine), FACTS, grid)
 
 
 def peaks(run: Run) -> dict[str, int]:

@@ -29,9 +29,9 @@ from planner.search.ladder import ladder, pareto
 from planner.search.question import Question
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
+from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Environment, Evidence, Measured, Plan
-from planner.spec.rules import resolve
 from planner.units import GIB
 from reports import charts, data, page
 
@@ -43,8 +43,8 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\"'&{{ 7*7 }}"
 def plan() -> Plan:
     job = job_for(MODEL, {"model": MODEL.name, "frames": 33, "method": "lora"})
     machine = Machine(gpu="12GB", host_ram=32 * GIB)
-    strategy = resolve(job, Strategy(gradient_checkpointing="full"), machine)
-    found = estimate(job, strategy, machine, load_facts(job, strategy, machine))
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing="full"), machine)
+    found = estimate(configuration, load_facts(configuration))
     seen = Measured(outcome="ok", phase="train", device_bytes=found.peak.device_bytes + GIB, step_seconds=1.5)
     env = Environment(
         gpu="card", driver="1", torch="2", diffusers="3", attention_kernel="flash", command="vplan probe", time="then"
@@ -88,7 +88,8 @@ def test_the_map_agrees_with_estimates_at_its_edge(told: data.PlanData) -> None:
     for cell in {cell.shape: cell for pair in edges[:2] for cell in pair if cell.rung is not None}.values():
         strategy = table.ladder[cell.rung].strategy.replace(vae_tiling=cell.tiled)  # type: ignore[index]
         job = at(told, cell)
-        own = estimate(job, strategy, machine, load_facts(job, strategy, machine))
+        configuration = Configuration.of(job, strategy, machine)
+        own = estimate(configuration, load_facts(configuration))
         assert own.verdict == cell.verdict, cell
         assert abs(own.peak.device_bytes / cell.device_bytes - 1) < 0.03, cell
     order = {"fits": 0, "tight": 1, "no": 2}
@@ -104,7 +105,8 @@ def test_the_longest_clips_rise_with_the_card_and_the_plans_own_is_an_estimate(t
     own = by_card["24GB"]
     assert own.lossless_by is not None
     job, machine = told.estimate.job.replace(frames=own.lossless), Machine(gpu="24GB", host_ram=own.host_ram)
-    found = estimate(job, own.lossless_by, machine, load_facts(job, own.lossless_by, machine))
+    configuration = Configuration.of(job, own.lossless_by, machine)
+    found = estimate(configuration, load_facts(configuration))
     assert found.verdict != "no" and found.peak.device_bytes > 0.85 * found.budget_bytes
 
 
@@ -306,15 +308,15 @@ def test_no_page_is_written_over_a_plan(tmp_path: Path, plan: Plan) -> None:
 def test_the_map_of_a_plan_that_samples_decodes_each_clip() -> None:
     job = job_for(MODEL, {"model": MODEL.name, "method": "sample"})
     machine = Machine(gpu="24GB", host_ram=64 * GIB)
-    strategy = resolve(job, Strategy(), machine)
-    told = data.Builder(
-        "plan.toml", Plan.of(estimate(job, strategy, machine, load_facts(job, strategy, machine)))
-    ).data()
+    configuration = Configuration.of(job, Strategy(), machine)
+    told = data.Builder("plan.toml", Plan.of(estimate(configuration, load_facts(configuration)))).data()
     column = [row[-1] for row in told.capacity.cells]
     ways = [told.capacity.ladder[cell.rung].strategy for cell in column if cell.rung is not None]
     assert len(set(ways)) > 1
     for cell, way in zip(column, ways, strict=True):
-        found = estimate(at(told, cell), way, machine, load_facts(job, way, machine))
+        found = estimate(
+            Configuration.of(at(told, cell), way, machine), load_facts(Configuration.of(job, way, machine))
+        )
         assert found.verdict == cell.verdict
         assert cell.device_bytes == pytest.approx(found.peak.device_bytes, rel=0.15)
         assert found.peak.phase in ("encode", "decode")

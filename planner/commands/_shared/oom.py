@@ -34,6 +34,6 @@ def explained(path: str, script: Script | None, told: Mapping[str, Any], machine
         machine = {**machine, "gpu": f"{message.capacity_bytes / GIB:.2f}GiB"}
     dialect, given = dialects.read_script(script)
     case = settle(dialect, given, told, machine)
-    known = load_facts(case.job, case.strategy, case.machine, case.model, case.gpu)
-    _, played = replay(case.job, case.strategy, case.machine, known, case.trainer)
+    configuration = case.configuration
+    _, played = replay(configuration, load_facts(configuration, case.model, case.gpu), case.trainer)
     return explain(message, played)

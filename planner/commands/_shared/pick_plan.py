@@ -32,9 +32,7 @@ def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) ->
     """
     kept = output / PLAN
     if asked.plan is not None:
-        question = asked.settle()
-        strategy = question.resolved_strategy()
-        plan = Plan(job=question.job, strategy=strategy, machine=question.machine, trainer=asked.trainer)
+        plan = Plan.under(asked.settle().configuration(), asked.trainer)
         if not asked.typed:
             plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
         if first:

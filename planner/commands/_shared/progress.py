@@ -67,7 +67,7 @@ def _page(rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableTy
 
 
 def _cells(tuning: Tuning, number: int, trial: StudyTrial) -> tuple[str, ...]:
-    found = tuning.tuner.search.try_estimate(trial.plan.job, trial.plan.strategy)
+    found = tuning.tuner.search.try_estimate(trial.plan.job, trial.plan.configuration.strategy)
     shape = trial.plan.job
     what = ways(found) if found else "not recorded"
     if tuning.tuner.goal.objective:

@@ -68,7 +68,7 @@ class TypedQuestion:
     def settle(self, *, model: str | None = None, gpu: str | None = None) -> Question:
         """The complete question, for this model and card where several are asked for.
 
-        Its strategy is as typed, open fields open and unchecked: a search fills them in, or `resolved_strategy`.
+        Its strategy is as typed, open fields open and unchecked: a search fills them in, or `Question.configuration`.
         """
         profile = lookup.model(_needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models"))
         count, card = lookup.parse_gpus(_needed(gpu or self.gpu, "gpu", "24GB", "gpus"))

@@ -62,7 +62,7 @@ def wider_adapters(run: Run) -> None:
     shape = tuple(run.grid.items())
     try:
         usual, more = (
-            _step(Configuration(run.job.replace(lora_targets=targets), strategy, run.machine), shape)
+            _step(Configuration.of(run.job.replace(lora_targets=targets), strategy, run.machine), shape)
             for targets in (None, wide)
         )
     except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
@@ -91,7 +91,7 @@ def _keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _step(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> _Step:
-    recordings = load_facts(*configuration)
+    recordings = load_facts(configuration)
     run = Run(configuration, recordings, dict(shape))
     _, step, _ = unfold_recording(run.program, recordings, configuration.strategy)
     sizes = run.program.bytes_of(dict(shape))

@@ -6,13 +6,15 @@ backward, forward-only offload hooks).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from planner.spec.combinations.combination import Combination, Proposal
+from planner.errors import ContradictionError
+from planner.spec.combinations.combination import Combination, Refusal, refusals
+from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED
 
 
-def _row(applies: Callable[[Proposal], bool], reason: str, fix: str) -> Combination[Proposal]:
+def _row(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
     return Combination("contradiction", applies, reason, fix)
 
 
@@ -64,8 +66,8 @@ _METHOD = (
 )
 
 
-def _another_shape(proposal: Proposal) -> bool:
-    job, shape = proposal.job, proposal.job.validation
+def _another_shape(configuration: Configuration) -> bool:
+    job, shape = configuration.job, configuration.job.validation
     return shape is not None and (shape.frames, shape.height, shape.width) != (job.frames, job.height, job.width)
 
 
@@ -83,7 +85,7 @@ _OF_TRAINING: dict[str, object] = {
 """Switches that mean nothing to a job that only samples, and what they say when nobody asked for them."""
 
 
-def _asked_to_sample(field: str, unasked: object) -> Callable[[Proposal], bool]:
+def _asked_to_sample(field: str, unasked: object) -> Callable[[Configuration], bool]:
     return lambda s: s.job.method == "sample" and getattr(s.strategy, field) != unasked
 
 
@@ -122,7 +124,7 @@ _CHECKPOINTING = (
 )
 
 
-def _swapping(applies: Callable[[Proposal], bool], reason: str, fix: str) -> Combination[Proposal]:
+def _swapping(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
     """A row of block swap: a weight must be on the GPU when backward reads it, and nobody else may be moving it."""
     return _row(lambda s: s.strategy.swap_blocks > 0 and applies(s), reason, fix)
 
@@ -188,7 +190,7 @@ _IN_BACKWARD = (
 )
 
 
-def _own_masters(applies: Callable[[Proposal], bool], reason: str, fix: str) -> Combination[Proposal]:
+def _own_masters(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
     """A row of fp32 masters outside DeepSpeed: where they cannot be, or are something else by another name."""
     return _row(lambda s: s.strategy.master_weights == "fp32" and not s.zero and applies(s), reason, fix)
 
@@ -218,7 +220,7 @@ _OPTIMIZER = (
 )
 
 
-def _on_nvme(field: str) -> Callable[[Proposal], bool]:
+def _on_nvme(field: str) -> Callable[[Configuration], bool]:
     return lambda s: getattr(s.strategy, field) == "nvme" and s.strategy.sharding != "zero-3"
 
 
@@ -260,7 +262,7 @@ _OFFLOADING = (
 )
 
 
-def _split_samples(applies: Callable[[Proposal], bool], reason: str, fix: str) -> Combination[Proposal]:
+def _split_samples(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
     """A row of samples split over GPUs, which goes with DDP, or FSDP2 over all GPUs (NVIDIA-NeMo/Automodel#3157,
     verl-project/verl-omni#59: both with diffusers' ``enable_parallelism``)."""
     return _row(lambda s: s.strategy.context_parallel > 1 and applies(s), reason, fix)
@@ -367,3 +369,14 @@ CONTRADICTIONS = (
     *_PARALLEL,
     *_ENGINES,
 )
+
+
+def check(configuration: Configuration) -> None:
+    """Raises a ContradictionError for the first contradiction between the records: the fault and the fix."""
+    for reason, fix in contradictions(configuration):
+        raise ContradictionError(reason, fix)
+
+
+def contradictions(configuration: Configuration) -> Iterator[Refusal]:
+    """Every contradiction between the three records, in the order of the table."""
+    return refusals(CONTRADICTIONS, configuration)

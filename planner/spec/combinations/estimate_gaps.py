@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.schema import refused_values
-from planner.spec.combinations.combination import Combination, Proposal
+from planner.spec.combinations.combination import Combination
+from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Strategy
 
 
-def _row(applies: Callable[[Proposal], bool], reason: str, fix: str) -> Combination[Proposal]:
+def _row(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
     return Combination("not estimated", applies, reason, fix)
 
 
@@ -48,14 +49,14 @@ _SPLIT_BASES = (
 )
 
 
-def _on_host(*optimizers: str, zero: bool = False, split: bool = False) -> Callable[[Proposal], bool]:
+def _on_host(*optimizers: str, zero: bool = False, split: bool = False) -> Callable[[Configuration], bool]:
     """Whether one of these optimizers steps in host RAM, under DeepSpeed (``zero``), an engine that splits
     (``split``), or any."""
 
-    def applies(proposal: Proposal) -> bool:
-        strategy = proposal.strategy
+    def applies(configuration: Configuration) -> bool:
+        strategy = configuration.strategy
         offloaded = strategy.offload_optimizer != "none" and strategy.optimizer in optimizers
-        return offloaded and (proposal.zero or not zero) and (proposal.splits or not split)
+        return offloaded and (configuration.zero or not zero) and (configuration.splits or not split)
 
     return applies
 
@@ -63,7 +64,7 @@ def _on_host(*optimizers: str, zero: bool = False, split: bool = False) -> Calla
 _GPU_ONLY = ("adamw-8bit", "adamw-8bit-paged")
 
 
-def _host_row(applies: Callable[[Proposal], bool], why: str) -> Combination[Proposal]:
+def _host_row(applies: Callable[[Configuration], bool], why: str) -> Combination[Configuration]:
     return _row(
         applies,
         "{0.strategy.optimizer} " + why + ", so offload_optimizer cannot take it",

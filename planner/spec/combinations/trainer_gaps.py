@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.spec.combinations.combination import Combination, ModelSummary, Proposal
+from planner.spec.combinations.combination import Combination, ModelSummary
+from planner.spec.configuration import Configuration
 from planner.spec.field_notes import ALL
 from planner.spec.fp16 import scales_loss, uses_fp16
 from planner.spec.job import NOTES, QUANTISED
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerProposal(Proposal):
-    """A job and strategy that our own trainer is asked to train or probe, with the summary of the model."""
+class TrainerConfiguration(Configuration):
+    """A configuration that our own trainer is asked to train or probe, with the summary of the model."""
 
     model: ModelSummary
     is_probe: bool
@@ -39,7 +40,7 @@ class TrainerProposal(Proposal):
         return self.model.experts == 2 and not self.both_experts
 
 
-def _row(applies: Callable[[TrainerProposal], bool], reason: str, fix: str) -> Combination[TrainerProposal]:
+def _row(applies: Callable[[TrainerConfiguration], bool], reason: str, fix: str) -> Combination[TrainerConfiguration]:
     return Combination("our trainer cannot", applies, reason, fix)
 
 
@@ -89,7 +90,7 @@ _COMPILED = (
 )
 
 
-def _says_other_than(field: str, applied: tuple[object, ...]) -> Callable[[TrainerProposal], bool]:
+def _says_other_than(field: str, applied: tuple[object, ...]) -> Callable[[TrainerConfiguration], bool]:
     return lambda s: getattr(s.strategy, field) not in applied
 
 
@@ -160,7 +161,9 @@ _ENGINES = (
 )
 
 
-def _split_samples(applies: Callable[[TrainerProposal], bool], reason: str, fix: str) -> Combination[TrainerProposal]:
+def _split_samples(
+    applies: Callable[[TrainerConfiguration], bool], reason: str, fix: str
+) -> Combination[TrainerConfiguration]:
     """A row of ranks that share a sample: their shares of a gradient are added up when all of it is there."""
     return _row(lambda s: s.strategy.context_parallel > 1 and applies(s), reason, fix)
 
@@ -189,7 +192,9 @@ _SPLIT_SAMPLES = (
 )
 
 
-def _validating(applies: Callable[[TrainerProposal], bool], reason: str, fix: str) -> Combination[TrainerProposal]:
+def _validating(
+    applies: Callable[[TrainerConfiguration], bool], reason: str, fix: str
+) -> Combination[TrainerConfiguration]:
     """A row of samples that cannot be made while training."""
     return _row(lambda s: s.strategy.validation_mode != "off" and applies(s), reason, fix)
 

@@ -41,7 +41,7 @@ def ask(*words: str) -> TypedQuestion:
 
 def settle(*words: str) -> Question:
     question = ask(*words).settle()
-    return question._replace(strategy=question.resolved_strategy())
+    return question._replace(strategy=question.configuration().strategy)
 
 
 def test_defaults_are_taken_and_said() -> None:
@@ -125,7 +125,7 @@ def test_frames_max_and_open_strategies_are_for_a_search() -> None:
     assert request.strategy == Strategy(swap_blocks=20)
     # On its own, swap without checkpointing is a contradiction; a search may add the checkpointing.
     with pytest.raises(VplanError, match="swap_blocks"):
-        request.resolved_strategy()
+        request.configuration()
 
 
 def test_one_question_for_many_models_and_cards() -> None:

@@ -14,9 +14,11 @@ from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
 from planner.foreign.export import fields_of, plan_with
 from planner.schema import choices
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
-from planner.spec.rules import check, resolve
+from planner.spec.rules import resolve
 
 MODELS = (
     *("wan2.1-t2v-1.3b", "wan2.1-i2v-14b-720p", "wan2.2-t2v-a14b", "qwen-image", "flux.1-dev", "hunyuan-video"),
@@ -56,7 +58,7 @@ def plans(draw: st.DrawFn, models: tuple[str, ...] = MODELS) -> Plan:
         try:
             made, wanted = Job.read(job), Strategy.read(draw(strategies()))
             strategy = resolve(made, wanted, machine)
-            check(made, strategy, machine)
+            check(Configuration.of(made, strategy, machine))
             check_job(model, made)
         except VplanError:
             continue

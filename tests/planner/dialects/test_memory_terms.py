@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from planner.layout.phases import component_bytes
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, musubi_tuner
+from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
 from planner.tape.program import Stage
@@ -51,7 +53,7 @@ FILES = Path(trainer_terms.__file__).parent
 
 
 def done_by(trainer: str, machine: Machine = ONE, **strategy: object) -> Run:
-    return lay_out(JOB, resolve(JOB, Strategy.read(strategy), machine), machine, FACTS, GRID, trainer)
+    return lay_out(Configuration.of(JOB, Strategy.read(strategy), machine), FACTS, GRID, trainer)
 
 
 def steps(run: Run) -> tuple[int, int]:
@@ -107,7 +109,7 @@ def test_simpletuner_has_two_states_over_fp32_adapters_and_with_other_optimizers
 
 
 def test_under_zero_the_engine_frees_gradients_whoever_trains() -> None:
-    plain = lay_out(JOB, resolve(JOB, Strategy(sharding="zero-2"), EIGHT), EIGHT, FACTS, GRID)
+    plain = lay_out(Configuration.of(JOB, Strategy(sharding="zero-2"), EIGHT), FACTS, GRID)
     assert peaks(done_by("simpletuner", EIGHT, sharding="zero-2")) == peaks(plain)
 
 
@@ -124,10 +126,10 @@ def test_latentsync_clears_gradients_behind_the_forward() -> None:
 
 
 def test_latentsync_has_a_communicator_on_one_gpu_too() -> None:
-    strategy = resolve(JOB, Strategy(), ONE)
-    ours, theirs = (estimate(JOB, strategy, ONE, FACTS, name).breakdown.context for name in ("vplan", "latentsync"))
+    configuration = Configuration.of(JOB, Strategy(), ONE)
+    ours, theirs = (estimate(configuration, FACTS, name).breakdown.context for name in ("vplan", "latentsync"))
     assert theirs - ours == 600 * MIB  # a communicator, of one rank too (NVIDIA/nccl#2363)
-    many = [estimate(JOB, resolve(JOB, Strategy(), EIGHT), EIGHT, FACTS, name) for name in ("vplan", "latentsync")]
+    many = [estimate(Configuration.of(JOB, Strategy(), EIGHT), FACTS, name) for name in ("vplan", "latentsync")]
     assert many[0].breakdown.context == many[1].breakdown.context
 
 
@@ -193,7 +195,7 @@ def test_encoders_leave_the_gpu_before_the_first_step_of_the_tables() -> None:
 def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
     run = laid_out()
     strategy = run.strategy.replace(validation_mode=mode)
-    run.configuration = run.configuration._replace(strategy=strategy)
+    run.configuration = replace(run.configuration, strategy=strategy)
     run.phases.validation = (("denoise", Stage("denoise", [])), ("decode", Stage("decode", [])))
     diffusers.validation_prompts(run)
     found = {entry.phase: entry for entry in replay_stages(run)}
@@ -225,10 +227,10 @@ def test_swap_in_place_has_no_ring_and_takes_what_it_needs_of_the_host(trainer: 
 @pytest.mark.parametrize("mode", ["none", "full", "offload"])
 def test_wan_in_diffsynth_turns_queries_and_keys_in_fp64(mode: str) -> None:
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
-    strategy = resolve(job, Strategy(gradient_checkpointing=mode), ONE)
-    known = library.load_facts(job, strategy, ONE)
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing=mode), ONE)
+    known = library.load_facts(configuration)
     where = grid(MODEL, job)
-    ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "diffsynth"))
+    ours, theirs = (lay_out(configuration, known, where, name) for name in ("vplan", "diffsynth"))
     tokens, hidden = where["F"] * where["H"] * where["W"], 1536
     turned = {buffer for buffer, op in enumerate(theirs.program.op) if op.startswith("fp64")}
     assert [theirs.sizes[buffer] for buffer in turned] == [8 * tokens * hidden] * 2
@@ -245,11 +247,9 @@ def test_wan_in_diffsynth_turns_queries_and_keys_in_fp64(mode: str) -> None:
 def test_a_saved_checkpoint_comes_back_when_it_is_wanted_and_ours_one_block_sooner() -> None:
     strategy = Strategy(gradient_checkpointing="offload")
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
-    known = library.load_facts(job, resolve(job, strategy, ONE), ONE)
-    ours, theirs = (
-        lay_out(job, resolve(job, strategy, ONE), ONE, known, grid(MODEL, job), name)
-        for name in ("vplan", "diffusion-pipe")
-    )
+    configuration = Configuration.of(job, strategy, ONE)
+    known = library.load_facts(configuration)
+    ours, theirs = (lay_out(configuration, known, grid(MODEL, job), name) for name in ("vplan", "diffusion-pipe"))
     inputs = {buffer for buffers in block_inputs(ours).values() for buffer in buffers}
 
     def brought(run: Run) -> list[tuple[int, set[int]]]:
@@ -328,8 +328,10 @@ def test_both_experts_swap_the_same_blocks() -> None:
     job = JOB.replace(experts="both")
     model = FACTS.model.model_copy(update={"experts": 2})
     known = FACTS._replace(model=model)
-    strategy = resolve(job, Strategy(gradient_checkpointing="full", swap_blocks=2, inactive_expert="gpu"), ONE)
-    run = lay_out(job, strategy, ONE, known, GRID, "musubi-tuner")
+    configuration = Configuration.of(
+        job, Strategy(gradient_checkpointing="full", swap_blocks=2, inactive_expert="gpu"), ONE
+    )
+    run = lay_out(configuration, known, GRID, "musubi-tuner")
     other = next(run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == "other expert")
     assert other == (BLOCKS - 2) * WEIGHTS + idle_weights(run)[0] - BLOCKS * WEIGHTS
     assert host_ram.host_ram(run, ONE).parts["weights"] == 2 * 2 * WEIGHTS
@@ -337,10 +339,10 @@ def test_both_experts_swap_the_same_blocks() -> None:
 
 def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -> None:
     job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
-    strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
-    known = library.load_facts(job, strategy, ONE)
+    configuration = Configuration.of(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
     where = grid(known.model, job)
-    ours, theirs = (lay_out(job, strategy, ONE, known, where, name) for name in ("vplan", "sd-scripts"))
+    ours, theirs = (lay_out(configuration, known, where, name) for name in ("vplan", "sd-scripts"))
     weights = [sum(run.sizes[buffer] for buffer in run.named("weight").values()) for run in (ours, theirs)]
     width = known.model.config["num_attention_heads"] * known.model.config["attention_head_dim"]
     assert weights[0] - weights[1] == (19 * 2 * 6 + 38 * 3) * width * width  # shifts, scales and gates of both streams
@@ -349,9 +351,9 @@ def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -
 def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() -> None:
     """Weights, gradients and states of those that are not recorded, counted by hand, and what the step keeps."""
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
-    strategy = resolve(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
-    known = library.load_facts(job, strategy, ONE)
-    ours, theirs = (lay_out(job, strategy, ONE, known, grid(MODEL, job), name) for name in ("vplan", "musubi-tuner"))
+    configuration = Configuration.of(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    ours, theirs = (lay_out(configuration, known, grid(MODEL, job), name) for name in ("vplan", "musubi-tuner"))
     added = {op: theirs.sizes[buffer] for buffer, op in enumerate(theirs.program.op) if buffer >= len(ours.sizes)}
     width, wider, rank = 1536, 8960, 16
     feed_forward = 4 * rank * 2 * (width + wider) * MODEL.blocks  # two more fp32 adapters in each block
@@ -360,8 +362,11 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     tokens = 3 * 30 * 52
     assert added["kept for more adapters"] * 16 > tokens * wider * 2  # at least the casted input of the second one
     bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
-    plain = library.load_facts(job, bf16, ONE)
-    sizes = [len(lay_out(job, bf16, ONE, plain, grid(MODEL, job), name).sizes) for name in ("vplan", "musubi-tuner")]
+    plain = library.load_facts(Configuration.of(job, bf16, ONE))
+    sizes = [
+        len(lay_out(Configuration.of(job, bf16, ONE), plain, grid(MODEL, job), name).sizes)
+        for name in ("vplan", "musubi-tuner")
+    ]
     assert sizes[0] == sizes[1]
 
 

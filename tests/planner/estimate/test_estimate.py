@@ -12,9 +12,9 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.layout.inputs import load_facts
 from planner.layout.margin import interval
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import resolve
 from planner.units import GIB
 
 MODEL = "wan2.1-t2v-1.3b"
@@ -29,7 +29,8 @@ def job(**fields: Any) -> Job:
 def priced(asked: Job, gpu: str = "rtx4090", machine: dict[str, Any] | None = None, **strategy: Any) -> Estimate:
     known = Strategy.read({"gradient_checkpointing": "full", **strategy})
     where = Machine.read({"gpu": gpu, "host_ram": 64 * GIB, **(machine or {})})
-    return estimate(asked, known, where, load_facts(asked, known, where))
+    configuration = Configuration.of(asked, known, where)
+    return estimate(configuration, load_facts(configuration))
 
 
 def test_a_phase_holds_the_highest_of_each_counter() -> None:
@@ -66,8 +67,9 @@ def test_a_modulation_per_token_stays_where_it_is_but_is_saved_with_every_checkp
     asked = job_for(profile, {"frames": 121, "height": 704, "width": 1280})
     where = Machine.read({"gpu": "rtx4090", "host_ram": 256 * GIB})
     known = Strategy.read({"gradient_checkpointing": "offload"})
+    configuration = Configuration.of(asked, known, where)
     ours, theirs = (
-        estimate(asked, known, where, load_facts(asked, known, where), trainer).host.breakdown.activations
+        estimate(configuration, load_facts(configuration), trainer).host.breakdown.activations
         for trainer in ("vplan", "diffusion-pipe")
     )
     tokens = 31 * 22 * 40
@@ -86,10 +88,11 @@ def test_on_unified_memory_what_is_offloaded_comes_out_of_the_same_budget() -> N
 
 def test_what_is_not_counted_is_said_and_never_called_fits() -> None:
     asked, where = job(), Machine.read({"gpu": "h100-80gb", "host_ram": 64 * GIB})
-    known = load_facts(asked, CHECKPOINTED, where)
+    configuration = Configuration.of(asked, CHECKPOINTED, where)
+    known = load_facts(configuration)
     unknown = known._replace(around={key: tape for key, tape in known.around.items() if "Autoencoder" not in key})
-    assert estimate(asked, CHECKPOINTED, where, known).verdict == "fits"
-    found = estimate(asked, CHECKPOINTED, where, unknown)
+    assert estimate(configuration, known).verdict == "fits"
+    found = estimate(configuration, unknown)
     assert found.verdict == "tight"
     assert any("AutoencoderKLWan" in assumption for assumption in found.assumptions)
 
@@ -99,14 +102,15 @@ def test_convolutions_that_a_vae_splits_are_asked_about_at_the_most() -> None:
     asked = lookup.job_for(mochi, {"frames": 163})
     for gib, verdict in ((79, "fits"), (60, "tight")):
         where = Machine(gpu=lookup.gpu(f"{gib}GiB").name, host_ram=64 * GIB)
-        found = estimate(asked, CHECKPOINTED, where, load_facts(asked, CHECKPOINTED, where))
+        found = estimate(
+            Configuration.of(asked, CHECKPOINTED, where), load_facts(Configuration.of(asked, CHECKPOINTED, where))
+        )
         assert found.peak.device_bytes < found.phases["encode"].device_bytes + 20 * GIB < found.high_bytes
         assert found.verdict == verdict
         assert any("AutoencoderKLMochi splits convolutions" in note for note in found.assumptions)
     tiled = CHECKPOINTED.replace(vae_tiling=True)
-    assert not any(
-        "splits" in note for note in estimate(asked, tiled, where, load_facts(asked, tiled, where)).assumptions
-    )
+    configuration = Configuration.of(asked, tiled, where)
+    assert not any("splits" in note for note in estimate(configuration, load_facts(configuration)).assumptions)
 
 
 def test_a_text_encoder_larger_than_the_card_encodes_layer_by_layer() -> None:
@@ -132,8 +136,8 @@ def test_t5_in_fp16_keeps_its_widest_weights_in_fp32() -> None:
     where = Machine(gpu="a100-80gb", host_ram=128 * GIB)
     peaks = {}
     for dtype in ("bf16", "fp16"):
-        strategy = resolve(job, Strategy(text_encoder_dtype=dtype, vae_tiling=True), where)
-        peaks[dtype] = estimate(job, strategy, where, load_facts(job, strategy, where)).phases["encode"].allocated_bytes
+        configuration = Configuration.of(job, Strategy(text_encoder_dtype=dtype, vae_tiling=True), where)
+        peaks[dtype] = estimate(configuration, load_facts(configuration)).phases["encode"].allocated_bytes
     assert peaks["fp16"] - peaks["bf16"] == 24 * 4096 * 10240 * 2
 
 

@@ -13,6 +13,7 @@ from planner.estimate.fragmentation import reserved_range, widen
 from planner.estimate.stages import replay_stages
 from planner.layout import margin
 from planner.layout.inputs import load_facts
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.units import GIB, MIB
@@ -30,9 +31,10 @@ def asked(expandable: bool) -> tuple[Job, Strategy]:
 @pytest.mark.parametrize("expandable", [True, False])
 def test_the_estimate_is_within_and_the_interval_is_around(expandable: bool) -> None:
     job, strategy = asked(expandable)
-    known = load_facts(job, strategy, MACHINE)
-    _, played = replay(job, strategy, MACHINE, known)
-    found = estimate(job, strategy, MACHINE, known)
+    configuration = Configuration.of(job, strategy, MACHINE)
+    known = load_facts(configuration)
+    _, played = replay(configuration, known)
+    found = estimate(configuration, known)
     lowest, highest = reserved_range(played)
     assert reserved_range(played) == (lowest, highest)
     assert lowest <= found.peak.reserved_bytes <= highest
@@ -45,7 +47,8 @@ def test_the_estimate_is_within_and_the_interval_is_around(expandable: bool) -> 
 
 def test_what_lies_free_is_there_once_and_needs_no_more_tensors() -> None:
     job, strategy = asked(False)
-    run, plain = replay(job, strategy, MACHINE, load_facts(job, strategy, MACHINE))
+    configuration = Configuration.of(job, strategy, MACHINE)
+    run, plain = replay(configuration, load_facts(configuration))
     spare = [64 * MIB, 300 * MIB]
     other = replay_stages(run, spare=spare)
     assert [entry.stage for entry in other] == [entry.stage for entry in plain]

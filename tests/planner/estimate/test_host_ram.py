@@ -16,9 +16,9 @@ from planner.estimate.host_ram import HostRam, host_ram
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import resolve
 from planner.units import GIB
 from tests.planner import hand_made
 
@@ -40,8 +40,8 @@ def where(gpus: int = 1, gpu: str = "h200-141gb") -> Machine:
 
 def laid_out(model: ModelProfile, asked: dict[str, Any], gpus: int = 1, trainer: str = "vplan", **strategy: Any) -> Run:
     job, machine = job_for(model, asked), where(gpus)
-    known = resolve(job, Strategy.read({"gradient_checkpointing": "full", **strategy}), machine)
-    return lay_out(job, known, machine, load_facts(job, known, machine), grid(model, job), trainer)
+    configuration = Configuration.of(job, Strategy.read({"gradient_checkpointing": "full", **strategy}), machine)
+    return lay_out(configuration, load_facts(configuration), grid(model, job), trainer)
 
 
 def needs(
@@ -56,7 +56,8 @@ def sampled(model: ModelProfile, **strategy: Any) -> HostRam:
 
 def priced(job: Job, machine: Machine, **strategy: Any) -> Estimate:
     known = Strategy.read({"gradient_checkpointing": "full", **strategy})
-    return estimate(job, known, machine, load_facts(job, known, machine))
+    configuration = Configuration.of(job, known, machine)
+    return estimate(configuration, load_facts(configuration))
 
 
 def weights(run: Run) -> list[int]:

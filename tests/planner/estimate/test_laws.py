@@ -24,9 +24,10 @@ from planner.layout.run import Run, unfold_recording
 from planner.layout.unpriced import refuse_unpriced
 from planner.search.screening import Screen, allocated_peak
 from planner.search.space import most_swapped
+from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import check, resolve
+from planner.spec.rules import resolve
 from tests.planner.hand_made import EIGHT, FACTS, JOB, ONE, SHAPE, laid_out, peaks
 
 FIELDS: dict[str, tuple[Any, ...]] = {
@@ -55,9 +56,9 @@ Chosen = tuple[Machine, dict[str, Any]]
 
 def allowed(machine: Machine, strategy: dict[str, Any]) -> bool:
     try:
-        resolved = resolve(JOB, Strategy.read(strategy), machine)
-        check(JOB, resolved, machine)
-        refuse_unpriced(JOB, resolved, machine)
+        configuration = Configuration.of(JOB, Strategy.read(strategy), machine)
+        check(configuration)
+        refuse_unpriced(configuration)
     except VplanError:
         return False
     return True
@@ -172,7 +173,7 @@ def test_the_breakdown_sums_to_the_peak_and_the_phases_highest_is_it(
 ) -> None:
     machine, strategy = chosen
     job = JOB.replace(frames=4 * frames + 1, height=16 * rows, width=16 * columns, batch_size=batch)
-    found = estimate(job, Strategy.read(strategy), machine, FACTS)
+    found = estimate(Configuration.of(job, Strategy.read(strategy), machine), FACTS)
     assert found.breakdown.total == found.peak.device_bytes
     assert all(part >= 0 for part in found.breakdown.__dict__.values())
     for counter in ("allocated_bytes", "reserved_bytes", "device_bytes"):
@@ -190,9 +191,9 @@ SCREEN = Screen(functools.cache(load_facts))
 
 def looked(job: Job, **strategy: Any) -> int:
     """Allocated peak of training alone: what is encoded before it needs more than a short clip does."""
-    known = resolve(job, Strategy.read(strategy), CARD)
-    found = load_facts(job, known, CARD)
-    return allocated_peak(SCREEN.lay_out(job, known, CARD, found, shape_of(WAN, job), "vplan"))[0]
+    configuration = Configuration.of(job, Strategy.read(strategy), CARD)
+    found = load_facts(configuration)
+    return allocated_peak(SCREEN.lay_out(configuration, found, shape_of(WAN, job), "vplan"))[0]
 
 
 def wan(method: str, **shape: int) -> Job:
@@ -232,7 +233,7 @@ def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> N
     model = lookup.model("mochi-1")
     job, machine = job_for(model, {"method": "full", "frames": 25}), Machine(gpu="b200")
     strategy = resolve(job, Strategy(gradient_checkpointing="partial", checkpointed_blocks=42), machine)
-    run = Run(Configuration(job, strategy, machine), load_facts(job, strategy, machine))
+    run = Run(Configuration(job, strategy, machine), load_facts(Configuration.of(job, strategy, machine)))
     _, step, _ = unfold_recording(run.program, run.facts, strategy)
     assert not {~event for event in step.ops if event < 0} & set(run.named("gradient").values())
 
@@ -242,11 +243,11 @@ def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> N
 def test_no_look_is_below_its_floors(chosen: Chosen, frames: int, rows: int, columns: int, batch: int) -> None:
     machine, said = chosen
     job = JOB.replace(frames=4 * frames + 1, height=16 * rows, width=16 * columns, batch_size=batch)
-    screen, strategy = Screen(lambda *asked: FACTS), resolve(job, Strategy.read(said), machine)
-    found = screen.quick_estimate(job, strategy, machine)
-    assert screen.floor_bytes(job, strategy, machine) <= found.device_bytes
-    ram = screen.host_ram_bytes(job, strategy, machine)
-    assert screen.floor_ram_bytes(job, strategy, machine) <= ram == found.host_ram_bytes
+    screen, configuration = Screen(lambda _: FACTS), Configuration.of(job, Strategy.read(said), machine)
+    found = screen.quick_estimate(configuration)
+    assert screen.floor_bytes(configuration) <= found.device_bytes
+    ram = screen.host_ram_bytes(configuration)
+    assert screen.floor_ram_bytes(configuration) <= ram == found.host_ram_bytes
 
 
 @pytest.mark.parametrize("name", lookup.model_names())
@@ -265,16 +266,15 @@ def test_floors_of_every_recording_are_most_of_a_look(name: str) -> None:
             job = job_for(model, {"method": method, **shape})
             if swapped and not most_swapped(job, Strategy.read(fields), model, ()):
                 continue
-            strategy = resolve(job, Strategy.read({**fields, "swap_blocks": swapped}), machine)
-            found = screen.quick_estimate(job, strategy, machine)
+            configuration = Configuration.of(job, Strategy.read({**fields, "swap_blocks": swapped}), machine)
+            found = screen.quick_estimate(configuration)
         except VplanError:  # forbidden, not recorded, or a size that the model does not take
             continue
-        known = job, strategy, machine
-        floor = screen.floor_bytes(*known) - load_facts(*known).gpu.context_bytes
-        device[bool(swapped)].append(floor / screen.allocated_bytes(*known))
-        assert screen.floor_ram_bytes(*known) <= screen.host_ram_bytes(*known) == found.host_ram_bytes
+        floor = screen.floor_bytes(configuration) - load_facts(configuration).gpu.context_bytes
+        device[bool(swapped)].append(floor / screen.allocated_bytes(configuration))
+        assert screen.floor_ram_bytes(configuration) <= screen.host_ram_bytes(configuration) == found.host_ram_bytes
         if swapped:
-            ram.append(screen.floor_ram_bytes(*known) / found.host_ram_bytes)
+            ram.append(screen.floor_ram_bytes(configuration) / found.host_ram_bytes)
     assert all(0.7 < share <= 1 for share in device[True])
     assert all(0.75 < share <= 1 for share in device[False])
     assert all(share > 0.85 for share in ram)

@@ -21,8 +21,8 @@ from planner.estimate.roofline import (
 from planner.estimate.traffic import step_work
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Links, Machine, Strategy
-from planner.spec.rules import resolve
 from planner.tape.codec import read_tape
 from planner.tape.format import KINDS, BlockRun, OperatorWork, Section, Tape, Template
 from planner.tape.templates import kept_template
@@ -52,7 +52,7 @@ TAPES = sorted(FOLDER.glob("*/*.json.gz"))
 
 
 def seconds(work=WORK, gpu=H100, machine=ONE, traffic=STILL, job=JOB, **strategy):
-    return step_seconds(work, gpu, Strategy(**strategy), job, machine, traffic)
+    return step_seconds(Configuration(job, Strategy(**strategy), machine), work, gpu, traffic)
 
 
 def tiny_tape(depth, step=1):
@@ -145,9 +145,9 @@ def test_launches_count_only_where_the_gpu_waits_for_them():
     ("optimizer", "step", "grows"), [("adamw", "foreach", False), ("adamw", "loop", True), ("prodigy", "foreach", True)]
 )
 def test_what_steps_one_by_one_launches_for_every_parameter(optimizer, step, grows):
-    strategy = resolve(JOB, Strategy(optimizer=optimizer, optimizer_step=step), ONE)
-    known = load_facts(JOB, strategy, ONE)
-    run = lay_out(JOB, strategy, ONE, known, grid(known.model, JOB))
+    configuration = Configuration.of(JOB, Strategy(optimizer=optimizer, optimizer_step=step), ONE)
+    known = load_facts(configuration)
+    run = lay_out(configuration, known, grid(known.model, JOB))
     recorded = work_of(known.optimizer, "optimizer", run.grid, [stack.recorded for stack in known.optimizer.runs])
     times = run.optimizer_scale if grows else 1
     assert times == 1 or times > 2
@@ -251,7 +251,8 @@ def test_published_steps_are_met_and_in_the_right_order():
             strategy = Strategy(gradient_checkpointing=checkpointing, attention=attention, adapter_dtype="bf16")
             for card, taken in zip(("h100-80gb", "l40s"), seconds_on, strict=True):
                 where = Machine(gpu=card, host_ram=2**37)
-                told = estimate(job, strategy, where, load_facts(job, strategy, where), trainer)
+                configuration = Configuration.of(job, strategy, where)
+                told = estimate(configuration, load_facts(configuration), trainer)
                 if taken is not None:
                     missed = (model, card) == ("sd3.5-medium", "h100-80gb")  # see docs/accuracy.md
                     within = 0.22 if missed else 0.11

@@ -19,6 +19,7 @@ from planner.errors import VplanError
 from planner.evidence.accuracy import Comparison, Prediction, answer, compare, only, summary, worst_first
 from planner.evidence.published import DEFAULTS, Row, read_rows
 from planner.schema import choices
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import PhaseName, PhasePeak, Verdict
 from planner.units import GIB
@@ -81,14 +82,14 @@ def predictor(
         low=allowed[0],
         high=allowed[1],
     )
-    return lambda job, strategy, machine, trainer: prediction
+    return lambda configuration, trainer: prediction
 
 
-def refuse(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-    raise VplanError(f"no tape of {job.model}", "record one")
+def refuse(configuration: Configuration, trainer: str) -> Prediction:
+    raise VplanError(f"no tape of {configuration.job.model}", "record one")
 
 
-def after_step(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> int:
+def after_step(configuration: Configuration, trainer: str) -> int:
     return 5 * GIB
 
 
@@ -223,9 +224,9 @@ def test_an_estimator_that_refuses_says_why(tmp_path: Path) -> None:
 def asked(folder: Path, row: dict[str, Any], **options: Any) -> tuple[Job, Strategy, Machine]:
     questions = []
 
-    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-        questions.append((job, strategy, machine))
-        return predictor()(job, strategy, machine, trainer)
+    def predict(configuration: Configuration, trainer: str) -> Prediction:
+        questions.append((configuration.job, configuration.strategy, configuration.machine))
+        return predictor()(configuration, trainer)
 
     compare(read(folder, row, **options), predict, after_step)
     (question,) = questions
@@ -307,8 +308,8 @@ def test_a_publisher_saw_the_phases_its_counter_ran_in(
         phase: PhasePeak(**dict.fromkeys(PhasePeak.model_fields, round(peak * GIB))) for phase, peak in phases.items()
     }
 
-    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
-        return replace(predictor()(job, strategy, machine, trainer), phases=peaks)
+    def predict(configuration: Configuration, trainer: str) -> Prediction:
+        return replace(predictor()(configuration, trainer), phases=peaks)
 
     (entry,) = compare(read(tmp_path, line(source=source, job={**WAN, **changes})), predict, after_step)
     assert entry.predicted_gib == seen

@@ -26,6 +26,7 @@ from planner.hardware import doctor
 from planner.probe import probe
 from planner.probe.grid import plans
 from planner.probe.probe import measure_device
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Measured, Plan, write_plan
 from planner.units import GIB, MIB
@@ -249,7 +250,8 @@ def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
     for frames in (17, 33, 49):
         job = JOB.replace(frames=frames)
         plan = Plan(job=job, strategy=Strategy(gradient_checkpointing="none"), machine=Machine(gpu="rtx4090"))
-        found = estimate(job, plan.strategy, plan.machine, load_facts(job, plan.strategy, plan.machine))
+        configuration = Configuration.of(job, plan.strategy, plan.machine)
+        found = estimate(configuration, load_facts(configuration))
         peak, context = found.phases["train"], found.breakdown.context
         measured = Measured(
             outcome="ok", phase="train", allocated_bytes=round(1.04 * peak.allocated_bytes),

@@ -16,7 +16,7 @@ from planner.evidence.from_ledger import Here, learned
 from planner.evidence.held_out import halves, seconds_error_pct, spearman
 from planner.evidence.measurement import ProbeRow, in_held_out_half
 from planner.evidence.published import read_rows
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
 from planner.spec.plan import PhasePeak, Verdict
 from planner.units import GIB
 
@@ -48,7 +48,7 @@ def told(folder: Path, rows: list[dict[str, Any]], *predicted: float, verdict: V
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     sizes = itertools.cycle(predicted)
 
-    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
+    def predict(configuration: Configuration, trainer: str) -> Prediction:
         size = next(sizes)
         peaks = (round(size * GIB),) * 3
         return Prediction(
@@ -115,7 +115,7 @@ def test_simulated_and_shrunk_rows_claim_nothing(tmp_path: Path) -> None:
 
 
 def test_a_probe_that_encodes_nothing_is_not_refused_for_it(tmp_path: Path) -> None:
-    def predict(job: Job, strategy: Strategy, machine: Machine, trainer: str) -> Prediction:
+    def predict(configuration: Configuration, trainer: str) -> Prediction:
         small, large = (PhasePeak(**dict.fromkeys(PhasePeak.model_fields, size * GIB)) for size in (10, 30))
         return Prediction(
             allocated_bytes=30 * GIB, reserved_bytes=30 * GIB, device_bytes=30 * GIB, verdict="no", basis="recorded",

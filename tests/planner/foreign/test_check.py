@@ -159,8 +159,8 @@ def test_a_smaller_batch_with_as_many_samples_a_step_is_offered(tmp_path: Path) 
     larger = case.changed({"batch_size": 12, "gradient_accumulation": 4})
     assert Pricing(case).outcome(larger).estimate.verdict == "no"
     plan = plan_from_toml(plan_to_toml(Plan.of(fix.outcome.estimate, trainer=fix.case.trainer)))
-    known = Pricing(case).facts(plan.job, plan.strategy, plan.machine)
-    again = assess(plan.job, plan.strategy, plan.machine, known, plan.trainer).estimate
+    known = Pricing(case).facts(plan.configuration)
+    again = assess(plan.configuration, known, plan.trainer).estimate
     assert (again.verdict, again.peak) == (fix.outcome.estimate.verdict, fix.outcome.estimate.peak)
 
 

@@ -20,9 +20,10 @@ from planner.dialects.base import config_text, flags
 from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
 from planner.foreign.export import export, fields_of, flags_of, plan_with, priced, targets, write_files
+from planner.spec.combinations.contradictions import check
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan, write_plan
-from planner.spec.rules import check, resolve
+from planner.spec.rules import resolve
 
 JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
 
@@ -39,7 +40,7 @@ def launcher_plans() -> st.SearchStrategy[Plan]:
     def made(gpus: int, nodes: int, fields: dict[str, Any]) -> Plan | None:
         try:
             found = plan(gpus, nodes, **fields)
-            check(found.job, found.strategy, found.machine)
+            check(found.configuration)
         except VplanError:
             return None
         return found

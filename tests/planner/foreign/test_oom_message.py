@@ -19,6 +19,7 @@ from planner.estimate.stages import replay_stages
 from planner.foreign.oom_message import allocation_bytes, explain, format_size, parse, render
 from planner.layout import inputs
 from planner.layout.pipeline import lay_out
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.units import GIB, MIB
@@ -217,8 +218,9 @@ def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> No
     )
     strategy = resolve(job, strategy, machine)
     model = lookup.model(job.model)
-    known = inputs.load_facts(job, strategy, machine, model, lookup.gpu("rtx4090"))
-    run = lay_out(job, strategy, machine, known, grid(model, job), "latentsync")
+    configuration = Configuration.of(job, strategy, machine)
+    known = inputs.load_facts(configuration, model, lookup.gpu("rtx4090"))
+    run = lay_out(configuration, known, grid(model, job), "latentsync")
     message = dataclasses.replace(parse(TORCH_2_0), allocated_bytes=None)
     found = explain(message, replay_stages(run))
     assert found.asked and found.asked[0].phase == "decode" and found.asked[0].nbytes == 16 * 256 * 256 * 256 * 4

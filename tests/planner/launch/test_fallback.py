@@ -50,7 +50,7 @@ def test_a_step_inside_backward_cannot_accumulate() -> None:
 
 def rung(**strategy: Any) -> Any:
     asked = plan(strategy)
-    return estimate(asked.job, asked.strategy, asked.machine, load_facts(asked.job, asked.strategy, asked.machine))
+    return estimate(asked.configuration, load_facts(asked.configuration))
 
 
 def test_the_ladder_comes_first_where_the_checkpoint_fits() -> None:

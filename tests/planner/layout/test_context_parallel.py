@@ -18,9 +18,11 @@ from planner.estimate.traffic import traffic
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import check, resolve
+from planner.spec.rules import resolve
 
 WAN, FLUX = "wan2.1-t2v-1.3b", "flux.1-dev"
 CLIP = {"frames": 17, "height": 480, "width": 832}
@@ -34,19 +36,21 @@ def settled(name: str, parts: int, gpus: int, said: dict[str, Any], **fields: An
     job, machine = job_for(lookup.model(name), said), cards(gpus)
     typed = Strategy.read({"context_parallel": parts, "gradient_checkpointing": "full", **fields})
     strategy = resolve(job, typed, machine)
-    check(job, strategy, machine)
+    check(Configuration.of(job, strategy, machine))
     return job, strategy, machine
 
 
 def laid_out(name: str, parts: int, gpus: int = 0, said: dict[str, Any] | None = None, **fields: Any) -> Run:
     job, strategy, machine = settled(name, parts, gpus or parts, CLIP if said is None else said, **fields)
     model = lookup.model(name)
-    return lay_out(job, strategy, machine, load_facts(job, strategy, machine), grid(model, job))
+    configuration = Configuration.of(job, strategy, machine)
+    return lay_out(configuration, load_facts(configuration), grid(model, job))
 
 
 def priced(name: str, parts: int, gpus: int = 0, said: dict[str, Any] | None = None, **fields: Any) -> Estimate:
     job, strategy, machine = settled(name, parts, gpus or parts, said or CLIP, **fields)
-    return estimate(job, strategy, machine, load_facts(job, strategy, machine))
+    configuration = Configuration.of(job, strategy, machine)
+    return estimate(configuration, load_facts(configuration))
 
 
 HALF = {"adapter_dtype": "bf16", "autocast": "none", "master_weights": "fp32"}

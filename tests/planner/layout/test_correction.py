@@ -33,6 +33,7 @@ from planner.layout.run import Facts
 from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Estimate, Measured, PhasePeak, Plan
 from planner.units import GIB, MIB, gib
@@ -158,7 +159,8 @@ def recorded() -> Estimate:
 
 
 def priced(known: ModelMeasurements, strategy: Strategy = STRATEGY) -> Estimate:
-    return estimate(JOB, strategy, MACHINE, load_facts(JOB, strategy, MACHINE)._replace(measurements=known))
+    configuration = Configuration.of(JOB, strategy, MACHINE)
+    return estimate(configuration, load_facts(configuration)._replace(measurements=known))
 
 
 def proof(device: float, outcome: Any = "ok", **fields: Any) -> ModelMeasurements:
@@ -264,7 +266,8 @@ def own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Ledger:
 def test_a_row_in_the_ledger_changes_the_next_estimate(own: Ledger, recorded: Estimate) -> None:
     def ask(gpu: str = "24GB", strategy: Strategy = STRATEGY) -> Estimate:
         machine = MACHINE.replace(gpu=gpu)
-        return estimate(JOB, strategy, machine, with_learned(load_facts(JOB, strategy, machine)))
+        configuration = Configuration.of(JOB, strategy, machine)
+        return estimate(configuration, with_learned(load_facts(configuration)))
 
     assert ask() == recorded
     own.append(row(12.0))
@@ -351,8 +354,8 @@ def search(known: ModelMeasurements = NO_MEASUREMENTS) -> Search:
     job = lookup.job_for(model, {"frames": 9, "height": 240, "width": 352})
     machine = Machine(gpu="8GB", host_ram=32 * GIB)
 
-    def find(job: Job, strategy: Strategy, machine: Machine) -> Facts:
-        return load_facts(job, strategy, machine)._replace(measurements=known)
+    def find(configuration: Configuration) -> Facts:
+        return load_facts(configuration)._replace(measurements=known)
 
     return Search(Question(job, Strategy(), machine, model, card, learned=known), Screen(find))
 
@@ -390,7 +393,7 @@ def test_a_search_goes_by_the_margin_that_was_seen() -> None:
     assert careful.plan.verdict == "fits"
     assert careful.plan.high_bytes <= careful.plan.budget_bytes
     recorded = estimate(
-        careful.plan.job, careful.plan.strategy, careful.plan.machine,
-        load_facts(careful.plan.job, careful.plan.strategy, careful.plan.machine),
+        careful.plan.configuration,
+        load_facts(careful.plan.configuration),
     )  # fmt: skip
     assert recorded.phases["train"].reserved_bytes * 1.2 < careful.plan.phases["train"].reserved_bytes

@@ -12,9 +12,10 @@ from planner.errors import VplanError
 from planner.estimate.estimate import after_step_bytes, estimate
 from planner.layout.experts import expert_assumption, high_share
 from planner.layout.inputs import load_facts
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import check, resolve
 from planner.units import GIB, MIB
 
 MODEL = lookup.model("wan2.2-t2v-a14b")
@@ -29,7 +30,8 @@ def job(**fields: Any) -> Job:
 def priced(asked: Job, gpus: int = 1, **strategy: Any) -> Estimate:
     known = Strategy.read({"gradient_checkpointing": "full", "autocast": "none", "adapter_dtype": "bf16", **strategy})
     where = Machine.read({"gpu": "h200-141gb", "gpus": gpus, "host_ram": 2048 * GIB})
-    return estimate(asked, known, where, load_facts(asked, known, where))
+    configuration = Configuration.of(asked, known, where)
+    return estimate(configuration, load_facts(configuration))
 
 
 def test_the_expert_that_is_not_trained_is_absent_unless_asked_for() -> None:
@@ -95,7 +97,10 @@ def test_micro_batches_of_both_experts_leave_gradients_of_both() -> None:
 def test_what_waits_for_both_experts_is_freed_with_the_step() -> None:
     asked, where = job(experts="both"), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
     strategies = [Strategy(gradient_checkpointing="full", gradient_accumulation=steps) for steps in (1, 2, 3)]
-    left = [after_step_bytes(asked, known, where, load_facts(asked, known, where)) for known in strategies]
+    left = [
+        after_step_bytes(Configuration.of(asked, known, where), load_facts(Configuration.of(asked, known, where)))
+        for known in strategies
+    ]
     assert left == left[:1] * 3
 
 
@@ -116,8 +121,9 @@ def test_an_expert_that_comes_back_takes_its_time_on_the_link() -> None:
 def sampled(**fields: Any) -> Estimate:
     asked = job(method="sample", **{key: fields.pop(key) for key in ("experts",) if key in fields})
     known, where = Strategy.read(fields), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
-    check(asked, resolve(asked, known, where), where)
-    return estimate(asked, known, where, load_facts(asked, known, where))
+    configuration = Configuration.of(asked, known, where)
+    check(configuration)
+    return estimate(configuration, load_facts(configuration))
 
 
 def test_a_sample_goes_through_both_experts_or_waits_for_the_other() -> None:
@@ -153,6 +159,6 @@ def test_what_both_experts_cannot_do(fields: dict[str, Any], fault: str) -> None
     asked = job(experts="both")
     with pytest.raises(VplanError) as caught:
         machine = Machine.read({"gpu": "h200-141gb"})
-        check(asked, resolve(asked, Strategy.read({**fields}), machine), machine)
+        check(Configuration.of(asked, Strategy.read({**fields}), machine))
         priced(asked, **fields)
     assert fault in caught.value.message and caught.value.fix

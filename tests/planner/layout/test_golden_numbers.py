@@ -15,9 +15,9 @@ from planner.layout.experts import expert_assumption
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
+from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import resolve
 
 MACHINE = Machine(gpu="b200", host_ram=2**42)
 MODELS = {"wan2.1-t2v-1.3b": 1_418_996_800, "cogvideox-2b": 1_693_783_872, "sd3.5-medium": 2_243_171_520}
@@ -28,15 +28,15 @@ CLIP = {"frames": 49, "height": 512, "width": 768}
 def laid_out(name: str, job: dict[str, Any], trainer: str = "vplan", **fields: Any) -> Run:
     model = lookup.model(name)
     whole = job_for(model, {"model": name, **job})
-    strategy = resolve(whole, Strategy.read(fields), MACHINE)
-    known = load_facts(whole, strategy, MACHINE)
-    return lay_out(whole, strategy, MACHINE, known, grid(model, whole), trainer)
+    configuration = Configuration.of(whole, Strategy.read(fields), MACHINE)
+    known = load_facts(configuration)
+    return lay_out(configuration, known, grid(model, whole), trainer)
 
 
 def priced(name: str, job: dict[str, Any], trainer: str = "vplan", **fields: Any) -> Estimate:
     whole = job_for(lookup.model(name), {"model": name, **job})
-    strategy = resolve(whole, Strategy.read({"gradient_checkpointing": "full", **fields}), MACHINE)
-    return estimate(whole, strategy, MACHINE, load_facts(whole, strategy, MACHINE), trainer)
+    configuration = Configuration.of(whole, Strategy.read({"gradient_checkpointing": "full", **fields}), MACHINE)
+    return estimate(configuration, load_facts(configuration), trainer)
 
 
 def denoise_bytes(name: str, guided: bool) -> int:

@@ -15,8 +15,8 @@ from planner.layout.inputs import load_facts
 from planner.layout.partial_training import matches
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import resolve
 from trainers.recording.recorder import record_optimizer, record_step
 
 PROFILE = lookup.model("wan2.1-t2v-1.3b")
@@ -30,13 +30,14 @@ def full(trainable: list[str]) -> Job:
 
 
 def run_of(job: Job, strategy: Strategy) -> Run:
-    known = load_facts(job, strategy, ONE)
+    configuration = Configuration.of(job, strategy, ONE)
+    known = load_facts(configuration)
     tapes = {
         name: replace(tape, runs=tuple(replace(run, count=BLOCKS) for run in tape.runs))
         for name, tape in (("step", known.step), ("optimizer", known.optimizer))
     }
     shallow = Facts(known.model, known.gpu, tapes["step"], tapes["optimizer"], known.parameters)
-    return lay_out(job, resolve(job, strategy, ONE), ONE, shallow, grid(PROFILE, job))
+    return lay_out(configuration, shallow, grid(PROFILE, job))
 
 
 def kinds(run: Run, category: str) -> int:

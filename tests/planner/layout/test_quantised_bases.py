@@ -17,9 +17,10 @@ from planner.layout.run import Run
 from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
-from planner.spec.rules import check, resolve
 from planner.units import GIB
 
 MODEL = lookup.model("wan2.1-t2v-1.3b")
@@ -30,15 +31,15 @@ FORMATS = pytest.mark.parametrize("weights", ["fp8", "int8", "nf4"])
 
 
 def laid_out(job: Job = JOB, **fields: Any) -> Run:
-    strategy = resolve(job, Strategy.read(fields), ONE)
-    check(job, strategy, ONE)
-    return lay_out(job, strategy, ONE, load_facts(job, strategy, ONE), grid(MODEL, job))
+    configuration = Configuration.of(job, Strategy.read(fields), ONE)
+    check(configuration)
+    return lay_out(configuration, load_facts(configuration), grid(MODEL, job))
 
 
 def priced(job: Job = JOB, machine: Machine = ONE, **fields: Any) -> Estimate:
-    strategy = resolve(job, Strategy.read(fields), machine)
-    check(job, strategy, machine)
-    return estimate(job, strategy, machine, load_facts(job, strategy, machine))
+    configuration = Configuration.of(job, Strategy.read(fields), machine)
+    check(configuration)
+    return estimate(configuration, load_facts(configuration))
 
 
 def held(run: Run, category: str) -> int:
@@ -157,9 +158,9 @@ def test_a_step_inside_backward_excludes_what_needs_the_gradients_later(
     fields: dict[str, Any], machine: dict[str, Any]
 ) -> None:
     where = ONE.replace(**machine)
-    strategy = resolve(FULL, Strategy.read({"optimizer_step": "backward", **fields}), where)
+    configuration = Configuration.of(FULL, Strategy.read({"optimizer_step": "backward", **fields}), where)
     with pytest.raises(VplanError):
-        check(FULL, strategy, where)
+        check(configuration)
 
 
 # ---- optimizers
@@ -207,7 +208,7 @@ def search(name: str, card: str, ram_gib: int = 32) -> Search:
     model = lookup.model(name)
     job = lookup.job_for(model, {"frames": 17 if model.kind == "video" else 1})
     machine, gpu = Machine(gpu=card, host_ram=ram_gib * GIB), lookup.gpu(card)
-    screen = Screen(lambda job, strategy, machine: load_facts(job, strategy, machine, model, gpu))
+    screen = Screen(lambda configuration: load_facts(configuration, model, gpu))
     return Search(Question(job, Strategy(), machine, model, gpu), screen)
 
 

@@ -21,9 +21,10 @@ from planner.search.question import Question
 from planner.search.screening import Screen, allocated_peak
 from planner.search.search import Search
 from planner.search.space import strategies
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket, Job, Machine, Strategy, ValidationShape
 from planner.spec.plan import Estimate, Plan, plan_from_toml, plan_to_toml
-from planner.spec.rules import check, resolve
 from planner.spec.wording import words
 from planner.units import GIB, MIB
 
@@ -40,13 +41,14 @@ def asked(model: ModelProfile, **fields: Any) -> Job:
 
 def priced(job: Job, machine: Machine = MACHINE, **strategy: Any) -> Estimate:
     known = Strategy.read(strategy)
-    check(job, known, machine)
-    return estimate(job, known, machine, load_facts(job, known, machine))
+    configuration = Configuration.of(job, known, machine)
+    check(configuration)
+    return estimate(configuration, load_facts(configuration))
 
 
 def laid_out(job: Job, **strategy: Any) -> Run:
-    known = resolve(job, Strategy.read(strategy), MACHINE)
-    return lay_out(job, known, MACHINE, load_facts(job, known, MACHINE), grid(lookup.model(job.model), job))
+    configuration = Configuration.of(job, Strategy.read(strategy), MACHINE)
+    return lay_out(configuration, load_facts(configuration), grid(lookup.model(job.model), job))
 
 
 def unguided(job: Job) -> Job:
@@ -78,7 +80,8 @@ def test_sampling_loads_encodes_denoises_and_decodes() -> None:
     # Training runs the same forward, and keeps its activations.
     trained = Strategy(autocast="none", adapter_dtype="bf16")
     job = job_for(WAN, {})
-    step = estimate(job, trained, MACHINE, load_facts(job, trained, MACHINE)).phases["train"]
+    configuration = Configuration.of(job, trained, MACHINE)
+    step = estimate(configuration, load_facts(configuration)).phases["train"]
     assert found.phases["denoise"].allocated_bytes < step.allocated_bytes / 5
 
 
@@ -187,7 +190,8 @@ def test_validation_may_bring_the_model_group_by_group() -> None:
     assert saved > 1.5 * WAN.parameters
     # Validation begins with the whole model there; what follows needs less.
     known = Strategy.read(strategy)
-    left = after_step_bytes(job, known, MACHINE, load_facts(job, known, MACHINE))
+    configuration = Configuration.of(job, known, MACHINE)
+    left = after_step_bytes(configuration, load_facts(configuration))
     assert offloaded.phases["denoise"].allocated_bytes == left
     assert plain.phases["denoise"].allocated_bytes > offloaded.phases["denoise"].allocated_bytes
     assert plain.phases["save"].allocated_bytes == offloaded.phases["save"].allocated_bytes
@@ -235,10 +239,11 @@ def test_several_gpus_sample_alone() -> None:
 def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str) -> None:
     job = job_for(WAN, {**SHORT, "method": method})
     known = Strategy(validation_mode="on") if method == "lora" else Strategy()
-    found = load_facts(job, known, MACHINE)
-    assert estimate(job, known, MACHINE, found).verdict == "fits"
+    configuration = Configuration.of(job, known, MACHINE)
+    found = load_facts(configuration)
+    assert estimate(configuration, found).verdict == "fits"
     unknown = found._replace(around={key: tape for key, tape in found.around.items() if "decode" not in key})
-    told = estimate(job, known, MACHINE, unknown)
+    told = estimate(configuration, unknown)
     assert told.verdict == "tight"
     assert any("AutoencoderKLWan has no recording to decode" in note for note in told.assumptions)
 

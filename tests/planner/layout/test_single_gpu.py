@@ -14,8 +14,8 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import disk_bytes, host_ram
 from planner.layout.inputs import load_facts
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import resolve
 from tests.planner.hand_made import (
     ADAPTER,
     BATCH,
@@ -77,7 +77,7 @@ def test_swap_keeps_the_first_blocks_and_a_ring_of_two(swapped: int, ring: int) 
 def test_trained_weights_can_be_swapped_when_the_optimizer_steps_while_their_block_is_there() -> None:
     frozen = laid_out()
     strategy = frozen.strategy.replace(optimizer_step="backward")
-    inside = replace(frozen, configuration=frozen.configuration._replace(strategy=strategy))
+    inside = replace(frozen, configuration=replace(frozen.configuration, strategy=strategy))
     for run, nbytes in ((frozen, WEIGHTS), (inside, WEIGHTS + ADAPTER)):
         assert len(run.swappable_weights) == BLOCKS
         assert {sum(run.sizes[b] for b in buffers) for buffers in run.swappable_weights.values()} == {nbytes}
@@ -119,8 +119,9 @@ def test_offloaded_checkpoints_leave_once_where_a_backward_comes_in_parts() -> N
     job = Job(model=model.name, method="full", frames=1, height=1024, width=1024)
     strategy = Strategy(weights_dtype="bf16", autocast="none", gradient_checkpointing="offload")
     machine = Machine(gpu=gpu.name, host_ram=64 * 2**30)
-    known = load_facts(job, resolve(job, strategy, machine), machine, model, gpu)
-    assert estimate(job, strategy, machine, known).verdict == "tight"  # plays to its end: nothing is freed twice
+    configuration = Configuration.of(job, strategy, machine)
+    known = load_facts(configuration, model, gpu)
+    assert estimate(configuration, known).verdict == "tight"  # plays to its end: nothing is freed twice
 
 
 def test_offloaded_gradients_leave_at_the_end_of_their_block() -> None:
@@ -212,7 +213,7 @@ def test_the_breakdown_sums_to_the_device_peak_and_phases_bound_it(
 ) -> None:
     machine, strategy = chosen
     job = JOB.replace(frames=4 * frames + 1, height=16 * rows, width=16 * columns, batch_size=batch)
-    found = estimate(job, Strategy.read(strategy), machine, FACTS)
+    found = estimate(Configuration.of(job, Strategy.read(strategy), machine), FACTS)
     assert found.breakdown.total == found.peak.device_bytes
     assert all(part >= 0 for part in found.breakdown.__dict__.values())
     assert found.peak.allocated_bytes <= found.peak.reserved_bytes < found.peak.device_bytes

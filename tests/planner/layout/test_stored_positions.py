@@ -11,8 +11,8 @@ from planner.catalog.shapes import grid
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import resolve
 from planner.tape.program import Stage
 
 TABLE, ELEMENTS = "patch_embed.pos_embedding", 17_776 * 1_920
@@ -23,9 +23,9 @@ def laid_out(frames: int = 49, trainer: str = "vplan", **strategy: Any) -> Run:
     asked = {"model": "cogvideox-2b", "method": method, "frames": frames, "height": 480, "width": 720}
     job, machine = Job.read(asked, "job"), Machine.read({"gpu": "a100-80gb", "host_ram": 2**37}, "machine")
     given = {"weights_dtype": "fp16", "autocast": "fp16", "compute_dtype": "fp16", "text_encoder": "cached"}
-    settled = resolve(job, Strategy.read({**given, "vae": "cached", **strategy}, "strategy"), machine)
-    known = load_facts(job, settled, machine)
-    return lay_out(job, settled, machine, known, grid(known.model, job), trainer)
+    configuration = Configuration.of(job, Strategy.read({**given, "vae": "cached", **strategy}, "strategy"), machine)
+    known = load_facts(configuration)
+    return lay_out(configuration, known, grid(known.model, job), trainer)
 
 
 def before_the_blocks(run: Run, stage: Stage) -> list[tuple[str, int]]:

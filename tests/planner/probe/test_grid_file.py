@@ -31,6 +31,7 @@ from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import START_SECONDS, Candidate, candidate, in_order
 from planner.probe.probe import RealRunner
 from planner.probe.simulated import SimulatedRunner
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Measured, Plan
 from planner.units import GIB
@@ -56,9 +57,10 @@ def priced() -> list[Candidate]:
 
 def _priced(entry: GridEntry) -> Candidate:
     plan = settled(Plan(job=entry.job, strategy=entry.strategy, machine=MACHINE))
-    known = load_facts(plan.job, plan.strategy, MACHINE)
-    run = lay_out(plan.job, plan.strategy, MACHINE, known, grid(known.model, plan.job, plan.job.shapes[-1]))
-    step = step_seconds(step_work(run), known.gpu, plan.strategy, plan.job, MACHINE, traffic(run))
+    configuration = Configuration.of(plan.job, plan.strategy, MACHINE)
+    known = load_facts(configuration)
+    run = lay_out(configuration, known, grid(known.model, plan.job, plan.job.shapes[-1]))
+    step = step_seconds(configuration, step_work(run), known.gpu, traffic(run))
     seconds = START_SECONDS * (2 if entry.encode else 1) + 8 * (step.total + step.high) / 2
     return Candidate(entry=entry, plan=plan, name=f"{row_id(plan)} {entry.cap}", seconds=seconds)
 
@@ -125,8 +127,8 @@ def test_caps_are_where_the_verdict_changes() -> None:
     for cap, entry in capped.items():
         found = candidate(entry, MACHINE)
         assert found.skip is None and found.plan.machine.reserve > 30 * GIB
-        told = estimate(*(parts := (entry.job, found.plan.strategy, found.plan.machine)), load_facts(*parts))
-        verdicts[cap] = told.verdict
+        configuration = Configuration.of(entry.job, found.plan.strategy, found.plan.machine)
+        verdicts[cap] = estimate(configuration, load_facts(configuration)).verdict
     assert verdicts == {"under": "no", "over": "fits"}
     small = candidate(capped["over"], Machine(gpu="24GB"))
     assert small.skip and "does not cap a card of" in small.skip

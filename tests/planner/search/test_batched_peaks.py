@@ -10,6 +10,7 @@ from planner.estimate.stages import replay_stages
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.search.batched_peaks import peak_forms
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 
@@ -18,9 +19,10 @@ MACHINE = Machine(gpu="rtx4090")
 
 def laid_out(job: Job, strategy: Strategy) -> tuple[dict[str, int], object]:
     strategy = resolve(job, strategy, MACHINE)
-    known = load_facts(job, strategy, MACHINE)
+    configuration = Configuration.of(job, strategy, MACHINE)
+    known = load_facts(configuration)
     shape = grid(known.model, job)
-    return shape, lay_out(job, strategy, MACHINE, known, shape)
+    return shape, lay_out(configuration, known, shape)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from planner.search.ladder import ladder, quick_estimates
 from planner.search.question import Question
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.configuration import Configuration
+from planner.spec.job import Machine, Strategy
 from tests.planner.hand_made import EIGHT, GRID, ONE, laid_out, peaks
 from tests.planner.search.searching import question
 
@@ -32,11 +33,11 @@ class Weighed(Screen):
         self.ram, self.encoding = ram, encoding
         self.swapped: list[int] = []
 
-    def host_ram_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        self.swapped.append(strategy.swap_blocks)
-        return self.ram(strategy.swap_blocks)
+    def host_ram_bytes(self, configuration: Configuration) -> int:
+        self.swapped.append(configuration.strategy.swap_blocks)
+        return self.ram(configuration.strategy.swap_blocks)
 
-    def encoding_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
+    def encoding_bytes(self, configuration: Configuration) -> int:
         return self.encoding
 
 
@@ -79,13 +80,14 @@ class Linear(Screen):
         self.unswapped_bytes = unswapped_bytes
         self.swapped: list[int] = []
 
-    def quick_estimate(self, job: Job, strategy: Strategy, machine: Machine) -> QuickEstimate:
+    def quick_estimate(self, configuration: Configuration) -> QuickEstimate:
+        strategy = configuration.strategy
         self.swapped.append(strategy.swap_blocks)
         device_bytes = self.unswapped_bytes - strategy.swap_blocks * 2**30
         return QuickEstimate(strategy, device_bytes, device_bytes, 0, 1.0, in_optimizer=False, states_bytes=0)
 
-    def swapped_bytes(self, job: Job, strategy: Strategy, machine: Machine) -> int:
-        return (strategy.swap_blocks - 2) * 2**30
+    def swapped_bytes(self, configuration: Configuration) -> int:
+        return (configuration.strategy.swap_blocks - 2) * 2**30
 
 
 @pytest.mark.parametrize("count", range(3, 28))

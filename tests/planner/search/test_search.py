@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from planner.search.question import Question, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.search.space import baseline, strategies
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
-from planner.spec.rules import check, resolve
 from planner.tape.variants import OPTIMIZERS
 from planner.units import GIB
 
@@ -59,15 +61,17 @@ def best(search: Search) -> Suggestion:
 def test_a_look_says_what_the_replay_says_but_for_fragmentation(method: str, checkpointing: str, swap: int) -> None:
     machine = Machine(gpu="24GB", host_ram=32 * GIB)
     job = lookup.job_for(MODEL, {**SHORT, "method": method})
-    strategy = resolve(job, Strategy.read({"gradient_checkpointing": checkpointing, "swap_blocks": swap}), machine)
-    look = SCREEN.quick_estimate(job, strategy, machine)
-    full = estimate(job, strategy, machine, load_facts(job, strategy, machine))
+    configuration = Configuration.of(
+        job, Strategy.read({"gradient_checkpointing": checkpointing, "swap_blocks": swap}), machine
+    )
+    look = SCREEN.quick_estimate(configuration)
+    full = estimate(configuration, load_facts(configuration))
     assert look.allocated_bytes == full.peak.allocated_bytes
     assert look.host_ram_bytes == full.host_ram_bytes
     assert look.step_seconds == pytest.approx(full.step_seconds)
     assert look.device_bytes <= full.peak.device_bytes
-    assert SCREEN.floor_seconds(job, strategy, machine) <= look.step_seconds
-    assert SCREEN.host_ram_bytes(job, strategy, machine) == look.host_ram_bytes
+    assert SCREEN.floor_seconds(configuration) <= look.step_seconds
+    assert SCREEN.host_ram_bytes(configuration) == look.host_ram_bytes
 
 
 def test_a_roomy_card_needs_no_switch() -> None:
@@ -84,7 +88,7 @@ def test_a_small_card_gets_what_it_takes_and_is_told_what_each_switch_did() -> N
     first = found.switches[0]
     assert first.field == "gradient_checkpointing" and first.before == "none"
     assert first.device_bytes < 0 < first.step_seconds
-    naive = SCREEN.quick_estimate(found.plan.job, resolve(found.plan.job, Strategy()), found.plan.machine)
+    naive = SCREEN.quick_estimate(Configuration.of(found.plan.job, Strategy(), found.plan.machine))
     saved = sum(switch.device_bytes for switch in found.switches)
     assert found.plan.peak.device_bytes - saved >= naive.device_bytes
     assert set(first.to_json()) == {"field", "from", "to", "device_bytes", "step_seconds"}
@@ -159,9 +163,9 @@ def test_every_value_of_a_wish_is_one_that_the_model_takes(name: str) -> None:
         for value in (*wish.values[:3], *wish.values[-3:]):
             asked = wish.put(job, value)
             check_shape(model, asked.frames, asked.height, asked.width)
-            load_facts(asked, Strategy(gradient_checkpointing="full"), Machine(gpu="24GB")).step.values(
-                grid(model, asked)
-            )
+            load_facts(
+                Configuration.of(asked, Strategy(gradient_checkpointing="full"), Machine(gpu="24GB"))
+            ).step.values(grid(model, asked))
 
 
 def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
@@ -186,7 +190,7 @@ def test_partial_checkpointing_that_does_not_fit_may_become_another() -> None:
     assert search.best(search.question.job) is None
     tightest = search.tightest(search.question.job)
     assert tightest is not None
-    check(tightest.job, tightest.strategy, tightest.machine)
+    check(tightest.configuration)
     assert 0 < tightest.strategy.swap_blocks <= 4
     (wish,) = [wish for wish in relaxed(search, search.question.job) if wish.field == "gradient_checkpointing"]
     assert wish.before == "partial" and wish.plan.strategy.checkpointed_blocks is None
@@ -276,9 +280,9 @@ def test_8_bit_states_over_more_numbers_than_bitsandbytes_counts_are_left_out() 
     machine = search.question.machine.replace(gpus=4, host_ram=2**40)
     search = Search(search.question._replace(machine=machine), SCREEN)
     job, asked = search.question.job, {"optimizer": "adamw-8bit", "master_weights": "fp32", "optimizer_step": "foreach"}
-    split = resolve(job, Strategy.read({**asked, "sharding": "zero-2"}), machine)
+    configuration = Configuration.of(job, Strategy.read({**asked, "sharding": "zero-2"}), machine)
     with pytest.raises(VplanError, match="bitsandbytes supports up to 2,147,483,647"):
-        estimate(job, split, machine, load_facts(job, split, machine))
+        estimate(configuration, load_facts(configuration))
     assert best(search).plan.strategy.sharding in ("ddp", "zero-3")
 
 
@@ -320,8 +324,8 @@ def test_host_ram_is_divided_among_the_gpus_that_share_a_clip(checkpointing: str
     machine = Machine(gpu="h200", gpus=2, host_ram=2**40)
     job = lookup.job_for(model, {"frames": 81})
     typed = {"context_parallel": 2, "sharding": "fsdp", "gradient_checkpointing": checkpointing}
-    strategy = resolve(job, Strategy.read(typed), machine)
-    assert SCREEN.host_ram_bytes(job, strategy, machine) == SCREEN.quick_estimate(job, strategy, machine).host_ram_bytes
+    configuration = Configuration.of(job, Strategy.read(typed), machine)
+    assert SCREEN.host_ram_bytes(configuration) == SCREEN.quick_estimate(configuration).host_ram_bytes
 
 
 def test_the_longest_clip_is_one_that_the_gpus_which_share_it_can_divide() -> None:
@@ -359,9 +363,8 @@ def test_what_one_way_of_stepping_loses_to_fragmentation_rules_no_other_out() ->
 def test_blocks_that_wait_in_host_ram_are_counted_there_once() -> None:
     typed = {"gradient_checkpointing": "full", "swap_blocks": 20, "validation_mode": "offload"}
     question = ask_of(lookup.model("flux.1-dev"), "24GB", typed).question
-    strategy = resolve(question.job, question.strategy, question.machine)
-    known = question.job, strategy, question.machine
-    assert SCREEN.host_ram_bytes(*known) == SCREEN.quick_estimate(*known).host_ram_bytes
+    configuration = Configuration.of(question.job, question.strategy, question.machine)
+    assert SCREEN.host_ram_bytes(configuration) == SCREEN.quick_estimate(configuration).host_ram_bytes
 
 
 @pytest.mark.parametrize(
@@ -419,8 +422,8 @@ def test_host_ram_is_known_without_a_look_and_is_the_same_for_fused_kernels(name
     assert stepped
     for strategy in stepped[::7]:
         either = strategy, strategy.replace(optimizer_step="foreach")
-        known = {SCREEN.host_ram_bytes(job, each, machine) for each in either}
-        assert known == {SCREEN.quick_estimate(job, strategy, machine).host_ram_bytes}
+        known = {SCREEN.host_ram_bytes(Configuration.of(job, each, machine)) for each in either}
+        assert known == {SCREEN.quick_estimate(Configuration.of(job, strategy, machine)).host_ram_bytes}
 
 
 def test_a_plan_on_another_card_of_its_class_is_told_from_one_replay_as_from_its_own() -> None:
@@ -430,12 +433,13 @@ def test_a_plan_on_another_card_of_its_class_is_told_from_one_replay_as_from_its
     first: Assessment | None = None
     for name in ("24GB", "l4", "a10"):
         machine = Machine(gpu=name, host_ram=32 * GIB)
-        strategy = resolve(job, Strategy.read(fields), machine)
-        known = job, strategy, machine, load_facts(job, strategy, machine)
-        alone, like = assess(*known), assess(*known, like=first)
+        configuration = Configuration.of(job, Strategy.read(fields), machine)
+        facts = load_facts(configuration)
+        alone, like = assess(configuration, facts), assess(configuration, facts, like=first)
         assert like.estimate == alone.estimate
         assert first is None or reused_replay(like.run, first.played)
         first = like
     larger = job.replace(frames=job.frames + 8)
-    other = assess(larger, strategy, machine, load_facts(larger, strategy, machine), like=first)
+    configuration = replace(configuration, job=larger)
+    other = assess(configuration, load_facts(configuration), like=first)
     assert first is not None and reused_replay(other.run, first.played) == []

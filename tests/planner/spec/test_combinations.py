@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from planner.errors import ContradictionError
 from planner.schema import choices, refused_values
-from planner.spec.combinations import TABLE
-from planner.spec.combinations.combination import Combination, ModelSummary, Proposal, first_refusal, refusals
-from planner.spec.combinations.contradictions import CONTRADICTIONS
+from planner.spec.combinations.combination import Combination, ModelSummary, first_refusal, refusals
+from planner.spec.combinations.contradictions import CONTRADICTIONS, check
 from planner.spec.combinations.estimate_gaps import ESTIMATE_GAPS
 from planner.spec.combinations.model_limits import BLOCK_LIMITS, JOB_LIMITS, BlockCounts, ModelJob
-from planner.spec.combinations.trainer_gaps import TRAINER_GAPS, TrainerProposal
+from planner.spec.combinations.table import TABLE
+from planner.spec.combinations.trainer_gaps import TRAINER_GAPS, TrainerConfiguration
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.rules import check, resolve
 
 COUNTS = {
     "checkpointed_blocks": (1, 5, 60),
@@ -34,7 +34,7 @@ def values(field: str) -> tuple[object, ...]:
 
 
 @st.composite
-def proposals(draw: st.DrawFn) -> Proposal:
+def configurations(draw: st.DrawFn) -> Configuration:
     method = draw(st.sampled_from(("lora", "full", "sample")))
     trainable = ("attn1",) if draw(st.integers(0, 5)) == 0 else ()
     shape = {"frames": 5, "height": 480, "width": 832}
@@ -43,7 +43,7 @@ def proposals(draw: st.DrawFn) -> Proposal:
     fields = draw(st.lists(st.sampled_from(tuple(Strategy.model_fields)), max_size=6, unique=True))
     strategy = Strategy.read({field: draw(st.sampled_from(values(field))) for field in fields})
     machine = Machine(gpu="24GB", gpus=draw(st.sampled_from((1, 2, 4))), os=draw(st.sampled_from(("linux", "windows"))))
-    return Proposal(job, resolve(job, strategy, machine), machine)
+    return Configuration.of(job, strategy, machine)
 
 
 SUMMARIES = st.builds(
@@ -67,28 +67,31 @@ def said(rows: tuple[Combination[Any], ...], subject: object) -> list[tuple[str,
     return [tuple(refusal) for refusal in found]
 
 
-@given(proposals(), SUMMARIES, st.booleans())
+@given(configurations(), SUMMARIES, st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_what_applies_can_be_said(proposal: Proposal, model: ModelSummary, is_probe: bool) -> None:
-    job, strategy, machine = proposal.job, proposal.strategy, proposal.machine
-    said(ESTIMATE_GAPS, proposal)
-    said(TRAINER_GAPS, TrainerProposal(job, strategy, machine, model, is_probe))
+def test_what_applies_can_be_said(configuration: Configuration, model: ModelSummary, is_probe: bool) -> None:
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
+    said(ESTIMATE_GAPS, configuration)
+    said(TRAINER_GAPS, TrainerConfiguration(job, strategy, machine, model, is_probe))
     said(JOB_LIMITS, ModelJob(model, job))
     said(BLOCK_LIMITS, BlockCounts(model, strategy))
-    against = said(CONTRADICTIONS, proposal)
+    against = said(CONTRADICTIONS, configuration)
     if not against:
-        check(job, strategy, machine)
+        check(configuration)
         return
     with pytest.raises(ContradictionError) as caught:
-        check(job, strategy, machine)
+        check(configuration)
     assert (caught.value.message, caught.value.fix) == against[0]
 
 
-@given(proposals(), SUMMARIES)
+@given(configurations(), SUMMARIES)
 @settings(max_examples=100, deadline=None)
-def test_a_training_is_refused_for_all_that_a_probe_is(proposal: Proposal, model: ModelSummary) -> None:
+def test_a_training_is_refused_for_all_that_a_probe_is(configuration: Configuration, model: ModelSummary) -> None:
     probed, trained = (
-        said(TRAINER_GAPS, TrainerProposal(proposal.job, proposal.strategy, proposal.machine, model, is_probe))
+        said(
+            TRAINER_GAPS,
+            TrainerConfiguration(configuration.job, configuration.strategy, configuration.machine, model, is_probe),
+        )
         for is_probe in (True, False)
     )
     assert trained[: len(probed)] == probed

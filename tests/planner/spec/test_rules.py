@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 
 from planner.errors import VplanError
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import (
     Plan,
     plan_from_toml,
     plan_to_toml,
 )
-from planner.spec.rules import check, resolve
+from planner.spec.rules import resolve
 
 JOB = {"model": "wan2.1-t2v-1.3b", "frames": 81, "height": 480, "width": 832}
 ONE = Machine(gpu="rtx4090")
@@ -100,7 +102,7 @@ def test_contradictions_say_what_to_type(
     fields: dict[str, Any], strategy: dict[str, Any], machine: Machine, fault: str, fix: str
 ) -> None:
     with pytest.raises(VplanError) as caught:
-        check(job(**fields), resolve(job(**fields), Strategy.read(strategy), machine), machine)
+        check(Configuration.of(job(**fields), Strategy.read(strategy), machine))
     assert fault in caught.value.message
     assert fix in caught.value.fix
 
@@ -127,10 +129,10 @@ def test_contradictions_say_what_to_type(
     ],
 )
 def test_what_goes_together_passes(fields: dict[str, Any], strategy: dict[str, Any], machine: Machine) -> None:
-    check(job(**fields), resolve(job(**fields), Strategy.read(strategy), machine), machine)
+    check(Configuration.of(job(**fields), Strategy.read(strategy), machine))
 
 
 def test_the_sharding_of_a_resolved_plan_survives_the_file() -> None:
     settled = resolve(job(), Strategy(), FOUR)
     plan = Plan(job=job(), strategy=settled, machine=FOUR)
-    check(job(), resolve(job(), plan_from_toml(plan_to_toml(plan)).strategy, FOUR), FOUR)
+    check(Configuration.of(job(), plan_from_toml(plan_to_toml(plan)).strategy, FOUR))

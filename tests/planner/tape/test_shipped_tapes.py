@@ -13,8 +13,8 @@ from planner.catalog.shapes import grid, job_for
 from planner.evidence.jsonl import rows_by_id
 from planner.layout.inputs import load_facts, tape
 from planner.layout.pipeline import lay_out
+from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
-from planner.spec.rules import resolve
 from planner.tape.program import Program
 from planner.tape.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, SampleVariant, StepVariant, methods
 from profiles import TAPES
@@ -57,9 +57,9 @@ def test_scales_of_8_bit_states_are_those_of_the_rank(name: str) -> None:
     model = lookup.model(name)
     machine = Machine(gpu="h200-141gb", host_ram=2**40)
     job = job_for(model, {"model": name, "method": "lora", "lora_rank": 20})
-    strategy = resolve(job, Strategy(optimizer="adamw-8bit", gradient_checkpointing="full"), machine)
-    known = load_facts(job, strategy, machine)
-    run = lay_out(job, strategy, machine, known, grid(model, job))
+    configuration = Configuration.of(job, Strategy(optimizer="adamw-8bit", gradient_checkpointing="full"), machine)
+    known = load_facts(configuration)
+    run = lay_out(configuration, known, grid(model, job))
     states = {name: run.sizes[buffer] for name, buffer in run.named("optimizer").items()}
     scales = {name: nbytes for name, nbytes in states.items() if name.endswith(":absmax1") and "lora_" in name}
     assert scales
@@ -101,8 +101,8 @@ def test_every_step_and_sample_is_recorded_of_every_model(name: str) -> None:
 def test_a_step_parameter_by_parameter_is_laid_out_at_full_depth(name: str, optimizer: str) -> None:
     profile = lookup.model(name)
     machine, job = Machine(gpu="h200"), job_for(profile, {"method": "lora"})
-    strategy = resolve(job, Strategy(gradient_checkpointing="full", optimizer=optimizer), machine)
-    run = lay_out(job, strategy, machine, load_facts(job, strategy, machine), grid(profile, job))
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing="full", optimizer=optimizer), machine)
+    run = lay_out(configuration, load_facts(configuration), grid(profile, job))
     states = run.total_bytes(run.named("optimizer").values())
     gradients = run.total_bytes(run.named("gradient").values())
     assert states < 0.5 * gradients if optimizer == "adafactor" else states >= 2 * gradients

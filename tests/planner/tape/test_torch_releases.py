@@ -9,8 +9,8 @@ from planner.catalog.shapes import job_for
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import estimate
 from planner.layout.inputs import load_facts
+from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
-from planner.spec.rules import resolve
 
 MODELS = [name for name in lookup.model_names() if lookup.model(name).traits.rms_norm != "none"]
 
@@ -18,8 +18,8 @@ MODELS = [name for name in lookup.model_names() if lookup.model(name).traits.rms
 def peak_bytes(name: str, torch: str | None, **strategy: object) -> int:
     machine = Machine(gpu="h200-141gb", host_ram=2**40, torch=torch)
     job = job_for(lookup.model(name), {"method": "lora"})
-    resolved = resolve(job, Strategy.read({"gradient_checkpointing": "none", **strategy}), machine)
-    found = estimate(job, resolved, machine, load_facts(job, resolved, machine))
+    configuration = Configuration.of(job, Strategy.read({"gradient_checkpointing": "none", **strategy}), machine)
+    found = estimate(configuration, load_facts(configuration))
     return found.phases["train"].allocated_bytes
 
 

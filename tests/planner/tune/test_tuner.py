@@ -11,9 +11,9 @@ from planner.layout import margin
 from planner.probe.simulated import SimulatedRunner
 from planner.search.objectives import batch
 from planner.search.search import Search
+from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Measured, Plan
-from planner.spec.rules import resolve
 from planner.tune.error_model import HEADROOM, ErrorModel, FinishedProbe
 from planner.tune.measured_policy import CHANCES
 from planner.tune.tuner import WORTH_A_PROBE, Goal, Tuner
@@ -51,8 +51,8 @@ def seen(ratio: float | None, budget_gib: float = 24.0) -> FinishedProbe:
 
 def estimate_of(model: str, gpu: str) -> Estimate:
     asks = question(gpu)
-    strategy = resolve(asks.job, Strategy(), asks.machine)
-    return estimate(asks.job, strategy, asks.machine, SCREEN.facts(asks.job, strategy, asks.machine))
+    configuration = Configuration.of(asks.job, Strategy(), asks.machine)
+    return estimate(configuration, SCREEN.facts(configuration))
 
 
 def test_before_a_probe_the_margin_of_recordings_is_believed() -> None:

@@ -12,6 +12,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
 from tests.trainers.step.test_step import BLOCKS, batch, job, tiny
@@ -104,7 +105,8 @@ def test_host_and_ring_hold_what_the_plan_says() -> None:
     sizes.update(
         {name: weight.numel() * weight.element_size() for name, weight in model.named_parameters() if name in sizes}
     )
-    run = lay_out(asked, strategy, machine, load_facts(asked, strategy, machine), grid(profile, asked))
+    configuration = Configuration.of(asked, strategy, machine)
+    run = lay_out(configuration, load_facts(configuration), grid(profile, asked))
     planned = {buffer for buffers in run.swapped_blocks.values() for buffer in buffers}
     assert sum(sizes.values()) == sum(run.sizes[buffer] for buffer in planned)
     ring = [run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == "swap ring"]

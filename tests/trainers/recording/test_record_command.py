@@ -19,6 +19,7 @@ from planner.catalog.shapes import job_for
 from planner.commands import cli, record
 from planner.errors import NotRecordedError
 from planner.layout.inputs import load_facts
+from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from tests.trainers.recording.in_process import InProcess
 from trainers.recording.comparison import first_difference
@@ -103,7 +104,7 @@ def test_where_nobody_may_write_tapes_go_to_the_user_s_folder(monkeypatch: pytes
 def test_one_command_records_all_that_a_question_lacks() -> None:
     strategy = Strategy(weights_dtype="int8", optimizer="adafactor")
     with pytest.raises(NotRecordedError) as caught:
-        load_facts(job_for(lookup.model("sdxl"), {}), strategy, Machine(gpu="h100-80gb"))
+        load_facts(Configuration.of(job_for(lookup.model("sdxl"), {}), strategy, Machine(gpu="h100-80gb")))
     words = caught.value.fix.partition("vplan record ")[2].split()
     names = words[2::2]
     assert words[0] == "sdxl" and len(names) == 2 and set(words[1::2]) == {"--variant"}

@@ -8,6 +8,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.errors import NotRecordedError
 from planner.layout.inputs import load_facts
+from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.format import CATEGORIES
 from planner.tape.program import Program
@@ -49,5 +50,5 @@ def _plain(variant: StepVariant) -> StepVariant:
 def test_without_a_recording_the_refusal_says_how_to_make_one() -> None:
     job = job_for(PROFILE, {"lora_dropout": 0.1})
     with pytest.raises(NotRecordedError, match="no tape step-lora-dropout-half-fp32-autocast-none-one") as caught:
-        load_facts(job, Strategy(), Machine(gpu="rtx4090"))
+        load_facts(Configuration.of(job, Strategy(), Machine(gpu="rtx4090")))
     assert caught.value.fix.endswith("--variant step-lora-dropout-half-fp32-autocast-none-one")
