@@ -242,6 +242,8 @@ class GpuProfile(Record):
     aliases: tuple[Text, ...] = ()
     architecture: Text
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    multiprocessors: Count
+    """streaming multiprocessors: what a program sees of them; no estimate uses them"""
     class_gb: Count
     """what it is sold as"""
     nvml_total_mib: PositiveInt

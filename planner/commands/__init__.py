@@ -23,6 +23,7 @@ from planner.errors import VplanError, did_you_mean
 VERBS = {
     "suggest": "Find the fastest way to train that fits a card.",
     "estimate": "Estimate one configuration, phase by phase.",
+    "rehearse": "Run a training command on a virtual GPU.",
     "tune": "Find the best plan by measuring on the GPU.",
     "probe": "Run a few steps of a plan and measure them.",
     "preflight": "Check whether a plan can start on this machine now.",

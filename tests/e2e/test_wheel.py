@@ -61,6 +61,7 @@ def test_contents(wheel: Path) -> None:
     assert tops == {*vplan.PACKAGES, "vplan.py"}
     data = [path for suffix in ("toml", "jsonl", "json.gz") for path in (ROOT / "profiles").rglob(f"*.{suffix}")]
     data += [path for path in (ROOT / "reports" / "templates").rglob("*") if path.is_file()]
+    data += list((ROOT / "planner" / "rehearsal" / "virtual_gpu").iterdir())
     code = [path for package in vplan.PACKAGES for path in (ROOT / package).rglob("*.py")]
     expected = {path.relative_to(ROOT).as_posix() for path in data + code}
     assert "profiles/gpus.toml" in expected

@@ -1,0 +1,70 @@
+"""All that a command has started: how much host RAM it holds, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from planner.units import KIB
+
+_ADOPT_ORPHANS = 36
+"""PR_SET_CHILD_SUBREAPER (linux/prctl.h)"""
+_ROUNDS = 20
+_SECONDS_A_ROUND = 1.0
+
+
+def adopt_orphans() -> None:
+    """What our children leave behind becomes our own children: nothing that a command detaches escapes `end_all`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+
+
+def descendants() -> list[psutil.Process]:
+    """All processes below this one."""
+    return list(psutil.Process().children(recursive=True))
+
+
+def host_bytes() -> int:
+    """Host RAM of all processes below this one: what is theirs alone, and their share of what they share.
+
+    Without shared memory: there the cards and pinned memory live, which are counted by what was asked for.
+    """
+    return sum(_private_bytes(process.pid) for process in descendants())
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:  # gone, or not ours
+        return 0
+    fields = dict(line.split(":", 1) for line in lines[1:] if ":" in line)
+    parts = (fields.get(name, "0 kB") for name in ("Pss_Anon", "Pss_File"))
+    return sum(int(part.split()[0]) for part in parts) * KIB
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and everything below this process, and wait until all of it is gone."""
+    for _ in range(_ROUNDS):
+        below = descendants()
+        for child in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_A_ROUND)
+        _reap(below)
+        if not descendants():
+            return
+
+
+def _reap(below: list[psutil.Process]) -> None:
+    """Adopted orphans stay as zombies until somebody asks how they ended."""
+    psutil.wait_procs(below, timeout=_SECONDS_A_ROUND)
+    for child in below:
+        with contextlib.suppress(OSError):
+            os.waitpid(child.pid, os.WNOHANG)

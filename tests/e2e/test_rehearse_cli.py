@@ -1,0 +1,238 @@
+"""`vplan rehearse` as it is typed: a program that asks the driver for memory, and, with a CUDA wheel, training.
+
+The second half needs a Python with PyTorch's CUDA wheel (no GPU), named by VPLAN_CUDA_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import vplan
+
+pytest.importorskip("elftools")
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="a rehearsal needs Linux"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="a rehearsal needs a C compiler (cc)"),
+]
+
+CUDA_PYTHON = os.environ.get("VPLAN_CUDA_PYTHON", "")
+needs_cuda_wheel = pytest.mark.skipif(
+    not CUDA_PYTHON, reason="needs VPLAN_CUDA_PYTHON: a Python with PyTorch's CUDA wheel (no GPU)"
+)
+
+DRIVER = """
+    import ctypes, sys
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context, at = ctypes.c_void_p(), ctypes.c_uint64()
+    assert cuda.cuInit(0) == 0
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert cuda.cuCtxSetCurrent(context) == 0
+    for number in range(int(sys.argv[1])):
+        if cuda.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(1 << 30)):
+            sys.exit(f"no room after {number} GiB")
+    print("all of it")
+"""
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python without torch."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where the command runs; its temporary folder is empty after it."""
+    for name in ("tmp", "run"):
+        (tmp_path / name).mkdir()
+    yield tmp_path / "run"
+    left = [path for path in (tmp_path / "tmp").iterdir() if not path.name.endswith(".log")]
+    assert left == []
+
+
+def environment(place: Path, cache: str) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(place.parent / "tmp"), "XDG_CACHE_HOME": cache}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Libraries are compiled once for all tests here."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def rehearse(place: Path, cache: str, *words: str, code: int = 0) -> dict[str, Any]:
+    command = vplan.command("rehearse", "--json", *words)
+    done = subprocess.run(
+        command, cwd=place, env=environment(place, cache), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def program(place: Path, source: str) -> str:
+    path = place / "program.py"
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def test_a_program_that_fits(place: Path, cache: str, bare_python: str) -> None:
+    answer = rehearse(place, cache, "--gpu", "24GB", "--", bare_python, program(place, DRIVER), "10")
+    assert answer["verdict"] == "fits"
+    assert answer["device_bytes"] == (10 << 30) + answer["estimated_bytes"]
+    assert answer["budget_bytes"] == round(23.5 * 2**30)
+
+
+def test_a_program_that_runs_out(place: Path, cache: str, bare_python: str) -> None:
+    answer = rehearse(place, cache, "--gpu", "24GB", "--", bare_python, program(place, DRIVER), "24", code=3)
+    assert (answer["verdict"], answer["limit"], answer["short_of_bytes"]) == ("no", "gpu", 1 << 30)
+    assert 23 << 30 < answer["device_bytes"] <= answer["budget_bytes"]
+
+
+def test_a_program_that_fails_otherwise(place: Path, cache: str, bare_python: str) -> None:
+    words = ["--gpu", "24GB", "--", bare_python, "-c", "raise SystemExit('it broke')"]
+    error = rehearse(place, cache, *words, code=4)["error"]
+    assert "exit code 1: it broke" in error["message"]
+    assert "it broke" in Path(error["fix"].partition(": ")[2]).read_text()
+
+
+def test_the_time_is_bounded(place: Path, cache: str, bare_python: str) -> None:
+    words = ["--gpu", "24GB", "--time-limit", "1", "--", bare_python, "-c", "import time; time.sleep(600)"]
+    assert "stopped after 1 s" in rehearse(place, cache, *words, code=4)["error"]["message"]
+
+
+def test_sigterm_leaves_nothing(place: Path, cache: str, bare_python: str) -> None:
+    """Not even a process that has left its session and its parent."""
+    source = """
+        import os, subprocess, sys, time
+        code = "import time; time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        open("pids", "w").write(f"{os.getpid()} {child.pid}")
+        time.sleep(600)
+    """
+    command = vplan.command("rehearse", "--gpu", "24GB", "--", bare_python, program(place, source))
+    running = subprocess.Popen(command, cwd=place, env=environment(place, cache), stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while not ((place / "pids").exists() and (place / "pids").read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    pids = [int(text) for text in (place / "pids").read_text().split()]
+    assert len(pids) == 2
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 130
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_usage(place: Path, cache: str, bare_python: str) -> None:
+    for words, message in ((["--gpu", "24GB"], "nothing to rehearse"), (["--", bare_python], "no card given")):
+        done = subprocess.run(vplan.command("rehearse", *words), capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+# ---- with PyTorch's CUDA wheel
+
+TRAINING = """
+    import sys
+    import torch
+    torch.manual_seed(0)
+    width, layers = 4096, int(sys.argv[1])
+    with torch.device("cuda"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for step in range(5):
+        model(torch.randn(64, width, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, torch.cuda.max_memory_allocated(), flush=True)
+"""
+WEIGHT = 4096 * 4096 * 4
+
+
+@needs_cuda_wheel
+def test_training_fits(place: Path, cache: str) -> None:
+    answer = rehearse(place, cache, "--gpu", "24GB", "--steps", "2", "--", CUDA_PYTHON, program(place, TRAINING), "8")
+    assert (answer["verdict"], answer["steps"]) == ("fits", 2)
+    (rank,) = answer["ranks"]
+    assert list(rank["phases"]) == ["load", "first_step", "train", "optimizer"]
+    assert rank["phases"]["load"]["allocated_bytes"] == 8 * WEIGHT + 64 * 4096 * 4  # and the first batch
+    # weights, gradients, two states, and the temporaries of a parameter's step, beside activations and workspaces
+    assert 33 * WEIGHT <= rank["allocated_bytes"] < 36 * WEIGHT
+    assert rank["allocated_bytes"] <= rank["reserved_bytes"] <= rank["device_bytes"] - rank["estimated_bytes"]
+
+
+@needs_cuda_wheel
+def test_training_runs_out_at_a_line(place: Path, cache: str) -> None:
+    words = ("--gpu", "8GB", "--", CUDA_PYTHON, program(place, TRAINING), "40")
+    answer = rehearse(place, cache, *words, code=3)
+    assert (answer["verdict"], answer["phase"], answer["step"]) == ("no", "optimizer", 1)
+    assert answer["where"]["file"] == str(place / "program.py")
+    assert answer["where"]["source"] == "optimizer.step()"
+    assert answer["stack"][-1]["file"].endswith("adam.py")
+    assert answer["short_of_bytes"] == WEIGHT
+
+
+@needs_cuda_wheel
+def test_two_ranks(place: Path, cache: str) -> None:
+    source = """
+        import os
+        import torch
+        import torch.distributed as distributed
+        rank = int(os.environ["RANK"])
+        torch.cuda.set_device(rank)
+        distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        told = torch.tensor([rank + 1.0], device="cuda")
+        distributed.all_reduce(told)
+        assert told.item() == 3
+        with torch.device("cuda"):
+            model = torch.nn.Linear(4096, 4096, bias=False)
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.randn(8, 4096, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    launch = (CUDA_PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", program(place, source))
+    answer = rehearse(place, cache, "--gpu", "2x4090", "--steps", "2", "--", *launch)
+    assert answer["verdict"] == "fits"
+    assert [(rank["rank"], rank["device"]) for rank in answer["ranks"]] == [(0, 0), (1, 1)]
+    assert len({rank["allocated_bytes"] for rank in answer["ranks"]}) == 1
+
+
+@needs_cuda_wheel
+def test_compiled_code_is_refused_by_name(place: Path, cache: str) -> None:
+    source = """
+        import torch
+        double = torch.compile(lambda x: x * 2 + 1)
+        double(torch.ones(4096, device="cuda"))
+    """
+    error = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source), code=1)["error"]
+    assert "torch.compile" in error["message"]
+    assert "program.py:4" in error["message"]
+
+
+@needs_cuda_wheel
+def test_a_graph_is_refused_by_name(place: Path, cache: str) -> None:
+    source = """
+        import torch
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.ones(8, device="cuda")
+    """
+    error = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source), code=1)["error"]
+    assert "CUDA graphs" in error["message"]

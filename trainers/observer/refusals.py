@@ -1,0 +1,40 @@
+"""What cannot be rehearsed is refused where it begins: its memory depends on kernels that are compiled or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .import_hook import ImportHook
+
+COMPILE = (
+    "torch.compile",
+    "run it without: leave out torch.compile and its option, or set TORCH_COMPILE_DISABLE=1",
+)
+TRITON = ("a Triton kernel", "choose the trainer's option without Triton kernels")
+GRAPH = ("CUDA graphs", "run it without: leave out the option that captures CUDA graphs")
+
+Refuse = Callable[[str, str], None]
+"""Gets what is refused and the fix; the call that follows never happens."""
+
+
+def install(hook: ImportHook, refuse: Refuse) -> None:
+    """Watch for the modules that begin such work."""
+    hook.after("torch._inductor.compile_fx", lambda module: _replace(module, "compile_fx", COMPILE, refuse))
+    hook.after("triton.runtime.jit", lambda module: _replace(module.JITFunction, "run", TRITON, refuse))
+    hook.after("torch.cuda.graphs", lambda module: _refuse_graphs(module, refuse))
+
+
+def _refuse_graphs(module: ModuleType, refuse: Refuse) -> None:
+    _replace(module.CUDAGraph, "capture_begin", GRAPH, refuse)
+
+
+def _replace(owner: Any, name: str, what: tuple[str, str], refuse: Refuse) -> None:
+    if not hasattr(owner, name):
+        return
+
+    def refused(*_arguments: Any, **_options: Any) -> None:
+        refuse(*what)
+
+    setattr(owner, name, refused)
