@@ -107,8 +107,8 @@ class Verbs(click.Group):
             return result if isinstance(result, int) else 0
         except VplanError as error:
             return _report(error, words)
-        except click.Abort:
-            return INTERRUPTED
+        except click.Abort as abort:
+            return getattr(abort.__cause__, "exit_code", INTERRUPTED)  # Ctrl-C, or `planner.worker_process.Termination`
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             return error.exit_code

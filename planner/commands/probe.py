@@ -18,6 +18,7 @@ from planner.evidence.jsonl import append_row, rows_by_id
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow
 from planner.launch.supported import settled
+from planner.layout.correction import SEPARATE_PHASES
 from planner.probe.probe import STEPS, TIME_LIMIT, RealRunner
 from planner.spec.plan import Plan, read_plan
 from planner.units import gib
@@ -189,8 +190,7 @@ def _render(console: Console, rows: list[Row], plans: list[tuple[str, Plan]]) ->
 
 def _cells(row: Row, path: str, plan: Plan) -> list[str]:
     seen = row["measured"]
-    estimated = plan.estimate.peak.device_bytes if plan.estimate else None
-    sizes = [seen["allocated_bytes"], seen["reserved_bytes"], seen["device_bytes"], estimated]
+    sizes = [seen["allocated_bytes"], seen["reserved_bytes"], seen["device_bytes"], estimated_bytes(row, plan)]
     seconds = seen["step_seconds"]
     return [
         Path(path).stem,
@@ -199,3 +199,11 @@ def _cells(row: Row, path: str, plan: Plan) -> list[str]:
         *("-" if size is None else f"{gib(size):.2f}" for size in sizes),
         "-" if seconds is None else f"{seconds:.2f}",
     ]
+
+
+def estimated_bytes(row: Row, plan: Plan) -> int | None:
+    """The plan's own estimate of the device's peak, over the phases that were run: a probe may leave encoding out."""
+    if plan.estimate is None:
+        return None
+    skipped = SEPARATE_PHASES - set(row["details"].get("phases", ()))
+    return max((peak.device_bytes for name, peak in plan.estimate.phases.items() if name not in skipped), default=None)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import vplan
+from planner.commands.probe import estimated_bytes
 from planner.probe.probe import RealRunner, probe
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.plan import Plan, write_plan
+from planner.spec.plan import Estimate, Plan, write_plan
 
 torch = pytest.importorskip("torch")
 
@@ -102,3 +106,33 @@ def test_calibrating_at_a_tiny_size(tmp_path: Path) -> None:
     assert set(answer["calibration"]["kernels"]) == {"matmul", "attention", "convolution", "norm"}
     assert json.loads(Path(answer["path"]).read_text()) == answer["calibration"]
     assert list(tmp_path.glob("vplan-calibrate-*")) == []
+
+
+def test_an_end_by_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What schedulers send. A probe's folder can hold a checkpoint of many gigabytes."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    write_plan(plan(), tmp_path / "plan.toml")
+    environment = {**os.environ, "TMPDIR": str(temporary), "VPLAN_HOME": str(tmp_path / "home")}
+    words = vplan.command("probe", str(tmp_path / "plan.toml"), "--device", "cpu")
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not (logs := list(temporary.glob("vplan-probe-*/log.txt"))) and process.poll() is None:
+            time.sleep(0.05)
+        assert logs
+        (worker,) = psutil.Process(process.pid).children()
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert not list(temporary.glob("vplan-*")) and not worker.is_running()
+
+
+def test_encoding_that_does_not_run_is_not_in_the_estimate_beside_it(tmp_path: Path) -> None:
+    """At this size the text encoder needs far more than the steps do, and it is on the card before them."""
+    estimated = vplan.estimate("wan2.1-t2v-1.3b", gpu="24GB", frames=5, height=32, width=32, lora_rank=4)
+    phases = {name: peak["device_bytes"] for name, peak in estimated["phases"].items()}
+    encoding = phases.pop("encode")
+    assert encoding > max(phases.values())
+    row = {"details": {"phases": {"load": {}, "step": {}}}}
+    made = Plan.of(Estimate.read(estimated))
+    assert estimated_bytes(row, made) == max(phases.values())
+    assert estimated_bytes({"details": {"phases": {"encode": {}, "load": {}}}}, made) == encoding

@@ -42,6 +42,10 @@ def measure(request: ProbeRequest, report: FactSink) -> None:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         try:
             training = _run(request, meter)
+        except checkpoint.NotFiniteError as error:
+            _write_history(request, meter)
+            report.tell(outcome="nan", message=str(error), **_sampled(watch))
+            return
         except (RuntimeError, MemoryError) as error:
             outcome = out_of_memory(error)
             if outcome is None:

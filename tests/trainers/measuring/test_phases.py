@@ -75,6 +75,24 @@ def test_a_scratch_folder_that_cannot_be_written_ends_nothing(place: runs.Place,
     assert report.facts["missing"][1].startswith("save: cannot write a checkpoint")
 
 
+def test_weights_that_are_no_numbers_at_the_checkpoint_are_a_nan(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All losses were numbers: the last optimizer step spoilt the weights."""
+    step = ProbedTraining.optimizer_step
+
+    def poisoned(self: ProbedTraining) -> None:
+        step(self)
+        next(iter(self.trainee.trainable.values())).data.fill_(float("nan"))
+
+    monkeypatch.setattr(ProbedTraining, "optimizer_step", poisoned)
+    report = Report()
+    measure(wanted(place, tmp_path / "scratch"), report)
+    assert None not in report.facts["losses"]
+    assert report.facts["outcome"] == "nan" and "not finite" in report.facts["message"]
+    assert not list((tmp_path / "scratch").rglob("*.safetensors"))
+
+
 def test_both_experts_are_probed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     pair = runs.Pair(tmp_path / "pair")
