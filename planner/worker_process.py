@@ -171,7 +171,7 @@ def end_tree(process: subprocess.Popen[bytes], seen: Iterable[psutil.Process] = 
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Replace a file by one JSON object: whoever reads it sees the old one or the new one, never a part."""
+    """Replaces a file by one JSON object, atomically: a reader sees the old object or the new one, never a part."""
     partial = path.with_name(f"{path.name}.part")
     with partial.open("w", encoding="utf-8") as file:
         json.dump(data, file, allow_nan=False)

@@ -173,7 +173,7 @@ class Builder:
         return longest(self.search, self._forms(), rungs, machines)
 
     def compared(self) -> tuple[Comparison, ...]:
-        """The nearest measured rows of the model, and the plan's own evidence, beside what is predicted."""
+        """The nearest measured rows of the model, and the plan's own evidence, each compared with its prediction."""
         predicted = self.estimate()
         of_plan = accuracy.compare(
             [evidence_row(self.plan, entry) for entry in self.plan.evidence],
@@ -238,13 +238,13 @@ class Parts(NamedTuple):
 
 
 class PartDone(Protocol):
-    """Given a part of `PARTS`, hands it back: so that somebody can count them."""
+    """A callback that gets each finished part of `PARTS` and returns it, so that a caller can count them."""
 
     def __call__(self, part: T, /) -> T: ...
 
 
 PARTS = 5
-"""Times that ``done`` is called for a plan."""
+"""Times that ``progress`` is called for a plan."""
 
 
 def in_turn(builder: Builder, progress: PartDone) -> Parts:

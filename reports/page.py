@@ -87,7 +87,8 @@ def check_name(path: str | Path) -> None:
 
 
 def prepare() -> None:
-    """Compiles the templates, which takes longer than to fill them in: for who has to wait for a page's data."""
+    """Compiles the templates, which takes longer than filling them in; for a process that waits for a page's data
+    anyway."""
     for name in _environment().list_templates(extensions=["css", "html"]):
         _environment().get_template(name)
 

@@ -40,7 +40,7 @@ class Probe:
 
 
 def measured(table: Capacity, rows: Iterable[Row], job: Job) -> dict[Shape, tuple[str, ...]]:
-    """Shapes of the map at which somebody ran this model by this method, with the rows' ids and outcomes."""
+    """Shapes of the capacity map at which this model was measured with this method -> the rows' ids and outcomes."""
     shapes = {cell.shape for row in table.cells for cell in row}
     by_shape: dict[Shape, tuple[str, ...]] = {}
     for row in rows:

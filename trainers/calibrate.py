@@ -104,8 +104,8 @@ class Calibrating:
         return None if used is None else max(0, used - torch.cuda.memory_reserved(self.device))
 
     def kernels(self) -> dict[str, Any]:
-        """By kind of kernel: what its first run left on the device beside torch's allocator (code, library handles),
-        and inside it when all tensors were freed (workspaces)."""
+        """Bytes by kind of kernel: what its first run left on the device outside torch's allocator (code, library
+        handles), and inside it after all tensors were freed (workspaces)."""
         import torch
 
         outside: dict[str, int | None] = {}

@@ -37,10 +37,8 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare(request: Preparation, tell: Callable[..., None]) -> None:
-    """Encodes what is not in the cache yet and writes the list of samples beside it.
-
-    `tell` hears how far it is, what is worth saying of the data (``notes``) and what was left out.
-    """
+    """Encodes what is not in the cache yet, and writes the list of samples next to it. `tell` is called with the
+    progress, notes about the data (``notes``) and what was left out."""
     import torch
 
     from planner.dataset.buckets import FrameSampling

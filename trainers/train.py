@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(request: RunRequest, report: ResultFile) -> int:
-    """Trains, writes into the report how it ended and returns the exit code; an error that nobody foresaw is raised."""
+    """Trains and reports how it ended; returns the exit code. Unexpected errors are raised."""
     from trainers.data.store import NO_ROOM
     from trainers.memory.out_of_memory import out_of_memory
     from trainers.parallel.checkpoint import NotFiniteError

@@ -25,7 +25,7 @@ class ResultFile:
         self.facts: dict[str, Any] = {"phases": {}, "missing": []}
 
     def tell(self, **facts: Any) -> None:
-        """Adds facts and writes the file anew. An ``outcome`` is the last word; whatever follows only adds to it."""
+        """Adds facts by name and writes the file again. An ``outcome`` is final: later facts are only added."""
         self.facts.update(facts)
         write_json(self.path, self.facts)
 
@@ -37,8 +37,8 @@ def set_allocator(expandable_segments: bool) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent dies, however it dies: standard input is a pipe that closes then. Whoever
-    starts it by hand gives it none."""
+    """Ends this process when its parent dies, in whatever way: its standard input is a pipe that closes then. Without
+    such a pipe it does nothing."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
 
@@ -51,10 +51,8 @@ def end_with_parent() -> None:
 
 
 def lines_from_parent() -> Iterator[bytes]:
-    """The lines that the parent writes to standard input, each as soon as it is there.
-
-    This process ends when the parent closes the pipe or dies, also in the middle of what a line asked for.
-    """
+    """The lines that the parent writes to standard input, as they come. This process ends when the parent closes the
+    pipe or dies, even while it handles a line."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def watch() -> None:

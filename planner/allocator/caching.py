@@ -401,6 +401,7 @@ def held(ops: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
 
 
 def alive(ops: Sequence[int], before: Sequence[int]) -> list[int]:
-    """The buffers that are there after some ops, of those that were there before and those they allocate; by number."""
+    """The buffers that are allocated after some ops, by number. ``before``: those that were allocated before them. An
+    op is a buffer's number to allocate, or its complement (`~number`) to free."""
     there = dict.fromkeys(before, True) | {op if op >= 0 else ~op: op >= 0 for op in ops}
     return sorted(buffer for buffer, stays in there.items() if stays)

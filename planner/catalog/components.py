@@ -37,7 +37,8 @@ def calls(model: ModelProfile, guided: bool) -> int:
 
 
 def chunks_of(vae: Vae, frames: int) -> int:
-    """Chunks in which the VAE takes so many latent frames, rounded up; 0 when it takes them whole."""
+    """The number of chunks in which the VAE takes `frames` latent frames, rounded up; 0 for a VAE that takes them
+    whole."""
     if vae.traits.chunks is None or frames == 1:
         return 0
     first, further = vae.traits.chunks
@@ -45,7 +46,7 @@ def chunks_of(vae: Vae, frames: int) -> int:
 
 
 def frames_of(vae: Vae, chunks: int) -> int:
-    """Latent frames of so many whole chunks, of a VAE that takes clips in chunks."""
+    """The latent frames of `chunks` whole chunks, for a VAE that takes clips in chunks."""
     assert vae.traits.chunks is not None
     first, further = vae.traits.chunks
     return first + (chunks - 1) * further

@@ -369,16 +369,15 @@ def _unknown_gpu(text: str) -> VplanError:
 
 
 def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
-    """For a class: the cards sold under its label that give less than it stands for. Nothing for a card by name."""
+    """For a class of cards, those that are sold under its label and give less memory than it stands for; empty for a
+    card by name."""
     group = gpu_class(card.name)
     return tuple(_gpu_aliases()[_squash(name)] for name in group.smaller) if group else ()
 
 
 def default_host_ram(card: GpuProfile, gpus: int) -> int:
-    """Host RAM per node when nobody says: 32 GiB beside cards under 40 GB, 128 GiB per GPU above (DESIGN section 5).
-
-    A card that shares its memory with the CPU has no other RAM than its own.
-    """
+    """Host RAM per node in bytes where the user gives none: 32 GiB for cards under 40 GB, 128 GiB per GPU above (DESIGN
+    section 5). A card that shares its memory with the CPU has no other RAM than its own."""
     if card.unified:
         return card.allocatable_bytes
     return 32 * GIB if card.class_gb * GB < 40 * GB else 128 * GIB * gpus

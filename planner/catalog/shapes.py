@@ -76,7 +76,8 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
 
 
 def job_for(model: ModelProfile, arguments: Mapping[str, object]) -> Job:
-    """The job of what was said, checked; the model's usual frames, size and references fill what was not."""
+    """The job with these fields, checked; the model's default frames, size and references fill those that are absent or
+    None. Raises a VplanError for a shape that the model does not take."""
     height, width = model.shape.resolutions[0]
     usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
     fields = {name: value for name, value in arguments.items() if value is not None}

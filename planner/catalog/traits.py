@@ -106,8 +106,8 @@ vae-in-fp32: the VAE overflows in half precision.
 
 
 class Traits(Record):
-    """What is true of a model and stands in no config: what its class in diffusers does, how its pipeline calls it, and
-    what trainers do with it."""
+    """Facts about a model that no config holds: what its class in diffusers does, how its pipeline calls it, and what
+    trainers do with it."""
 
     same_shape: tuple[Text, ...] = ()
     """other weights of the same shape, but for what goes in and a few layers around the blocks, by the names that

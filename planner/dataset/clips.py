@@ -23,7 +23,7 @@ Waves = numpy.ndarray[tuple[int, ...], numpy.dtype[Any]]
 
 
 class UnusableError(ValueError):
-    """Why a file cannot be trained on, in words that stand behind its name."""
+    """Raised for a file that cannot be trained on; the message is worded to follow the file's name."""
 
 
 class Media(NamedTuple):
@@ -72,7 +72,8 @@ def has_sound(path: Path) -> bool:
 
 
 def sound(path: Path, rate: int) -> Waves:
-    """The sound of a file at so many samples a second, all channels in one; an UnusableError when it breaks."""
+    """The sound of a file as mono samples in fp32 between -1 and 1, (n,), at `rate` samples a second. Raises an
+    UnusableError for a file without sound, or that breaks while it is decoded."""
     parts: list[Waves] = []
     try:
         with av.open(str(path)) as container:

@@ -252,7 +252,7 @@ def _text_of(file: Path) -> str:
 
 
 def _from_table(root: Path, table: str, companions: dict[str, dict[str, str]]) -> tuple[dict[str, str], list[Fault]]:
-    """Captions of the metadata's rows; what else they name is added to ``beside``, by clip and column."""
+    """Captions of the metadata's rows; what else they name is added to ``companions``, by clip and column."""
     captions: dict[str, str] = {}
     faults: list[Fault] = []
     twice: set[str] = set()

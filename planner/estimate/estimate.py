@@ -70,7 +70,7 @@ def estimate(configuration: Configuration, facts: Facts, trainer: str = "vplan",
 
 
 class Assessment(NamedTuple):
-    """What is told of one plan: its run replayed, the estimate, and what pieces of memory leave out of it."""
+    """The estimate of one plan, with what it rests on: its run and the replayed stages."""
 
     run: Run
     played: list[ReplayedStage]
@@ -283,7 +283,7 @@ def _verdict(
 
 
 def phase_peak(entry: ReplayedStage, outside: int, correction: Correction) -> PhasePeak:
-    """The counters of one replayed stage; ``outside``: device bytes beside torch."""
+    """The corrected counters of one replayed stage. ``outside``: device bytes outside torch's allocator."""
     replay = entry.replayed
     return correction.peak(replay.allocated_peak_bytes, replay.reserved_peak_bytes, outside, entry.phase)
 

@@ -68,7 +68,8 @@ class HostRam(NamedTuple):
 
 
 def host_ram(run: Run, machine: Machine) -> HostRam:
-    """Every phase's need. What each process holds counts for every GPU of the node, what rank 0 alone does once."""
+    """Host RAM of one node, phase by phase. What each process holds counts once per GPU; what only rank 0 does counts
+    once."""
     per_process, on_rank_0 = (_sampling(run), {}) if run.samples_only else (_training(run, machine), _rank_0(run))
     by_phase: dict[PhaseName, Parts] = {}
     for phase, parts in per_process.items():

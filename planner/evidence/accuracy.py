@@ -189,7 +189,8 @@ def only(rows: Sequence[Row], text: str) -> list[Row]:
 
 
 def compare(rows: Iterable[Row], predict: Predict, after_step: AfterStep) -> list[Comparison]:
-    """Every number of every row beside its prediction. What cannot be predicted says why, and is no error."""
+    """Compares every measured number of every row with its prediction. Where there is no prediction, the comparison
+    holds the reason instead."""
     return [compared for row in rows for compared in _compare(row, predict, after_step)]
 
 

@@ -80,7 +80,8 @@ def peaks_of(details: Mapping[str, Any], phases: Collection[str], apart: bool = 
 
 
 def is_of_a_gpu(row: ProbeRow) -> bool:
-    """Whether a row says something of a card: not simulated, not stepped on the CPU, not of a model that was shrunk."""
+    """Whether a row tells something about a real card: not simulated, not run on the CPU, and not of a model that was
+    shrunk."""
     return row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details
 
 

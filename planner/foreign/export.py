@@ -87,8 +87,8 @@ def idle(plan: Plan) -> frozenset[str]:
 
 
 def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
-    """What the trainer is told for this plan, and the fields that says; an InexpressibleError names what it cannot
-    express and that matters."""
+    """(settings, fields): the trainer's settings for this plan, and the fields that they express. Raises an
+    InexpressibleError for values that matter and cannot be expressed."""
     fields, nothing = fields_of(plan), idle(plan)
     for _ in fields:
         try:

@@ -130,9 +130,10 @@ class Card:
 
 
 def processes(handle: Any) -> dict[int, int | None]:
-    """Bytes by pid of whoever computes or draws on a card, MPS clients too; None where the driver does not count them.
+    """Bytes by pid of all processes that compute or draw on a card, MPS clients included; None where the driver does
+    not count them.
 
-    A kind of process that this driver cannot list is passed over, unless it can list none: an NVMLError.
+    A kind of process that this driver cannot list is skipped. Raises an NVMLError when it can list none.
     """
     bytes_by_pid: dict[int, int | None] = {}
     refused = []
@@ -152,8 +153,8 @@ def processes(handle: Any) -> dict[int, int | None]:
 
 
 class CardUse:
-    """`device_bytes`: the most in use on a card less what was in use before, which is this process's share when others
-    leave the card alone meanwhile. `used_bytes`: the same with what was in use before."""
+    """Device memory by NVML. `used_bytes`: the most in use on the card; `device_bytes`: the same less what was in use
+    at the start, which is this process's share while others do not change theirs."""
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -197,9 +198,11 @@ class CardUse:
 
 
 class CardShares:
-    """`tree_bytes` and `others_bytes`: the most that this process tree and all others held of a card, by NVML's list.
+    """Device memory by process, from NVML's list. `tree_bytes` and `others_bytes`: the most that this process tree and
+    all others held.
 
-    Windows (WDDM) counts nobody's memory, and a container sees nobody or strange pids: both are said, not guessed.
+    Windows (WDDM) does not count by process, and a container sees no pids or foreign ones: both are reported as
+    missing, not guessed.
     """
 
     def __init__(self, card: Card, use: CardUse, root: int | None = None) -> None:

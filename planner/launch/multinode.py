@@ -41,7 +41,7 @@ class ElsewhereError(Exception):
 
 
 class Pulse:
-    """Whether a computer's count goes on, by our own clock: theirs may be wrong."""
+    """Watches whether another computer's counter still advances, by our own clock: theirs may be wrong."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

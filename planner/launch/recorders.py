@@ -32,7 +32,8 @@ PARAMETERS = "parameters"
 
 
 class Derivation(NamedTuple):
-    """An order for the profile of a model in somebody's folder; answered by its ``profile`` (JSON) and ``notes``."""
+    """A worker's task: derive the profile of the model in a user's folder. The answer has ``profile`` (JSON) and
+    ``notes``."""
 
     source: Source
     name: str
@@ -44,11 +45,9 @@ class Derivation(NamedTuple):
 
 
 class TapeTask(NamedTuple):
-    """An order for one tape, recorded anew and written to its file or compared with it.
-
-    Answered by ``nbytes`` (the file's size), ``difference`` (how the file differs, "" when it does not) and
-    ``unclassified`` (names of operators that nobody has compared with CUDA's).
-    """
+    """A worker's task: record one tape and write it to its file, or compare it with the file. The answer has ``nbytes``
+    (the file's size), ``difference`` (how the file differs, "" when it does not) and ``unclassified`` (operators that
+    `op_table` does not list)."""
 
     model: str
     variant: str

@@ -42,10 +42,8 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
 
 
 def prompts(plan: Plan, said: Mapping[str, Any]) -> tuple[str, ...]:
-    """The prompts that were typed, then those of a file, one a line.
-
-    A VplanError for what cannot be one, and for whatever is said of samples where the plan makes none.
-    """
+    """The prompts of the options and then of a file, one per line. Raises a VplanError for text that cannot be a
+    prompt, and for any option about samples when the plan makes none."""
     asked = [name for name, value in said.items() if name.startswith("validat") and value]
     if plan.strategy.validation_mode == "off" and asked:
         fault = f"--{asked[0].replace('_', '-')}, but the plan makes no samples (validation_mode off)"

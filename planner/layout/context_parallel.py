@@ -35,7 +35,7 @@ def context_parallel(run: Run) -> None:
 
 
 def split_plan(model: ModelProfile, grid: Mapping[str, int], parts: int) -> SplitPlan:
-    """What of a model is split; a NotEstimatedError where a clip of this ``grid`` cannot be, into so many parts."""
+    """How the model splits a clip of this ``grid`` into `parts`. Raises a NotEstimatedError when it cannot."""
     plan = model.traits.split
     if plan is None:
         why = model.traits.split_fault or "diffusers has no parallel plan for it"
@@ -53,7 +53,7 @@ def split_plan(model: ModelProfile, grid: Mapping[str, int], parts: int) -> Spli
 
 
 def divides(model: ModelProfile, grid: Mapping[str, int], parts: int) -> bool:
-    """Whether a clip of this ``grid`` can be split into so many parts."""
+    """Whether a clip of this ``grid`` can be split into `parts` parts."""
     plan = model.traits.split
     return plan is not None and not any(count % parts for count in _counts(model, plan, grid).values())
 

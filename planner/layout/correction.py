@@ -113,7 +113,8 @@ class Correction(NamedTuple):
         return of.reserved if of else 1.0
 
     def peak(self, allocated_bytes: int, reserved_bytes: int, outside_bytes: int, phase: str = "train") -> PhasePeak:
-        """The counters as corrected, given what recordings say of a phase and what is on the device beside torch's."""
+        """The corrected counters of a phase, bytes. Given are those of the recordings, and the bytes on the device
+        outside torch's allocator."""
         share = self.share(phase)
         beside = self.encoding.outside if phase in SEPARATE_PHASES and self.encoding else self.outside
         reserved = round(reserved_bytes * share)

@@ -41,7 +41,7 @@ def idle_swapped(run: Run) -> int:
 
 
 def experts(run: Run) -> None:
-    """The other expert beside the one that runs: its weights, and when both are trained its adapter and states.
+    """Adds the expert that does not run: its weights, and when both are trained its adapter and optimizer states.
 
     Gradients are freed in every step, and without accumulation a step runs one expert, so there is one expert's.
     """
@@ -102,7 +102,7 @@ def _step_temporary_bytes(run: Run) -> int:
 
 
 def host_bytes(run: Run) -> int:
-    """Host RAM of the expert that waits there, or of those of its blocks that do."""
+    """Host RAM in bytes of the expert that waits there, or of those of its blocks that do."""
     if run.facts.model.experts == 1 or run.strategy.inactive_expert == "absent":
         return 0
     return idle_weights(run)[0] if waits_in_host_ram(run) else idle_swapped(run)

@@ -44,7 +44,8 @@ def _with_free(card: Facts) -> Facts:
 
 
 def on_card(card: Facts, need: Need) -> Iterator[Check]:
-    """Whether a card has free now what the plan takes, phase by phase, and who has the rest."""
+    """Checks whether a card has as much free memory as the plan needs, phase by phase; names the processes that hold
+    the rest."""
     name, free = f"GPU {card['index']}", card["free_bytes"]
     if free is None:
         fix = "see `nvidia-smi`; a probe shows whether it fits: --probe"

@@ -132,7 +132,8 @@ def ready(plan: Plan) -> Plan:
 
 
 def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
-    """The plan's estimate made anew, and whether its own budget holds it. `must`: without a recording, a VplanError."""
+    """(estimate, checks): the plan estimated again on this version, and whether it fits its own budget. Without a
+    recording: a VplanError with `must`, else None."""
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine

@@ -146,7 +146,8 @@ LONG_CLIP = 49
 
 
 def in_order(candidates: Iterable[Candidate], done: Iterable[GridEntry] = ()) -> list[Candidate]:
-    """The candidates by what they tell a second, given what was measured already: the next is always the best one."""
+    """The candidates in the order to measure them: next is always the one that adds most information per second, given
+    what was measured already (`done`)."""
     left, seen = list(candidates), Counter[About]()
     for entry in done:
         seen.update(itertools.chain(*_tells(entry)))

@@ -31,5 +31,6 @@ def loss(job: Job, strategy: Strategy) -> int:
 
 
 def slowness(seconds: float, fastest: float, lost: int = 0) -> int:
-    """Seconds of a step beside the fastest, in steps that matter, with what is given up in the same currency."""
+    """How much slower than the fastest a step is, counted in steps that matter; ``lost``, what the strategy gives up,
+    is added in the same unit. Lower is better."""
     return round((math.log(seconds / fastest) + lost * math.log(WORTH_SPEED)) / SAME_SPEED)

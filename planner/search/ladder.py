@@ -19,7 +19,8 @@ MOST_RUNGS = 8
 
 
 def quick_estimates(search: Search, job: Job) -> tuple[QuickEstimate, ...]:
-    """Of every candidate, as it is and with the most blocks swapped; ways of stepping only where they matter."""
+    """Quick estimates of every candidate, as it is and with the most blocks swapped; kinds of optimizer step are varied
+    only where they matter."""
     by_strategy: dict[ResolvedStrategy, QuickEstimate] = {}
     plain: set[ResolvedStrategy] = set()
     for strategy in search.candidates(job):

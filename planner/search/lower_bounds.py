@@ -25,7 +25,8 @@ WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
 
 
 def parameter_bytes(job: Job, strategy: Strategy, parameters: int) -> int:
-    """Weights, gradients and states of a model of so many parameters, where they lie on the GPU whole; else 0."""
+    """Bytes of weights, gradients and optimizer states of a model of `parameters` parameters, where they are on the GPU
+    whole; else 0."""
     if job.method == "sample" or strategy.sharding in SPLIT:
         return 0
     weights = int(LEAST[strategy.weights(job.method)] * parameters)

@@ -107,10 +107,8 @@ class Suggestion(NamedTuple):
         return Plan.of(self.plan, tuple(sorted(lower, key=lambda other: other.step_seconds)), trainer)
 
     def to_json(self, seconds: float) -> dict[str, Any]:
-        """The object of DESIGN section 9, with what to relax and the smaller cards beside it.
-
-        ``seconds``: what the answer took.
-        """
+        """The suggestion as `vplan suggest --json` prints it, with what to relax and the smaller cards. ``seconds``:
+        how long the answer took."""
         return {
             "plan": self.plan.to_json(),
             "alternatives": [other.to_json() for other in self.alternatives],

@@ -311,9 +311,9 @@ class TapeSizes:
 
     @functools.cached_property
     def stretches(self) -> dict[int, tuple[int, int]]:
-        """id of a stretch's list of events -> what it adds to what is allocated, and the most on the way.
+        """id of a stretch's list of events -> (change, peak) in allocated bytes.
 
-        Worked out when first asked for: who asks for host RAM alone, at many shapes, does without.
+        Computed on first use, because asking for host RAM alone, at many shapes, does not need it.
         """
         run = self.run
         stages = (run.load, run.step, run.optimizer_first, run.optimizer) if run else ()

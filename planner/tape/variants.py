@@ -73,7 +73,8 @@ class Precision(NamedTuple):
         return tuple(filter(None, [weights, adapter, f"--autocast {'bf16' if self.autocast else 'none'}"]))
 
     def nearest(self, known: Sequence[Precision]) -> str:
-        """What to type for the one of these that keeps the weights, else takes 16 bits, and changes least beside."""
+        """The options for the recorded precision that keeps the weights' format, else uses 16 bits, and otherwise
+        differs least. ``known``: the recorded ones."""
 
         def distance(other: Precision) -> tuple[bool, bool, int]:
             kept = other.weights == self.weights

@@ -135,10 +135,8 @@ class Study:
             self._study.enqueue_trial(_parameters(plan), user_attrs=_attributes(plan))
 
     def take(self, time_limit: Callable[[Plan], float]) -> Taken | None:
-        """A plan that waits, now this worker's alone; None when there is none, or it is somebody else's.
-
-        `time_limit`: seconds after which a worker of another host counts as dead.
-        """
+        """Takes a waiting plan for this worker alone; None when none waits or another worker was faster. `time_limit`:
+        seconds after which a worker of another host counts as dead."""
         with self._answering():
             trial = self._study.ask(_distributions(self._optuna))
             digest = trial.user_attrs.get(DIGEST)
@@ -157,7 +155,7 @@ class Study:
         return any(each.user_attrs.get(DIGEST) == digest for each in same)
 
     def tell(self, taken: Taken, row: ProbeRow, result: Result) -> None:
-        """A plan is measured. Nothing happens when somebody has told it already."""
+        """Records the measurement of a plan. Does nothing when another worker has recorded it already."""
         with self._answering(), contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
             taken.trial.set_user_attr(ROW, _line(row))
             for name, value in result.constraints.items():
@@ -182,7 +180,7 @@ class Study:
             self._study.tell(taken.trial, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
     def abandoned(self) -> Iterator[Taken]:
-        """Plans whose worker died while it measured them: they are somebody's to tell, or to give up."""
+        """Plans whose worker died while it measured them; the worker that finds them records them, or gives them up."""
         for frozen in self._trials("RUNNING"):
             if self._is_dead(frozen):
                 yield Taken(self._optuna.trial.Trial(self._study, frozen._trial_id), frozen.number, _plan(frozen))

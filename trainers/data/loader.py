@@ -187,7 +187,8 @@ class Stacker:
         self._templates: dict[Bucket, Batch] = {}
 
     def batch(self, entries: Sequence[CachedSample], partners: Sequence[CachedSample | None] = ()) -> Batch:
-        """The tensors of some entries of one shape, as the family puts samples together; each beside its other."""
+        """The batch of some entries of one shape, put together as the family does it. ``partners``: for each entry
+        another window of its clip, or None."""
         template = self.template(entries[0].bucket)
         samples = [self._sample(entry, template) for entry in entries]
         for number, partner in enumerate(partners):

@@ -23,7 +23,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Store:
-    """Safetensors by key: `ab/abcd....safetensors`. Numbered ones are what earlier turns left for the last one."""
+    """The cache of encoded samples: safetensors files by key (`ab/abcd....safetensors`). Numbered ones are left by
+    earlier encoders' turns for the last one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,7 +36,8 @@ class Store:
         return self.folder / key[:2] / (f"{key}.safetensors" if turn is None else f"{key}.{turn}.safetensors")
 
     def has(self, key: str, turn: int | None = None) -> bool:
-        """Whether a sample is there, and as long as its header says: a copy that was cut short is made anew."""
+        """Whether a sample is stored in full: a file that is shorter than its header says counts as absent, and is
+        encoded again."""
         from safetensors import SafetensorError, safe_open
 
         try:

@@ -34,7 +34,8 @@ class CogVideoX(Family):
         self.scheduler = CogVideoXDPMScheduler(**profile.training.scheduler)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The published trainer keeps latents as (B, F, C, h, w); the image's stand in front of zeros for the rest."""
+        """Random tensors as in a real batch. The published trainer keeps latents as (B, F, C, h, w); the image's
+        latents are followed by zeros for all other frames."""
         latents = self.video_latents(grid, device, dtype).permute(0, 2, 1, 3, 4).contiguous()
         prompt = torch.randn(grid["B"], grid["T"], self.config["text_embed_dim"], device=device, dtype=dtype)
         batch = {"latents": latents, "prompt": prompt}

@@ -55,7 +55,8 @@ class EasyAnimate(Family):
         return (EncoderTurn("text_encoder", "Qwen2VLForConditionalGeneration", encode_prompt, "tokenizer"),)
 
     def sampler(self) -> FamilyPipeline | None:
-        """The mask is asked for and not used. None for the control models, which nobody has a control video for."""
+        """The text-to-video or inpainting pipeline, which requires prompt masks and does not use them; None for the
+        control models, because no control video is at hand."""
         extra = self.config["in_channels"] - self.profile.vae.latent_channels
         if extra not in (0, self.profile.vae.latent_channels + 1):
             return None

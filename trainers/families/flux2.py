@@ -85,7 +85,8 @@ def _tokens(encoder: Encoder, frames: Tensor, time: int) -> tuple[Tensor, Tensor
 
 
 def encode_by_qwen(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """The caption as a message to Qwen3, padded, three layers beside each other, with the place of every token."""
+    """Qwen3's states of the caption as a message, padded, three layers joined along the width, with the position of
+    every token."""
     return _encoded("Flux2KleinPipeline", encoder, caption)
 
 

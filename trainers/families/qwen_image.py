@@ -99,7 +99,8 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """The caption in the pipeline's template, whose own tokens are cut off; as long as it is, and no padding."""
+    """The states of the caption in the pipeline's template, without the template's own tokens; as long as the caption,
+    without padding."""
     pipe = pipeline("QwenImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
     prompt, _ = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0]}

@@ -60,7 +60,8 @@ class Sd3(Family):
         return FamilyPipeline(pipeline="StableDiffusion3Pipeline", prompt=names)
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Both CLIPs beside each other, filled up with zeros to T5's width, and T5's tokens behind them."""
+        """A sample's `prompt` and `pooled`: both CLIPs' states side by side, padded with zeros to T5's width, followed
+        by T5's tokens."""
         if "t5" not in parts:
             return parts
         clips = torch.cat([parts["prompt 1"], parts["prompt 2"]], dim=-1)

@@ -73,7 +73,8 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    """The caption as a message to Qwen3, the last layer but one; as long as it is, and no padding."""
+    """{"prompt": the penultimate states of Qwen3 for the caption as a message}; as long as the caption, without
+    padding."""
     pipe = pipeline("ZImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
     embeddings = pipe.encode_prompt(
         caption, encoder.device, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens

@@ -28,7 +28,8 @@ COLOURS = 256
 
 
 def encode(profile: ModelProfile, job: Job, strategy: Strategy, meter: Meter) -> None:
-    """One sample through everything that is cached. What cannot be encoded yet is told as ``missing``."""
+    """Runs one sample through all encoders whose results are cached, as the phase `encode`. Encoders that cannot run
+    yet are reported as ``missing``."""
     with meter.phase("encode"):
         for encoder in profile.text_encoders:
             _read(encoder, strategy.text_encoder_dtype, meter.device)

@@ -100,10 +100,11 @@ def _run(request: ProbeRequest, meter: Meter) -> ProbedTraining | None:
 
 
 def limit(request: ProbeRequest, meter: Meter) -> int | None:
-    """Lets this process have no more than the plan's card gives, where this one gives more; the bytes, else None.
+    """Caps this process's memory at what the plan's card gives, where this card gives more; returns the capacity in
+    bytes, or None without a cap.
 
-    torch counts what its allocator holds; the context and whatever else is on the device beside it is taken off, as
-    it is now. Where NVML does not tell, it is what the catalogue says of this card.
+    torch counts what its allocator holds; the context and whatever else is on the device outside it now is taken off.
+    Where NVML does not tell, the catalogue's figure for this card is used.
     """
     properties = torch.cuda.get_device_properties(meter.device)
     capacity = request.capacity_bytes

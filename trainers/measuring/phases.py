@@ -189,7 +189,8 @@ class ProbedTraining:
         checkpoint.barrier()
 
     def save(self) -> None:
-        """A checkpoint as training writes it. A disk without room for it is told, and ends nothing else."""
+        """Writes a checkpoint as training does, as the phase `save`. A full disk is reported and does not end the
+        probe."""
         manifest = {"run": "probe", "step": self.steps_done}
         plan = plan_to_toml(self.request.plan)
         try:

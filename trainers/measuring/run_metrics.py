@@ -35,7 +35,8 @@ class Watch:
 
 
 class Metrics:
-    """A file of JSON lines, one a step. A run that was taken up goes on behind the step it was taken up from."""
+    """A file of JSON lines with the metrics of a run, one line per step. A resumed run continues after the step that it
+    was resumed from."""
 
     def __init__(self, path: Path, step: int) -> None:
         earlier = [line for line in _lines(path) if line["step"] <= step]

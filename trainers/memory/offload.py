@@ -54,7 +54,8 @@ class InputsOnHost:
 
     @contextmanager
     def around(self, *arguments: Any) -> Iterator[None]:
-        """Around the checkpoint of the next block, which is called with these arguments."""
+        """A context around the checkpoint of the next block, which is called with these arguments: inputs that it saves
+        for backward go to host RAM."""
         self._await_copies()
         self._call += 1
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]

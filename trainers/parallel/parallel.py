@@ -1,6 +1,6 @@
 """Training with others: DDP, DeepSpeed's ZeRO and FSDP2 around the one step, and what a checkpoint takes out of them.
 
-An engine is set up after the weights are loaded. `whole` gives the trained weights back as they are without it, so
+An engine is set up after the weights are loaded. `full_tensor` gives the trained weights back as they are without it, so
 that weights are written and read alike under every sharding; `state` is what this rank alone has to keep.
 """
 
@@ -69,8 +69,8 @@ class LocalEngine(step.Engine):
         super().step(trainee)
 
     def full_tensor(self, name: str) -> Tensor:
-        """A trained weight, by its full name, as it is without sharding, on whatever device it lies; all ranks call it
-        together, for it may be gathered."""
+        """A trained weight by its full name, unsharded, on whatever device it is. All ranks must call it together,
+        because it may be gathered."""
         return self.parameters[name].detach()
 
     def state(self) -> dict[str, Any]:
@@ -80,7 +80,8 @@ class LocalEngine(step.Engine):
         return {**self.trainee.optimizer.state_dict(), **scaling}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` returned on the same rank of a run of as many ranks. Empties the dict in part."""
+        """Loads what `state` returned on the same rank of a run with as many ranks. Removes entries from the dict while
+        it loads."""
         assert self.trainee.optimizer is not None
         if self.scaler:
             self.scaler.load_state_dict(state.pop(SCALER))

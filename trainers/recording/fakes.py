@@ -16,7 +16,8 @@ if it were not: at most 2 of 16 bytes a parameter too much."""
 
 
 def read(tensor: Tensor) -> float:
-    """The number that a fake tensor is said to hold: nobody knows, and what is allocated hardly asks."""
+    """The number to use where code reads the value of a fake tensor, which has none; what is allocated hardly depends
+    on it."""
     return 1.0 if tensor.is_floating_point() else 1
 
 

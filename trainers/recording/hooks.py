@@ -65,7 +65,8 @@ def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Pl
 
 
 def watch_casts(model: nn.Module, recorder: BlockListener, places: dict[str, Place]) -> None:
-    """Layerwise casting stores a layer's weights anew behind its forward: they are the same weights again."""
+    """Adds hooks for layerwise casting, which stores a layer's weights again after its forward: they keep the labels of
+    the weights."""
     from diffusers.hooks.layerwise_casting import _is_layerwise_casting_active
 
     def watch(name: str, module: nn.Module) -> None:
@@ -83,7 +84,7 @@ def watch_casts(model: nn.Module, recorder: BlockListener, places: dict[str, Pla
 
 
 def watch_gradients(trainable: Mapping[str, nn.Parameter], recorder: BlockListener, places: dict[str, Place]) -> None:
-    """Hooks that label each gradient as it is accumulated."""
+    """Adds hooks that label each gradient as it is accumulated."""
 
     def watch(name: str, parameter: nn.Parameter) -> None:
         def accumulated(_: Tensor) -> None:

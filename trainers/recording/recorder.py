@@ -338,7 +338,7 @@ def _recording(
 
 
 def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None:
-    """Loads the weights and the tables beside them, and labels them."""
+    """Loads the model's weights and buffers, and labels their allocations."""
 
     def allocated(name: str, weight: Tensor) -> None:
         recorder.place = place_of_name(name, places)

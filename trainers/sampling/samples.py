@@ -140,7 +140,7 @@ class Samples:
         self.prepared = [PreparedSample(**entry) for entry in read_json(Path(self.validation.prompts))["samples"]]
 
     def due(self, step: int) -> bool:
-        """Whether samples are made after ``done`` optimizer steps: every so many, and at the end."""
+        """Whether samples are made after `step` optimizer steps: at regular intervals, and at the end."""
         every = self.validation.every
         return step == self.request.steps or bool(every and step and step % every == 0)
 
@@ -152,7 +152,7 @@ class Samples:
         )
 
     def make(self, engine: LocalEngine, step: int, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Makes the samples after ``done`` optimizer steps, when gradients are freed; ``tell`` gets lines of metrics.
+        """Makes the samples after ``step`` optimizer steps, when gradients are freed; ``tell`` gets lines of metrics.
 
         All ranks call it together. A sample that cannot be made is a note in the last line, and ends nothing.
         """
@@ -288,7 +288,8 @@ def _reason(error: BaseException) -> str:
 
 
 def write(frames: numpy.ndarray[Any, Any], path: Path, fps: float) -> None:
-    """Frames (F, H, W, 3) in 0..1 as a video or, where the name says so, the first of them as an image."""
+    """Writes frames (F, H, W, 3) between 0 and 1 as a video, or the first of them as an image where the path is that of
+    an image."""
     pixels = (frames * 255).round().clip(0, 255).astype(numpy.uint8)
     if path.suffix == ".png":
         write_image(pixels[0], path)

@@ -170,7 +170,7 @@ class OverMasters:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave; the parameters themselves are loaded elsewhere."""
+        """Loads a state that `state_dict` gave. The parameters themselves are loaded elsewhere."""
         for master, kept in zip(self.masters.values(), state["masters"], strict=True):
             if kept is not None:
                 master.copy_(kept)
@@ -251,7 +251,8 @@ class OnHost:
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the same as of an optimizer beside the parameters, for a run may go on as either."""
+        """The optimizer's states for a checkpoint, in the same form as those of an optimizer on the GPU: a run may be
+        resumed with either."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -49,7 +49,8 @@ class Engine:
         self.scaler = scaler
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch; ``last`` of those that make one optimizer step."""
+        """A context around forward and backward of one micro-batch; ``last`` marks the last one of an optimizer
+        step."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:

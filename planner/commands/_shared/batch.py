@@ -43,7 +43,8 @@ def write_script(file: Path, plan: Plan, output: Path, as_json: bool) -> int:
 
 
 def retyped(context: click.Context, left_out: Collection[str]) -> list[str]:
-    """The options that were typed of a running command, but some by name; what is there as a file by its whole path."""
+    """The options of the running command as they were typed, without those named in `left_out`; names of existing files
+    become absolute paths."""
     words: list[str] = []
     for option in context.command.params:
         name = option.name or ""

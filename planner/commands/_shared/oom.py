@@ -23,8 +23,9 @@ def _piped() -> str:
 
 
 def explained(path: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
-    """The message in a file (`-`: what is piped); with a script also against its job, on the card that the message
-    names by its capacity where none is said."""
+    """The explanation of the out-of-memory message in a file (`-`: standard input). With a script it also says what of
+    the script's job asked, on the card given or else on one of the capacity that the message states. Raises a
+    VplanError when there is neither."""
     message = parse(_piped() if path == "-" else read_text(Path(path), LONGEST))
     if script is None:
         return explain(message)

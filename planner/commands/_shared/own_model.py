@@ -26,7 +26,7 @@ FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
 
 
 class Kept(NamedTuple):
-    """A profile of the user's own, where it lies, and in words where its facts come from."""
+    """A profile of the user's own, the path of its file, and notes in words on where its facts come from."""
 
     profile: ModelProfile
     path: Path

@@ -83,7 +83,8 @@ def _card_here() -> str:
 
 
 def weights_of(model: ModelProfile, said: str | None) -> str:
-    """The folder of a model's weights: the one that was said, else that of an own model."""
+    """The folder of a model's weights: the one given, else the folder of an own model. Raises a VplanError when there
+    is neither."""
     if said is None and not model.is_own:
         raise VplanError("no --weights", f"pass --weights DIR, the folder of {model.title} in diffusers format", USAGE)
     return said or str(_own_folder(model.origin))

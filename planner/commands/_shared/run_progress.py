@@ -185,7 +185,8 @@ class Preparing:
 
 
 def prepare(wanted: Preparation, output: Path) -> tuple[Outcome, list[str]]:
-    """Has the data of a run encoded and shows how far that is; how it ended, and what was said of the data."""
+    """Runs the worker that encodes a run's data and shows its progress; returns how it ended, and notes about the data
+    in words."""
     with Preparing(output) as preparing:
         ended = launch.prepare(wanted, output, preparing.tick)
     return ended, preparing.notes()

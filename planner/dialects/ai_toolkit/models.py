@@ -65,7 +65,8 @@ def _experts_of(settings: Settings, model: str) -> Fields:
 
 
 def version_of(settings: Settings, fields: Fields) -> str:
-    """Whether the model goes to the GPU whole before it is quantised."""
+    """The version of the memory terms that applies: `QUANTISED_WHOLE` when the model goes to the GPU whole before it is
+    quantised, else ""."""
     quantised_on_gpu = settings.get(f"{MODEL}quantize") and not settings.get(f"{MODEL}low_vram")
     decides = lookup.model(fields["model"]).trained_with("ai-toolkit", "moved-whole-without-low-vram")
     return QUANTISED_WHOLE if quantised_on_gpu and decides else ""
@@ -137,7 +138,8 @@ def write_shape(fields: Fields) -> Settings:
 
 
 def validation_of(settings: Settings) -> Fields:
-    """A sample is made unless that is switched off, of 512x512 where nothing is said (``SampleConfig``)."""
+    """The fields of validation: a sample of 512x512 unless the settings switch it off or give another shape
+    (``SampleConfig``)."""
     if settings.get(f"{TRAIN}disable_sampling"):
         return {"validation_mode": "off", "validation": None}
     shape = shape_of(settings)

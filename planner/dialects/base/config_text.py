@@ -41,9 +41,9 @@ def tree(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def fields_by_setting(
     dialect: Dialect, settings: Settings, listed: FieldsBySetting | None = None, fields: Fields | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Setting -> the Plan fields that it carries, as `job.frames`, of those that were written.
+    """Setting -> the Plan fields that it carries, as `job.frames`, of those settings that were written.
 
-    `known`: what a dialect says of settings whose binding has several fields. `fields`: the plan's, from which the
+    `listed`: what a dialect says of settings whose binding has several fields. `fields`: the plan's, from which the
     settings were written; a binding may write more than it lists.
     """
     carries = {}

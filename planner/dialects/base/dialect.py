@@ -89,7 +89,7 @@ class Translation:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A trainer that we read, write or both. Its memory terms stand beside it in the same file (`TERMS`)."""
+    """A trainer that we read, write or both. Its memory terms are in `planner.layout.trainer_terms`."""
 
     name: str
     title: str

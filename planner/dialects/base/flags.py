@@ -80,7 +80,8 @@ class EntryPoint(NamedTuple):
         return self._parsed(values, rest)
 
     def launch(self, argv: Sequence[str]) -> tuple[Parsed, list[str]]:
-        """A launcher's words behind its own name: what it is told itself, then the script it starts and its words."""
+        """Parses a launcher's command line: its own flags, and the script that it starts with that script's arguments.
+        Raises a VplanError where the launcher would refuse them."""
         parser = _parser(self)
         parser.add_argument("script")
         parser.add_argument("words", nargs=argparse.REMAINDER)

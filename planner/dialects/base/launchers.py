@@ -100,7 +100,8 @@ def require_model(settings: Settings, *names: str) -> str:
 def launch_settings(
     program: PythonCommand, script: Script, shipped: Mapping[str, Settings]
 ) -> tuple[Settings, list[str]]:
-    """A launcher's flags, with what the files they name say: `launch:--zero_stage` whoever says it.
+    """(settings, notes) of a launcher: its flags together with what its config files say, under the same names
+    (`launch:--zero_stage`).
 
     `shipped`: the launch settings of config files that come with the trainer, by the end of their paths.
     """
@@ -289,7 +290,8 @@ def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iter
 
 
 def command_settings(settings: Settings) -> Settings:
-    """Settings that stand in a command line: without the counts of GPUs and nodes, and what the environment says."""
+    """The settings that appear in a command line: without the counts of GPUs and nodes, and without what the
+    environment sets."""
     return {name: value for name, value in settings.items() if ":" not in name or name.startswith("launch:")}
 
 

@@ -108,7 +108,8 @@ class Script:
     notes: tuple[str, ...] = ()
 
     def find(self, path: str) -> Path | None:
-        """A file that the script names, beside it or here; None when it is not there."""
+        """A file that the script names, looked for beside the script and in the current folder; None when it is in
+        neither."""
         if "\0" in path or "$" in path:
             return None
         # Scripts are started from the trainer's root, which is often above their own folder.

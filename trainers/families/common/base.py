@@ -93,7 +93,7 @@ class Family:
         return functional.mse_loss(prediction.float(), target.float())
 
     def without_gradient(self, name: str, blocks: int) -> bool:
-        """Whether backward never reaches a parameter of a model of so many blocks, by its full name."""
+        """Whether a parameter (by its full name, in a model of `blocks` blocks) never gets a gradient."""
         last = f"{self.profile.stacks[-1].list}.{blocks - 1}."
         return name.startswith(last) and name.removeprefix(last).startswith(self.idle)
 
@@ -106,7 +106,7 @@ class Family:
         return ()
 
     def sampler(self) -> FamilyPipeline | None:
-        """The pipeline that makes samples; None where nobody has said how."""
+        """How samples are made with the family's pipeline; None for a family whose pipeline is not described."""
         return None
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
@@ -147,9 +147,9 @@ class Family:
         return noisy, sigmas, latents - drawn if towards_clip else drawn - latents
 
     def levels(self, latents: Tensor) -> Tensor:
-        """A noise level for each sample of a batch (B,): drawn from the published density where samples are seeded.
+        """A noise level for each sample of a batch, (B,): drawn from the published density where samples have seeds.
 
-        A recorded step, whose numbers nobody reads, draws whatever takes as little memory.
+        A recorded step, whose numbers are never read, draws numbers that take the same memory.
         """
         uniform = random_draws.uniform(latents.shape[0], latents.device)
         if uniform is None:

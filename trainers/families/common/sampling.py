@@ -19,7 +19,8 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FamilyPipeline:
-    """A family's pipeline. Guidance and denoising steps are its own defaults where nobody says."""
+    """How a family's diffusers pipeline is built and called. Guidance and denoising steps are the pipeline's defaults
+    unless the user gives them."""
 
     pipeline: str
     prompt: Mapping[str, str]
@@ -62,7 +63,8 @@ def flow_shift(profile: ModelProfile, height: int, width: int) -> float | None:
 
 
 def shifted(settings: Settings, parameters: Mapping[str, Any], shift: float | None) -> dict[str, Any]:
-    """A scheduler's settings with a shift, under the name its class has for it; a dynamic one stays as it is."""
+    """A scheduler's settings with this shift, under the name that its class has for it; settings of a dynamic shift are
+    returned unchanged."""
     name = next((name for name in SHIFTS if name in parameters), None)
     if shift is None or name is None or settings.get("use_dynamic_shifting"):
         return dict(settings)
