@@ -1,7 +1,7 @@
 """Training with others: DDP, DeepSpeed's ZeRO and FSDP2 around the one step, and what a checkpoint takes out of them.
 
-An engine is set up after the weights are loaded. `full_tensor` gives the trained weights back as they are without it, so
-that weights are written and read alike under every sharding; `state` is what this rank alone has to keep.
+An engine is set up after the weights are loaded. `full_tensor` gives the trained weights back as they are without it,
+so that weights are written and read alike under every sharding; `state` is what this rank alone has to keep.
 """
 
 from __future__ import annotations

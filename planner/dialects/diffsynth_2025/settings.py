@@ -7,6 +7,7 @@ encodes, ``--task train`` reads tensors of whatever shape they have.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
@@ -50,9 +51,7 @@ def read_script(script: Script) -> Invocation | None:
     invocation = parse_program("diffsynth", program, launch, [*notes, *more_notes])
     today = flags.script("diffsynth", "examples/wanvideo/model_training/train.py")
     since = [Remark(name, why) for name in invocation.settings if (why := _removed_since(today, name))]
-    return Invocation(
-        invocation.trainer, invocation.settings, invocation.unknown, (*invocation.removed, *since), invocation.notes
-    )
+    return replace(invocation, removed=(*invocation.removed, *since))
 
 
 def _removed_since(today: flags.EntryPoint, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from planner.catalog import lookup
@@ -62,7 +63,7 @@ def read_script(script: Script) -> Invocation | None:
                 raise VplanError(f"{name} is not here", "run vplan where the command would run")
             parsed = flags.script("sd-scripts", program.script).parse_config(inside)
             settings, unknown = parsed.values | settings, (*unknown, *parsed.unknown)
-        return _with_dataset(Invocation("sd-scripts", settings, unknown, invocation.removed, invocation.notes), script)
+        return _with_dataset(replace(invocation, settings=settings, unknown=unknown), script)
     config = script.config
     if config is not None and {"pretrained_model_name_or_path", "network_module", "t5xxl"} & _names(config):
         kind = LORA if "network_module" in _names(config) else FULL
@@ -85,13 +86,9 @@ def _with_dataset(invocation: Invocation, script: Script) -> Invocation:
     document = script.document(str(path))
     if document is None:
         note = f"{path} is not here: estimated at the model's default size, one sample per step"
-        return Invocation(
-            invocation.trainer, invocation.settings, invocation.unknown, invocation.removed, (*invocation.notes, note)
-        )
+        return replace(invocation, notes=(*invocation.notes, note))
     inside = {f"{DATASET}{name}": value for name, value in flat(document, str(path)).items()}
-    return Invocation(
-        invocation.trainer, invocation.settings | inside, invocation.unknown, invocation.removed, invocation.notes
-    )
+    return replace(invocation, settings=invocation.settings | inside)
 
 
 def _model(settings: Settings) -> Fields:
