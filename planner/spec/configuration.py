@@ -73,6 +73,7 @@ class Configuration:
 
     @property
     def divisible_gpus(self) -> int:
-        """The fewest GPUs of a node, from those there are upwards, that are a multiple of those for a sample."""
+        """The smallest number of GPUs per node, at least as many as there are, that is a multiple of those that share a
+        sample."""
         parts = self.strategy.context_parallel
         return parts * -(-self.machine.gpus // parts)
