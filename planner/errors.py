@@ -26,7 +26,7 @@ class VplanError(ValueError):
 
 
 class ContradictionError(VplanError):
-    """What is asked for contradicts itself."""
+    """Raised when options contradict each other."""
 
 
 class NotEstimatedError(VplanError):

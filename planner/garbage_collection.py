@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switches the collector off inside: it takes 40 % of a replay, as long as reading a tape, and finds nothing."""
+    """A context with Python's garbage collector switched off: it takes 40 % of a replay, as long as reading a tape, and
+    finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -49,7 +49,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, kind: str, name: str) -> Any:
-    """The value that a text in one of the three formats holds."""
+    """The value of a text in TOML, YAML or JSON. Raises a VplanError that names the file for a text that is not."""
     title = {"toml": "TOML", "yaml": "YAML", "json": "JSON"}[kind]
     try:
         if kind == "toml":

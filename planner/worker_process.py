@@ -65,7 +65,7 @@ def _unwind_on_sigterm() -> None:
 
 
 def result_file(rank: int) -> str:
-    """Where a rank writes what it knows, in the folder that it shares with its parent."""
+    """The name of a rank's result file, in the folder that it shares with its parent."""
     return f"result-{rank:05d}.json"
 
 
@@ -181,7 +181,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a worker has told so far; nothing when it ended before it told anything."""
+    """What a worker has reported so far; empty when it ended before it reported anything."""
     with contextlib.suppress(FileNotFoundError):  # another computer may remove it just now
         told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return told

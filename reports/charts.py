@@ -88,7 +88,7 @@ def areas(timeline: Timeline, highest: int) -> list[Area]:
 
 
 def reserved(timeline: Timeline, highest: int) -> str:
-    """The line of what the allocator holds, with what is outside torch."""
+    """The SVG path of device bytes by the allocator's reserved segments, with what is outside torch."""
     device_bytes = [timeline.outside_bytes + point.reserved_bytes for point in timeline.points]
     return "M" + "L".join(_spots(timeline, device_bytes, highest))
 

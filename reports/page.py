@@ -68,7 +68,8 @@ def render(page: Page) -> str:
 
 
 def write(html: str, path: str | Path) -> None:
-    """Write the file so that it holds the old page or the new one, never a part; a VplanError where it cannot."""
+    """Writes the file atomically: it holds the old page or the new one, never a part. Raises a VplanError when it
+    cannot be written."""
     check_name(path)
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

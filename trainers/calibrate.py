@@ -154,7 +154,8 @@ class Calibrating:
         return {"matmul_flops": 2 * side**3 / self.seconds(lambda: left @ right)}
 
     def attention_rates(self) -> dict[str, float]:
-        """Of attention without a mask; its forward is two matrix products, its backward five."""
+        """The rates of attention without a mask, forward and backward, FLOP per second; its forward is two matrix
+        products, its backward five."""
         import torch
         from torch.nn import functional
 
@@ -175,7 +176,8 @@ class Calibrating:
         }
 
     def copy_rates(self) -> dict[str, float]:
-        """On the device (bytes read and written), and over the link to the host."""
+        """The rates of copies, bytes per second: on the device (bytes read and written), and over the link to the host
+        in both directions."""
         import torch
 
         count = self.sizes.copied_bytes

@@ -121,7 +121,8 @@ def _relative(place: Path, root: Path) -> str:
 
 
 def read_config(place: Path, root: Path) -> Config:
-    """The JSON object in a config file that really lies under `root`; a VplanError says what else it is."""
+    """The JSON object in a config file that lies under `root` (links included). Raises a VplanError that says what the
+    file is otherwise."""
     name = _relative(place, root)
     try:
         real = Path(os.path.realpath(place, strict=True))  # `resolve` ends a loop with an error of its own
@@ -180,7 +181,8 @@ def _class_of(config: Config, place: Path, classes: list[str]) -> str:
 
 
 def architecture(config: Config) -> Config:
-    """The keys that say what a model is: without diffusers' private ones, which also hold paths and versions."""
+    """A config without the keys that do not describe the architecture: diffusers' private ones, which also hold paths
+    and versions, and how weights are stored."""
     return {key: value for key, value in config.items() if not key.startswith("_") and key not in NOT_ARCHITECTURE}
 
 

@@ -136,7 +136,8 @@ def _own_model(name: str) -> ModelProfile | None:
 
 
 def lent_traits(lender: ModelProfile) -> Traits:
-    """What an own model has of the bundled one that lends the rest: all but the names of other weights of its shape."""
+    """The traits that a bundled model lends to a user's model of its class: all but the names of other weights of its
+    shape."""
     return lender.traits.replace(same_shape=())
 
 

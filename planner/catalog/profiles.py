@@ -291,7 +291,8 @@ class GpuProfile(Record):
 
 
 class GpuClass(Record):
-    """What "a 24 GB card" means: the cards that stand for it, and those sold alike that give less."""
+    """What "a 24 GB card" means: its reference cards, and the cards that are sold under the same label and give
+    less."""
 
     gb: Count
     reference: Annotated[tuple[Text, ...], Field(min_length=1)]

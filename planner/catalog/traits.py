@@ -16,7 +16,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class VaeTraits(Record):
-    """What the class of a VAE does that its config does not say (diffusers models/autoencoders). Alike for all VAEs of
+    """Facts about a VAE's class that its config does not hold (diffusers models/autoencoders); the same for all VAEs of
     a class."""
 
     images: Flag = False
@@ -61,7 +61,7 @@ class EncoderStates(Record):
 
 
 class EncoderTraits(Record):
-    """What the class of a text encoder does that its config does not say. Alike for all encoders of a class."""
+    """Facts about a text encoder's class that its config does not hold; the same for all encoders of a class."""
 
     package: Annotated[str, Field(pattern=r"^(transformers|diffusers(\.pipelines\.\w+)?)$")] = "transformers"
     """where its class is; diffusers has some of its own"""

@@ -66,7 +66,7 @@ def check_name(text: str, option: str = "--name") -> str:
 
 
 def name_for(folder_name: str) -> str:
-    """A folder's name as a model's: lower case, a dash for whatever a name cannot hold."""
+    """A name for a model made from a folder's name: lower case, with dashes for characters that a name cannot have."""
     return re.sub(r"[^a-z0-9._-]+", "-", folder_name.lower()).strip("-._")[:100]
 
 

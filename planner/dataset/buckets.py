@@ -23,7 +23,7 @@ from planner.spec.job import Bucket, Job
 
 @dataclass(frozen=True)
 class FrameSampling:
-    """How clips are taken from their files."""
+    """How frames are taken from clips: rate, spacing, sizes, and whether faulty clips are skipped."""
 
     sampling: Literal["fps", "even"] = "fps"
     """fps: from the first frame on, at the model's rate (a slower file's frames one by one: none is repeated);

@@ -141,7 +141,7 @@ def _reserved(played: list[ReplayedStage]) -> int:
 
 
 def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> int:
-    """What stays allocated once a step is over: weights, optimizer states, residents and persistent buffers."""
+    """Bytes that stay allocated after a step: weights, optimizer states, residents and persistent buffers."""
     run = lay_out(configuration, facts, grid(facts.model, configuration.job), trainer)
     return next(entry for entry in reversed(replay_stages(run)) if entry.phase == "optimizer").allocated_after_bytes
 

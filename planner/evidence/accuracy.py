@@ -316,7 +316,8 @@ def _measured_peaks(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def coverage(compared: Iterable[Comparison]) -> dict[str, Any]:
-    """Of measured peaks: how many, the share inside low..high and its median width in per cent of the prediction."""
+    """For measured peaks: how many there are, the share that lies inside low..high, and the range's median width in per
+    cent of the prediction."""
     peaks = [entry for entry in compared if entry.counter in PEAKS and entry.inside is not None]
     widths = [100 * (entry.allowed[1] - entry.allowed[0]) for entry in peaks]
     return {

@@ -103,7 +103,8 @@ def _seconds(ran: Iterable[Comparison]) -> dict[str, Any]:
 
 
 def seconds_error_pct(entry: Comparison) -> float | None:
-    """How far a step's predicted seconds are off, in per cent of the measured ones: below 0 it takes longer."""
+    """The error of predicted step seconds, in per cent of the measured ones; below 0 when the step takes longer. None
+    without both numbers."""
     measured, predicted = entry.row.step_seconds, entry.predicted_seconds
     return 100 * (predicted - measured) / measured if measured and predicted else None
 

@@ -30,7 +30,8 @@ def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def append_row(path: str | Path, row: Mapping[str, Any]) -> None:
-    """Add one line and see it to the disk. Half a line that a dying process left at the end is taken away first."""
+    """Appends one line and syncs it to the disk. A half-written line at the end, left by a process that died, is
+    removed first."""
     path = Path(path)
     line = json.dumps(row, allow_nan=False).encode() + b"\n"
     try:

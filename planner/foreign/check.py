@@ -124,7 +124,8 @@ class Pricing:
         return load_facts(configuration, self.model, self.gpu)
 
     def may_be(self, verdict: str, case: Case) -> bool:
-        """Whether a replay could say that it fits, or is tight, by a quick estimate; False where there is none."""
+        """Whether, by a quick estimate, a replay could still reach the verdict ("fits" or "tight"); False when there is
+        no quick estimate."""
         screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
         try:
             configuration = case.configuration
@@ -341,7 +342,8 @@ def _words(case: Case, other: Case, move: Move) -> Iterator[str]:
 
 
 def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator[str]:
-    """What the bindings of these fields write differently: flags as they are typed, launcher's flags behind it."""
+    """The flags that the bindings of these fields write differently after a change, as they are typed; the launcher's
+    flags come last."""
     old: Settings = {}
     new: Settings = {}
     for binding in case.dialect.bindings:

@@ -79,7 +79,8 @@ def _parts_row(model: ModelProfile) -> list[str]:
 
 
 def trainers_page() -> str:
-    """What each trainer can be told of a plan, from the tables by which its commands are read and written."""
+    """The Markdown of docs/trainers.md: what each trainer can express, from the tables that read and write its
+    commands."""
     from planner import dialects
 
     all_dialects = [dialect for name, dialect in dialects.all_dialects().items() if "@" not in name]

@@ -121,7 +121,7 @@ def plan_with(plan: Plan, wanted: Fields) -> Plan:
 
 
 def priced(plan: Plan, trainer: str) -> Estimate | None:
-    """The plan's estimate as that trainer holds memory; None where nothing answers."""
+    """The estimate of a plan under a trainer's memory terms; None when no recording answers."""
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         configuration = plan.configuration

@@ -281,7 +281,8 @@ class DeviceMemory(Monitor):
         return self.card.driver
 
     def take_trace(self) -> list[int]:
-        """How the card's use on top of `base_bytes` went since the last call, MiB; empty when NVML does not tell."""
+        """The card's use above `base_bytes` since the last call, MiB, as the highest values of equal stretches; empty
+        when NVML does not tell."""
         with self._lock:
             return self.use.trace.take()
 

@@ -33,7 +33,7 @@ def folder_name(step: int) -> str:
 
 
 def run_id(output: Path) -> str:
-    """The name that an output folder's run bears, made when there is none yet."""
+    """The id of the run in an output folder; a new one is made and written when there is none yet."""
     path = output / RUN
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])

@@ -22,7 +22,7 @@ STRONGER = {"none": ("full", "offload"), "partial": ("full", "offload"), "full":
 
 
 def next_plan(plan: Plan) -> Plan | None:
-    """The plan to go on with after running out of memory; None when there is none left."""
+    """The plan to continue with after running out of memory; None when the ladder has no further one."""
     for found in (*_ladder(plan), *_switches(plan)):
         try:
             return settled(found, trained=True).replace(ladder=found.ladder)

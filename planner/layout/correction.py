@@ -129,7 +129,7 @@ class Correction(NamedTuple):
         return max(0, outside_bytes + self.outside_bytes)
 
     def step_seconds(self, low: float, high: float) -> tuple[float, float]:
-        """Seconds of a step, usual and longest, given the two ends that were predicted."""
+        """(usual, longest) seconds of a step, corrected; given are both ends as predicted."""
         if self.seconds is None:
             return low, high
         usual, longest = self.seconds
@@ -233,7 +233,7 @@ class ModelMeasurements(NamedTuple):
     """by `row_id`"""
 
     def with_proofs(self, estimate: Estimate, trainer: str = "vplan") -> Estimate:
-        """The estimate as runs of this very plan leave it; itself when there are none."""
+        """The estimate as changed by measured runs of exactly this plan; the same estimate when there are none."""
         if not self.proofs:
             return estimate
         finished, ran_out = self._split(estimate.configuration, trainer)

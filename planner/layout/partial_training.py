@@ -15,12 +15,14 @@ from planner.tape.program import Stage
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a parameter's full name holds one of the patterns as whole parts of it: "attn1", "blocks.0", "*norm*"."""
+    """Whether a parameter's full name contains one of the patterns as whole name parts: "attn1", "blocks.0",
+    "*norm*"."""
     return any(fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)
 
 
 def freeze_unmatched(run: Run) -> None:
-    """Takes gradients, states and what the step lends for them from the weights that match no pattern."""
+    """Freezes the weights that match no pattern: drops their gradients, optimizer states and what the step allocates
+    for them."""
     patterns = run.job.trainable
     if not patterns:
         return

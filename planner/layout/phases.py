@@ -214,7 +214,7 @@ def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
 
 
 def weights_on_gpu(run: Run) -> list[int]:
-    """The model's weights that loading brings to the GPU, and leaves there."""
+    """Buffers of the model's weights that loading brings to the GPU and leaves there."""
     loaded = set(run.load.ops)
     return [buffer for buffer in run.named("weight").values() if buffer in loaded and ~buffer not in loaded]
 
@@ -255,5 +255,6 @@ def saving(run: Run) -> None:
 
 
 def take_sizes(run: Run, first: int) -> None:
-    """Takes the sizes of the buffers from ``first`` on into the run."""
+    """Appends the sizes of the program's buffers from number ``first`` on, which are the same at every shape, to the
+    run's."""
     run.sizes += run.program.plain_from(first)

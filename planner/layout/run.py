@@ -211,7 +211,7 @@ class Run:
         ]
 
     def empty(self, stage: Stage) -> None:
-        """Leaves nothing of a stage but frees of what was there before it."""
+        """Removes all events of a stage but the frees of buffers that were allocated before it."""
         made = {event for _, events in stage.stretches for event in events if event >= 0}
         stage.stretches = [
             (moment, [event for event in events if event < 0 and ~event not in made])
@@ -277,7 +277,8 @@ class Run:
 
     @functools.cached_property
     def leftovers(self) -> list[int]:
-        """What a step leaves alive for the next to replace: the batch, the loss. Of the recorded step, see below."""
+        """Buffers that a step leaves allocated for the next to replace, such as the batch and the loss; of the recorded
+        step."""
         if self.base is not None:
             return self.base.leftovers
         stay = {*self.named("gradient").values(), *self.named("weight").values()}
@@ -285,7 +286,7 @@ class Run:
 
     @property
     def trained_experts(self) -> int:
-        """How many copies of what is trained the run holds: 2 when it trains both experts of a model."""
+        """How many copies of the trained weights the run holds: 2 when it trains both experts of a model, else 1."""
         return 2 if self.job.experts == "both" else 1
 
     @property

@@ -216,7 +216,7 @@ def accumulation(run: Run) -> None:
 
 
 def onto_gradients(run: Run) -> Stage:
-    """The step where gradients are there already: each new one is added to the old and freed within its block."""
+    """The step when gradients exist already: each new one is added to the old one and freed within its block."""
     gradients = run.named("gradient").values()
     added = {buffer: run.new(run.sizes[buffer], "temporary", "new gradient") for buffer in gradients}
     stretches = []

@@ -21,7 +21,7 @@ def refuse_unpriced(configuration: Configuration) -> None:
 
 
 def refuse_untaken(configuration: Configuration, facts: Facts) -> None:
-    """Raises a NotEstimatedError for what the model does not take: what laying the run out would find."""
+    """Raises a NotEstimatedError for values that the model does not take, before laying the run out would find them."""
     job, strategy = configuration.job, configuration.strategy
     attention_kernel.kernel(strategy, configuration.machine, facts.gpu, facts.step.ops)
     for shape in job.shapes if strategy.context_parallel > 1 else ():

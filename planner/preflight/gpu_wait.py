@@ -20,7 +20,7 @@ LONGEST_WAIT = 7 * 86_400
 
 
 def cards_of(plan: Plan) -> list[Facts]:
-    """The cards that will train, as they are now; a VplanError where they are not there or do not answer."""
+    """The cards that will train, as NVML shows them now. Raises a VplanError when one is missing or does not answer."""
     driver, cards = doctor.visible()
     if driver["error"]:
         fix = "run it on a machine with one; `--device cpu` checks the rest, and is for tiny models"

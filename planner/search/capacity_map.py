@@ -122,7 +122,7 @@ class Forms:
         return self._grids[shape]
 
     def allocated(self, search: Search, strategy: ResolvedStrategy, shapes: Sequence[Shape]) -> list[int]:
-        """Of the job at each shape, without what is cached ahead of training."""
+        """The peak allocated bytes of the job at each shape, without what is encoded before training."""
         question = search.question
         # Cards differ in their attention's kernel, and in a workspace that is there all the time.
         alike = (

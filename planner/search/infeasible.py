@@ -15,7 +15,7 @@ from planner.spec.rules import ResolvedStrategy
 
 
 class Infeasible:
-    """The set of such strategies for one job and verdict; all are without swap."""
+    """The set of strategies that cannot reach a verdict for one job; all are kept without block swap."""
 
     def __init__(self, feasibility: Feasibility, swap_count: SwapCount, job: Job, verdict: str) -> None:
         self.feasibility = feasibility

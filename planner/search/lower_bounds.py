@@ -40,7 +40,7 @@ def parameter_bytes(job: Job, strategy: Strategy, parameters: int) -> int:
 
 
 def is_walked(job: Job, strategy: Strategy) -> bool:
-    """Whether `Walked` holds: all that was recorded is there, whole, on the GPU, and as long."""
+    """Whether `Walked` holds for a strategy: it keeps everything recorded on the GPU, whole, and for as long."""
     return (
         job.method != "sample"
         and not job.trainable
@@ -55,7 +55,7 @@ def is_walked(job: Job, strategy: Strategy) -> bool:
 
 
 class Walked(NamedTuple):
-    """What a recorded step allocates at a shape, at full depth, without the workspaces of attention kernels: bytes."""
+    """Bytes that a recorded step allocates at a shape, at full depth, without the workspaces of attention kernels."""
 
     load_peak: int
     """the most while loading"""

@@ -89,7 +89,7 @@ class Relaxed(NamedTuple):
 
 
 class Suggestion(NamedTuple):
-    """The answer of a search. `plan` fits, or is tight, or is the tightest there is."""
+    """The answer of a search. `plan` fits or is tight, or else is the plan that needs least memory."""
 
     plan: Estimate
     alternatives: tuple[Estimate, ...]

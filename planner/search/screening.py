@@ -99,8 +99,8 @@ class Screen:
         )
 
     def floor_bytes(self, configuration: Configuration) -> int:
-        """What a strategy takes on the device for certain, with as many swapped blocks or fewer: never more than
-        its quick estimate, and known sooner."""
+        """A lower bound of the device bytes of a strategy, with as many swapped blocks or fewer: at most its quick
+        estimate, and faster to compute."""
         facts = self.facts(configuration)
         strategy = configuration.strategy
         nbytes = max(
@@ -124,7 +124,8 @@ class Screen:
         return self.facts(configuration).measurements.correction.peak(nbytes, nbytes, 0).reserved_bytes
 
     def swapped_bytes(self, configuration: Configuration) -> int:
-        """What the swapped blocks of the expert that runs would take on the GPU beyond the ring they come through."""
+        """Device bytes that the swapped blocks of the running expert would take beyond the ring of buffers that they
+        come through."""
         facts = self.facts(configuration)
         run = self._bare(configuration, facts, grid(facts.model, configuration.job))
         blocks = [run.total_bytes(buffers) for buffers in run.swapped_blocks.values()]

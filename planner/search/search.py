@@ -95,7 +95,7 @@ class Search:
         return list(self.policy.candidates(job, recorded))
 
     def is_recorded(self, job: Job) -> bool:
-        """Whether the recordings of what is searched hold for the job's shape."""
+        """Whether recordings of the searched strategies cover the job's shape."""
         first = self.candidates(job)[:1]
         tapes = [self.screen.facts(self.question.candidate(job, strategy)).step for strategy in first]
         where = grid(self.question.model, job)

@@ -43,7 +43,7 @@ class SwapCount:
         return not self.feasibility.exceeds_gpu(expected, strategy, verdict)
 
     def fewest(self, job: Job, strategy: ResolvedStrategy, verdict: str = "fits") -> QuickEstimate | None:
-        """The quick estimate with as few swapped blocks as seem to do; None where no number does."""
+        """The quick estimate with the fewest swapped blocks that reach the verdict; None when no number does."""
         feasibility = self.feasibility
         if same_count := self._as_many_as_other_steps(job, strategy, verdict):
             return same_count

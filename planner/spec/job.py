@@ -322,7 +322,8 @@ class Strategy(Record):
     """split each sample's tokens across this many GPUs"""
 
     def weights(self, method: Method) -> WeightsDtype:
-        """How the weights are stored: what was asked for, else bf16 for a frozen base and fp32 for trained weights."""
+        """The storage format of the weights: the one asked for, else bf16 for a frozen base and fp32 for trained
+        weights."""
         return self.weights_dtype or ("fp32" if method == "full" else "bf16")
 
     def lossy_fields(self, job: Job) -> tuple[str, ...]:

@@ -103,7 +103,8 @@ class HostPeak(Record):
 
 
 class Estimate(Record):
-    """What will happen when this job runs under this strategy on this machine."""
+    """What a job under a strategy on a machine will take: peaks by phase in bytes, host RAM, step seconds, the verdict
+    and its range."""
 
     job: Job
     strategy: Strategy
@@ -164,7 +165,7 @@ RAN = frozenset({"measured", "fits", "ok", "nan"})
 
 
 class Measured(Record):
-    """What a probe saw. A run out of memory is a result like any other; what was not reached is absent."""
+    """What a probe measured. Running out of memory is a result like any other; what was not reached is None."""
 
     outcome: Outcome
     phase: PhaseName | None = None
@@ -201,7 +202,8 @@ class Evidence(Record):
 
 
 class Plan(Record):
-    """Everything about one run: what was asked, what was decided, what is expected, what was seen, what comes next."""
+    """One run in one file: job, strategy, machine, estimate, measurements as evidence, and the next plans to step down
+    to."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     job: Job
@@ -250,7 +252,8 @@ _PARTS = ("job", "strategy", "machine")
 
 
 def plan_to_toml(plan: Plan) -> str:
-    """The plan's file. Absent = null; what an estimate shares with its plan stands once, at the top."""
+    """A plan as the text of plan.toml. Fields that are None are left out; what the estimate shares with the plan is
+    written once, at the top."""
     import tomli_w  # only writers need it, and readers start faster without
 
     whole = _without_nulls(plan.to_json())

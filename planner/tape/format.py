@@ -285,7 +285,8 @@ class Tape:
         raise AssertionError(f"{name} is in no run")
 
     def block_of(self, name: str) -> tuple[str, int] | None:
-        """(module list, index) of the block a parameter's full name lies in; None outside the blocks."""
+        """(module list, index) of the block that a parameter's full name belongs to; None for one outside the
+        blocks."""
         for run in self.runs:
             if name.startswith(f"{run.module_list}."):
                 return run.module_list, int(name[len(run.module_list) + 1 :].split(".", 1)[0])

@@ -130,7 +130,8 @@ UNPAGED = {"adamw-8bit-paged": "adamw-8bit"}
 
 
 def methods(profile: ModelProfile) -> tuple[str, ...]:
-    """What is recorded of a model: LoRA on its usual layers, on more layers where that is usual too, and full."""
+    """The recorded methods of a model: LoRA on its usual layers, on more layers where that is usual too, and full
+    training."""
     return ("lora", WIDE, "full") if profile.lora.wide else ("lora", "full")
 
 
@@ -149,7 +150,7 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
 
 
 def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
-    """In which precisions a recorded method of a model is recorded. A UNet's convolutions cannot be cast layerwise."""
+    """The precisions that a method of a model is recorded in. A UNet's convolutions cannot be cast layerwise."""
     if method != "lora":
         return PRECISIONS[method.removesuffix("-wide")]
     bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.traits.fp8_base)

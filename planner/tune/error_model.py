@@ -60,7 +60,7 @@ class FinishedProbe:
 
 
 class ErrorModel:
-    """What to expect of plans not measured yet, after those that were: a posterior of measured / estimated bytes."""
+    """The ratio of measured to estimated bytes that finished probes lead to expect of other plans, as a posterior."""
 
     def __init__(self, seen: Sequence[FinishedProbe]) -> None:
         self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]

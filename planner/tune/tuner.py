@@ -50,7 +50,7 @@ class Tuner:
         self.finished: dict[Key, FinishedProbe] = {}
 
     def tell(self, job: Job, strategy: ResolvedStrategy, measured: Measured) -> FinishedProbe | None:
-        """A probe has finished, here or elsewhere. None where nothing is recorded of such a plan."""
+        """Records a finished probe, made here or elsewhere. None when no recording answers for such a plan."""
         found = self.search.try_estimate(job, strategy)
         if found is None:
             return None

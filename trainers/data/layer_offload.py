@@ -13,7 +13,8 @@ LAYERS = (("block", "num_layers"), ("layers", "num_hidden_layers"), ("layers", "
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """What this process may still take of a card: what is free, and no more than it was given; None without a card."""
+    """Bytes that this process may still allocate on a card: what is free, and at most its own cap; None without a
+    card."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -42,7 +43,8 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 def bring_layers(model: nn.Module, device: torch.device) -> nn.Module:
-    """Has the layers of a text encoder on the CPU come and go with their forward; all else goes to the device."""
+    """Hooks a text encoder on the CPU so that each layer is copied to the device for its forward and dropped after it;
+    everything else is moved to the device. Returns the model."""
     layers = [
         f"{name}.{index}" for name in layers_of(model) for index, _ in enumerate(model.get_submodule(name).children())
     ]

@@ -58,7 +58,7 @@ def with_partner(entries: Iterable[CachedSample]) -> list[CachedSample]:
 
 
 def write_entries(path: Path, entries: Iterable[CachedSample]) -> None:
-    """Lists samples in a file of JSON lines, whole or not at all; files below its folder by their path from there."""
+    """Lists samples in a file of JSON lines, atomically; the paths of files below its folder are relative to it."""
     root = path.parent.absolute()
 
     def portable(file: Path) -> str:
@@ -197,7 +197,7 @@ class Stacker:
         return self.kind.collate(samples)
 
     def template(self, bucket: Bucket) -> Batch:
-        """One sample without values: what it holds, but for prompts that may be shorter."""
+        """One sample as meta tensors: the shapes and dtypes that a cached sample must have (prompts may be shorter)."""
         if bucket not in self._templates:
             grid = {**lookup.grid(self.profile, self.job, bucket), "B": 1}
             self._templates[bucket] = self.kind.cached_tensors(self.kind.batch(grid, "meta", self.dtype))

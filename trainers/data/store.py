@@ -81,7 +81,7 @@ class Store:
             self.path(key, turn).unlink(missing_ok=True)
 
     def fault(self, key: str) -> str | None:
-        """Why a sample could not be encoded, when a run that leaves out such samples has found it so."""
+        """Why a sample could not be encoded, where an earlier run with `skip_bad` found so; else None."""
         with contextlib.suppress(FileNotFoundError):
             return self.path(key).with_suffix(".bad").read_text(encoding="utf-8")
         return None

@@ -21,7 +21,8 @@ def file_of(profile: ModelProfile) -> str:
 
 
 def family(profile: ModelProfile) -> Family:
-    """What trains a model: the `FAMILY` of its file, made for its profile. A VplanError where there is no such file."""
+    """The family that trains a model: the `FAMILY` of its file, made for its profile. Raises a VplanError when there is
+    no such file."""
     name = file_of(profile)
     if name not in files():
         raise VplanError(f"family {profile.family!r} of {profile.name} is unknown", f"known: {', '.join(files())}")

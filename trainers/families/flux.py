@@ -60,7 +60,7 @@ class Flux(Family):
         return inputs, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Of the noisy tokens alone; what comes out for the reference is dropped."""
+        """The family's loss over the noisy tokens; what the model returns for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:

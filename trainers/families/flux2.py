@@ -45,7 +45,7 @@ class Flux2(Family):
         return inputs, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Of the noisy tokens alone; what comes out for the references is dropped."""
+        """The family's loss over the noisy tokens; what the model returns for the references is dropped."""
         return super().loss(prediction[:, : target.shape[1]], target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:

@@ -64,7 +64,7 @@ class QwenImage(Family):
         return name.startswith((f"{last}attn.to_add_out.", f"{last}txt_mlp."))
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Of the noisy tokens alone; what comes out for the reference is dropped."""
+        """The family's loss over the noisy tokens; what the model returns for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:

@@ -117,7 +117,8 @@ class Wan(Family):
         return steps
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Without the given frame (DiffSynth-Studio diffsynth/diffusion/loss.py FlowMatchSFTLoss)."""
+        """The family's loss, without the frame that is given (DiffSynth-Studio diffsynth/diffusion/loss.py
+        FlowMatchSFTLoss)."""
         return super().loss(prediction[:, :, 1:] if self.first_frame_given else prediction, target, inputs)
 
 
@@ -128,7 +129,7 @@ def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
 
 
 def encode_image(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """What CLIP sees of the first frame: its last layer but one (diffusers WanImageToVideoPipeline.encode_image)."""
+    """{"image": CLIP's penultimate states of the first frame} (diffusers WanImageToVideoPipeline.encode_image)."""
     pixels = encoder.helper(images=frames[0].permute(2, 0, 1), return_tensors="pt").pixel_values
     states = encoder.model(pixels.to(encoder.device, encoder.model.dtype), output_hidden_states=True).hidden_states
     return {"image": states[-2][0]}

@@ -118,7 +118,8 @@ class ProbedTraining:
         self.meter.report.tell(first_step_seconds=self._step(self.request.grids[0]))
 
     def steady_steps(self) -> None:
-        """One step of each shape, the largest last, so that it finds what the others leave; then those that count."""
+        """Runs one step of each shape, the largest last so that it meets what the others leave in the cache; then the
+        steps that are measured."""
         for grid in reversed(self.request.grids):
             self._step(grid)
         for _ in range(self.request.steps):

@@ -17,7 +17,8 @@ from planner.units import format_gib
 
 
 def host_bytes(nbytes: int, pinned: bool) -> Tensor:
-    """Bytes in host RAM; ``pinned`` where there is a GPU. A VplanError when CUDA may not have them."""
+    """A tensor of `nbytes` bytes in host RAM, pinned where asked and where there is a GPU. Raises a VplanError when
+    CUDA cannot pin so much."""
     buffer = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))

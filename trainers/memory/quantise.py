@@ -120,7 +120,7 @@ class Place(NamedTuple):
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Replaces it by a tensor of the same shape and format, wherever that lies."""
+        """Replaces the tensor by one of the same shape and format, on whatever device."""
         setattr(self.holder, self.attribute, tensor)
 
 

@@ -112,8 +112,8 @@ class BlockSwap:
                 module.register_forward_hook(behind(swapped))
 
     def make_ready(self, index: int) -> None:
-        """Has a block's weights on the device before it computes, and starts to fetch those of the block after it: in
-        backward that is the one before."""
+        """Makes sure that a block's weights are on the device before it computes, and starts to fetch those of the
+        block that runs next (in backward, the one before)."""
         # A copy that was started ahead is waited for on the GPU: the CPU goes on to queue the block's kernels.
         slot = self._holds.index(index) if index in self._holds else self._fetch(index)
         if (ready := self._ready[slot]) is not None:

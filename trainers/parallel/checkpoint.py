@@ -133,7 +133,8 @@ def trained_weights(checkpoint: Path) -> Weights:
 
 
 def load_state(checkpoint: Path, engine: LocalEngine) -> None:
-    """This rank's optimizer state; a VplanError when the file holds more than plain data."""
+    """Loads this rank's optimizer state from a checkpoint. Raises a VplanError when the file holds more than plain
+    data."""
     rank = dist.get_rank() if dist.is_initialized() and not engine.replicated else 0
     path = checkpoint / state_file(rank)
     try:

@@ -21,7 +21,8 @@ from planner.spec.job import Strategy
 
 
 def split_tokens(model: nn.Module, strategy: Strategy, device: torch.device) -> None:
-    """Has groups of neighbouring ranks share each sample's tokens; all ranks call together."""
+    """Sets a model up for context parallelism: groups of neighbouring ranks share each sample's tokens. All ranks call
+    it together."""
     parts = strategy.context_parallel
     if parts == 1:
         return

@@ -38,7 +38,7 @@ def part(profile: ModelProfile, job: Job | None = None) -> str:
 
 
 def finish(folder: Path, profile: ModelProfile, job: Job, engine: LocalEngine, average: Average | None) -> None:
-    """Writes the trained weights, or their average where the plan keeps one; all ranks call together."""
+    """Writes the trained weights, or their moving average where the plan keeps one. All ranks call it together."""
     trained = engine.trainee.trainable
     tensors = gather(trained, average.full_tensor if average else engine.full_tensor)
     if job.method == "full":

@@ -74,7 +74,7 @@ class LocalEngine(step.Engine):
         return self.parameters[name].detach()
 
     def state(self) -> dict[str, Any]:
-        """What this rank keeps of the optimizer in a checkpoint: dicts and lists of plain tensors and numbers."""
+        """This rank's optimizer state for a checkpoint: dicts and lists of plain tensors and numbers."""
         assert self.trainee.optimizer is not None
         scaling = {SCALER: self.scaler.state_dict()} if self.scaler else {}
         return {**self.trainee.optimizer.state_dict(), **scaling}
@@ -88,7 +88,7 @@ class LocalEngine(step.Engine):
         take_up(self.trainee.optimizer, state)
 
     def release(self) -> None:
-        """Lets go of weights that a forward without a backward has left gathered; all ranks call together."""
+        """Frees weights that a forward without a backward has left gathered. All ranks call it together."""
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, whose ``lr`` is the learning rate of the next step."""
@@ -330,7 +330,7 @@ def split_like(unsplit: Tensor, parameter: Tensor) -> Tensor:
 
 
 def join_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """The whole tensor of which every rank has a part, as it has of a parameter."""
+    """The whole tensor that the ranks' parts make up; it is split as ``parameter`` is. The inverse of `split_like`."""
     if not isinstance(parameter, DTensor):
         return part
     spread = DTensor.from_local(

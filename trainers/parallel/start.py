@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def find_device(name: str) -> torch.device:
-    """This rank's device; a VplanError when there is none of that kind."""
+    """The device of this rank. Raises a VplanError when there is none of that kind."""
     if name == "cpu":
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))

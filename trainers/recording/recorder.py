@@ -56,7 +56,7 @@ class RawAllocation:
 
 @dataclass
 class RawRecording:
-    """What was recorded, as it happened: an event >= 0 allocates ``allocations[event]``, one < 0 frees ``~event``."""
+    """A recording as it happened: an event >= 0 allocates ``allocations[event]``, one < 0 frees ``~event``."""
 
     allocations: list[RawAllocation] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
         allocation.rounded = exact, multiple, allocation.nbytes
 
     def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
-        """Says what an existing allocation holds. ``host`` marks what a GPU run keeps in host memory."""
+        """Sets what an existing allocation holds. The category ``host`` marks what a run on a GPU keeps in host RAM."""
         number = self._number.get(tensor.untyped_storage()._cdata)
         if number is None:
             return

@@ -77,7 +77,7 @@ def _is_prime(number: int) -> bool:
 
 
 def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict[str, Any]:
-    """The published config with few ``blocks`` of each kind; a UNet, whose levels all differ, keeps its depth."""
+    """The published config with few ``blocks`` in each stack; a UNet, whose levels all differ, keeps its depth."""
     config = dict(profile.config)
     dual = config.get("dual_attention_layers")
     if dual:  # SD3.5 medium: blocks with a second attention, then plain ones, then a last one without text output

@@ -27,7 +27,8 @@ KERNELS = {
 
 
 def ask_for(model: nn.Module, attention: str, device: torch.device) -> None:
-    """Sets the kernel a plan asks for; a VplanError where it cannot be had. ``sdpa`` lets torch choose."""
+    """Sets the attention kernel that a plan asks for; ``sdpa`` leaves the choice to torch. Raises a VplanError when it
+    is not available."""
     if attention == "sdpa":
         return
     fix = "use --attention sdpa, which lets torch choose"

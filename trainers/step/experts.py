@@ -56,7 +56,7 @@ class Experts(nn.Module):
         return self.get_submodule(PARTS[which])
 
     def send_idle(self, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-        """Has the idle one wait in pinned host RAM from now on, and blocks that are swapped of either."""
+        """Moves the idle expert to pinned host RAM, where it waits from now on, and the swapped blocks of both."""
         for which in PARTS:
             blocks = swap.swapped_blocks(self.part(which), profile, strategy)
             if blocks:
@@ -87,7 +87,8 @@ class Experts(nn.Module):
 
 @torch.no_grad()
 def exchange(one: Place, other: Place) -> None:
-    """Two tensors of a shape change places, which for a moment takes a copy of the first where that lies."""
+    """Swaps the contents of two places of the same shape; for a moment this takes a copy of the first on its own
+    device."""
     here, there = one.tensor, other.tensor
     between = here.clone()
     here.copy_(there, non_blocking=True)
@@ -159,12 +160,12 @@ def from_folder(
 
 
 def chosen(profile: ModelProfile, seed: int, number: int, micro: int) -> str:
-    """The expert (``high`` or ``low``) that a micro-batch of a step trains: the same on every rank, and in a run that
-    is taken up."""
+    """The expert (``high`` or ``low``) that a micro-batch of a step trains: the same on every rank, and in a resumed
+    run."""
     drawn = sample_seed(seed, "expert", number, micro) / 2**63
     return "high" if drawn < high_share(profile.training) else "low"
 
 
 def models_of(model: nn.Module) -> list[nn.Module]:
-    """Both experts of a pair, high noise first; of any other model itself alone."""
+    """Both experts of a pair, high noise first; for any other model a list of itself."""
     return [model.transformer, model.transformer_2] if isinstance(model, Experts) else [model]

@@ -174,7 +174,7 @@ def job_options(function: Function) -> Function:
 
 
 def machine_options(function: Function) -> Function:
-    """Adds on what: a flag per Machine field but `links`, which a plan file can hold."""
+    """A decorator that adds one option for every field of Machine but `links`, which only a plan file can hold."""
     return field_options(Machine, without=("links",))(function)
 
 

@@ -103,7 +103,7 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
 
 
 def is_current(path: Path) -> bool:
-    """Whether a tape is there, whole, and of the format that is written now."""
+    """Whether a tape's file exists, is complete, and has the format that is written now."""
     try:
         return bool(json.loads(unpack(path))["format"] == FORMAT)
     except (*DAMAGES, KeyError, TypeError):

@@ -26,10 +26,9 @@ PLAN = "plan.toml"
 
 
 def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) -> Plan:
-    """The plan that was named, or the one a former call chose here, or the best one there is.
-
-    The last is printed on ``console``.
-    """
+    """The plan that was given, or the one that an earlier call chose in this folder, or the best one that a search
+    finds, which is printed on ``console``. ``first``: whether this is the first computer, which writes the plan. Raises
+    a VplanError when there is neither plan nor model."""
     kept = output / PLAN
     if asked.plan is not None:
         plan = Plan.under(asked.settle().configuration(), asked.trainer)

@@ -37,7 +37,8 @@ def counted(machine: Machine) -> str:
 
 
 def headline(console: Console, question: Question, found: Estimate | None = None) -> None:
-    """The first line: card, budget and the defaults taken (those of `found`, where a search chose some of them)."""
+    """Prints the first line of an answer: card, budget and the defaults that were filled in (those of `found`, where a
+    search chose some of them)."""
     gpu = question.gpu
     title = f"{question.model.title}, {question.job.method}"
     text = f"{title}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB usable"
@@ -132,7 +133,7 @@ def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str
 
 
 def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
-    """What a plan trains and on what, its verdict, the bar and what it switches on: how a run of it begins."""
+    """Prints how a run of a plan begins: what it trains on which card, the verdict, the bar and the options."""
     from planner.catalog import lookup
 
     count, card = lookup.parse_gpus(plan.machine.gpu)
@@ -149,7 +150,7 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
 
 
 def print_suggestion(console: Console, question: Question, found: Suggestion) -> None:
-    """The chosen plan, why, what else there is, and what to do when nothing fits."""
+    """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits."""
     plan = found.plan
     headline(console, question, plan)
     console.print(verdict_line(plan))

@@ -284,7 +284,7 @@ def _last(output: Path) -> str:
 
 
 def resume_hint(output: Path) -> str:
-    """What a run that was stopped leaves behind."""
+    """What a stopped run leaves, and how to resume it, in words."""
     return f"{_last(output)}; encoded data is kept, and the same command resumes from there"
 
 

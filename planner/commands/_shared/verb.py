@@ -121,7 +121,8 @@ def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None
 
 
 def answer_console() -> Console:
-    """Where answers for people go: as wide as the terminal, or as COLUMNS says; without either nothing is wrapped."""
+    """The console for answers: as wide as the terminal or as COLUMNS says; in a pipe without COLUMNS, wide enough that
+    nothing wraps."""
     # Imported here: a program that asks for JSON should not wait for colours.
     from rich.console import Console
 

@@ -124,8 +124,8 @@ class Dialect:
 
     @functools.cached_property
     def entries(self) -> tuple[Binding | When, ...]:
-        """The table, and behind it every field of a strategy that it does not bind: such a field has no word in this
-        trainer, which leaves it at our default."""
+        """The entries of the table, followed by one for every strategy field that it does not bind: the trainer has no
+        setting for such a field and leaves it at our default."""
         if self.user_loop:
             return self.table
         bound = {field for entry in self.table for field in _binding(entry).fields}

@@ -39,7 +39,8 @@ class Flag(Record):
     """for a flag that was taken away: when, and what says the same now"""
 
     def fault(self, value: object) -> str:
-        """What is wrong with a config key's value; empty when nothing is. `any` and unknown types take everything."""
+        """Why a config key cannot have this value, in words; empty when it can. Types `any` and unknown ones take
+        everything."""
         kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
         accepted = kinds.get(self.type)
         if self.choices and value not in self.choices:

@@ -120,7 +120,8 @@ class Script:
             return None
 
     def document(self, path: str) -> dict[str, Any] | None:
-        """A config file that the script names, as tables; None when it is not there."""
+        """The tables of a config file that the script names; None when the file is not found. Raises a VplanError for a
+        file that cannot be read."""
         file = self.find(path)
         return read_document(file) if file else None
 

@@ -100,7 +100,7 @@ OFFLOAD_COST = "slower: the copies are pageable and synchronous"
 
 
 def folder_of(model: str) -> str | None:
-    """Folder of the example that trains a model; None where there is none."""
+    """The folder of DiffSynth's example that trains a model; None when it has none."""
     return FOLDERS.get(lookup.model(model).family.partition("-")[0])
 
 

@@ -84,7 +84,8 @@ BATCH = "config:micro_batch_size_per_gpu"
 
 
 def shape_of(settings: Settings) -> Fields:
-    """The size buckets, or the resolutions as squares with every frame bucket."""
+    """The fields of the samples' shapes: from the dataset's size buckets, else from its resolutions, as squares, with
+    every frame bucket."""
     model = lookup.model(model_of(settings)["model"])
     usual = model.shape
     rows = rows_of(settings, BUCKETS)

@@ -69,7 +69,8 @@ def params_host_bytes(run: Run) -> int:
 
 
 def drive_bytes(run: Run) -> int:
-    """What all ranks together keep on the drive: fp32 weights, gradients and two states; and weights in 16 bits."""
+    """Bytes that all ranks together keep on the drive: fp32 weights, gradients and two optimizer states, and weights in
+    16 bits."""
     nbytes = 0
     if run.strategy.offload_optimizer == "nvme":
         nbytes += FULL * _on_drive(run)

@@ -43,15 +43,16 @@ class StageEditor:
         self._after: dict[int, list[int]] = {}
 
     def before(self, index: int, events: Sequence[int]) -> None:
-        """Puts events before a stretch; those put there earlier come first."""
+        """Queues events to insert before a stretch, behind those queued there earlier. `insert` applies them."""
         self._before.setdefault(index, []).extend(events)
 
     def after(self, index: int, events: Sequence[int]) -> None:
-        """Puts events behind a stretch; those put there earlier come first."""
+        """Queues events to insert after a stretch, behind those queued there earlier. `insert` applies them."""
         self._after.setdefault(index, []).extend(events)
 
     def insert(self, name: str, inside: Mapping[int, list[int]] | None = None) -> None:
-        """Rebuilds the stage. ``inside`` replaces the events of stretches."""
+        """Rebuilds the stage with all queued events, in new stretches of this name. ``inside``: index of a stretch ->
+        events that replace its own."""
         woven = []
         for index, (moment, events) in enumerate(self.stage.stretches):
             for added, place in ((self._before, -1), (None, 0), (self._after, 1)):

@@ -149,7 +149,8 @@ def encoders_at_start(run: Run) -> None:
 
 
 def cache_kept(run: Run) -> None:
-    """Nothing empties the allocator's cache between a step and its validation (the same script, ``log_validation``)."""
+    """Leaves the allocator's cache as it is between a step and validation: the script does not empty it (the same
+    script, ``log_validation``)."""
     run.empty_cache.before_validation = False
 
 

@@ -23,7 +23,8 @@ Grid = Mapping[str, int]
 
 
 class Family:
-    """A model family. Batches hold what caching leaves on disk: latents and text embeddings."""
+    """A model family: how its batches, inputs, targets and encoders look. Batches hold what caching leaves on disk:
+    latents and text embeddings."""
 
     short_sides = False
     """Whether its table of positions ends before the rows and columns tapes are usually recorded at."""

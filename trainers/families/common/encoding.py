@@ -61,7 +61,8 @@ def pipeline(name: str, **components: Any) -> Any:
 
 
 def prompt_of(name: str, encoder: Encoder, caption: str) -> list[Tensor]:
-    """What a video pipeline of one text encoder makes of a caption: the embeddings, then their mask if it has one."""
+    """What a video pipeline with one text encoder makes of a caption: its embeddings, (tokens, width), then their mask
+    if there is one."""
     embeddings = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper).encode_prompt(
         caption, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
     )
