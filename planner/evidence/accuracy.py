@@ -126,11 +126,11 @@ class Comparison:
     @property
     def error_pct(self) -> float | None:
         """Signed distance to the interval, relative to its nearer bound; 0 inside, negative when predicted too low."""
-        found = self.predicted_gib
-        if self.measured is None or found is None:
+        predicted = self.predicted_gib
+        if self.measured is None or predicted is None:
             return None
-        bound = _within(found, self.measured)
-        return (found - bound) / bound * 100
+        bound = _within(predicted, self.measured)
+        return (predicted - bound) / bound * 100
 
     @property
     def inside(self) -> bool | None:
@@ -180,12 +180,12 @@ def _within(value: float, interval: Interval) -> float:
 
 def only(rows: Sequence[Row], text: str) -> list[Row]:
     """The rows whose id or model contains the text, in any case; a VplanError when there are none."""
-    found = [row for row in rows if text.lower() in row.id.lower() or text.lower() in row.job.model.lower()]
-    if not found:
+    matches = [row for row in rows if text.lower() in row.id.lower() or text.lower() in row.job.model.lower()]
+    if not matches:
         names = {row.job.model for row in rows} | {row.id for row in rows}
         fix = did_you_mean(text, sorted(names), "pass a part of a row's id or of its model's name")
         raise VplanError(f"no row has {quoted(text)} in its id or model", fix)
-    return found
+    return matches
 
 
 def compare(rows: Iterable[Row], predict: Predict, after_step: AfterStep) -> list[Comparison]:
@@ -196,7 +196,7 @@ def compare(rows: Iterable[Row], predict: Predict, after_step: AfterStep) -> lis
 
 def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparison]:
     """The row's numbers, all from one prediction; one entry for the verdict alone where it has no numbers."""
-    numbers: list[tuple[Counter, Interval | None]] = [(found.counter, found) for found in row.intervals]
+    numbers: list[tuple[Counter, Interval | None]] = [(interval.counter, interval) for interval in row.intervals]
     numbers = numbers or [(row.counter, None)]
     try:
         configuration, family = _settle(row)
@@ -209,15 +209,15 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
     except VplanError as error:
         reason = error.message
         return [
-            Comparison(row=row, counter=counter, measured=found, judges=False, unsupported=reason)
-            for counter, found in numbers
+            Comparison(row=row, counter=counter, measured=interval, judges=False, unsupported=reason)
+            for counter, interval in numbers
         ]
     return [
         Comparison(
             row=row,
             counter=counter,
-            measured=found,
-            judges=found == numbers[0][1],
+            measured=interval,
+            judges=interval == numbers[0][1],
             predicted=_range(counter, prediction, stays),
             allowed=(prediction.low, prediction.high),
             verdict=prediction.verdict,
@@ -225,7 +225,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
             basis=prediction.basis,
             family=family,
         )
-        for counter, found in numbers
+        for counter, interval in numbers
     ]
 
 
@@ -272,8 +272,8 @@ def _range(counter: Counter, prediction: Prediction, after_step_bytes: int) -> P
     )
     if counter == "unknown":
         return PredictedRange(allocated, reserved, device)
-    known = {"allocated": allocated, "reserved": reserved, "device": device, AFTER_STEP: gib(after_step_bytes)}
-    return PredictedRange(known[counter], known[counter], known[counter])
+    by_counter = {"allocated": allocated, "reserved": reserved, "device": device, AFTER_STEP: gib(after_step_bytes)}
+    return PredictedRange(by_counter[counter], by_counter[counter], by_counter[counter])
 
 
 # ---- summing up

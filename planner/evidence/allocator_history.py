@@ -101,19 +101,21 @@ class History:
     def of(self, phase: str, least: int) -> list[Event]:
         """The events of a phase of at least `least` bytes, in order."""
         starts = [start for _, start in self.phases] + [len(self.events)]
-        found = []
+        events = []
         for index, (name, start) in enumerate(self.phases):
             if name == phase:
-                found += [event for row in self.events[start : starts[index + 1]] if (event := self._event(row, least))]
-        return found
+                events += [
+                    event for row in self.events[start : starts[index + 1]] if (event := self._event(row, least))
+                ]
+        return events
 
     def _event(self, row: list[Any], least: int) -> Event | None:
         action, _, size, _, *frame = row
         nbytes = _rounded(size)
         if action not in ACTIONS or nbytes < least:
             return None
-        known = bool(frame) and 0 <= frame[0] < len(self.frames)
-        return Event(ACTIONS[action], nbytes, self.frames[frame[0]] if known else "")
+        has_frame = bool(frame) and 0 <= frame[0] < len(self.frames)
+        return Event(ACTIONS[action], nbytes, self.frames[frame[0]] if has_frame else "")
 
 
 def read_history(path: str | Path) -> History:
@@ -174,16 +176,16 @@ def laid_out(plan: Plan) -> Run:
 
 def on_tape(run: Run, least: int = 0) -> dict[str, list[Event]]:
     """The allocations and frees of at least `least` bytes of a run, by phase."""
-    found: dict[str, list[Event]] = {}
+    by_phase: dict[str, list[Event]] = {}
     for phase, stage in run.stages:
-        events = found.setdefault(phase, [])
+        events = by_phase.setdefault(phase, [])
         for moment, ops in stage.stretches:
             for op in ops:
                 buffer = op if op >= 0 else ~op
                 nbytes = _rounded(run.sizes[buffer])
                 if nbytes >= max(least, 1):
                     events.append(Event("alloc" if op >= 0 else "free", nbytes, _where(moment, run, buffer)))
-    return found
+    return by_phase
 
 
 def _where(moment: Moment, run: Run, buffer: int) -> str:
@@ -206,7 +208,7 @@ def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseCompari
 
 def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> PhaseComparison:
     """Aligns the events of one phase of both sides by order, kind and size, and lists where they differ."""
-    found: list[Difference] = []
+    differences: list[Difference] = []
     one = other = 0
     parted = False
     while one < len(tape) or other < len(run):
@@ -217,11 +219,11 @@ def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> Ph
         parted = skipped is None
         more, others = skipped or (1, 1)
         sides = tuple(tape[one : one + more]), tuple(run[other : other + others])
-        found.append(Difference(one, _what(*sides), *sides, _module(tape, one)))
-        if parted or len(found) == MOST:
+        differences.append(Difference(one, _what(*sides), *sides, _module(tape, one)))
+        if parted or len(differences) == MOST:
             break
         one, other = one + more, other + others
-    return PhaseComparison(phase, len(run), len(tape), _peak(run), _peak(tape), tuple(found), parted)
+    return PhaseComparison(phase, len(run), len(tape), _peak(run), _peak(tape), tuple(differences), parted)
 
 
 def _alike(one: Event, other: Event) -> bool:

@@ -61,7 +61,7 @@ class Calibration(Record):
         """Bytes of the CUDA context and loaded kernels together; None where NVML does not tell."""
         if self.context_bytes is None or None in self.kernels.values():
             return None
-        return self.context_bytes + sum(found or 0 for found in self.kernels.values())
+        return self.context_bytes + sum(nbytes or 0 for nbytes in self.kernels.values())
 
     @property
     def setup(self) -> Setup:
@@ -74,12 +74,12 @@ def path_of(gpu: str, driver: str, torch: str) -> Path:
     return user_data.folder() / FOLDER / f"{user_data.name_for(f'{gpu}-{driver}-{torch}')}.json"
 
 
-def write(found: Calibration) -> Path:
+def write(calibration: Calibration) -> Path:
     """Keeps a calibration in the place of the one before; a VplanError where it cannot be written."""
-    path = path_of(found.gpu, found.driver, found.torch)
+    path = path_of(calibration.gpu, calibration.driver, calibration.torch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found.to_json())
+        write_json(path, calibration.to_json())
     except OSError as error:
         fix = f"free some space there, or set {user_data.VARIABLE} to a writable folder"
         raise VplanError(f"cannot write {quoted(str(path))}: {error.strerror}", fix) from None
@@ -100,9 +100,9 @@ def read(gpu: str, driver: str, torch: str) -> Calibration | None:
     return Calibration.read(data, path.name)
 
 
-def calibrated(card: GpuProfile, found: Calibration) -> GpuProfile:
+def calibrated(card: GpuProfile, calibration: Calibration) -> GpuProfile:
     """A card with what was measured of it: memory, context, rates. Rates of other formats keep their proportion."""
-    rates = found.rates
+    rates = calibration.rates
     matmul = rates.matmul_flops_per_second / matmul_efficiency(card) / 1e12
     share = matmul / card.bf16_tflops if card.bf16_tflops else 1.0
     changes: dict[str, object] = {
@@ -110,13 +110,13 @@ def calibrated(card: GpuProfile, found: Calibration) -> GpuProfile:
         "fp16_tflops": card.fp16_tflops * share,
         "bandwidth_gbs": rates.copy_bytes_per_second / COPY_EFFICIENCY / 1e9,
         "link_gbs": min(rates.to_device_bytes_per_second, rates.to_host_bytes_per_second) / 1e9,
-        "source": f"{card.source}; calibrated {found.time}",
+        "source": f"{card.source}; calibrated {calibration.time}",
     }
     if card.bf16_tflops:
         passes = rates.attention_forward_flops_per_second, rates.attention_backward_flops_per_second
         changes["attention_tflops"] = tuple(rate / 1e12 for rate in passes)
-    if found.outside_bytes:
-        changes["context_mib"] = found.outside_bytes / MIB
-    if found.total_bytes:
-        changes["allocatable_gib"] = found.total_bytes / GIB
+    if calibration.outside_bytes:
+        changes["context_mib"] = calibration.outside_bytes / MIB
+    if calibration.total_bytes:
+        changes["allocatable_gib"] = calibration.total_bytes / GIB
     return card.replace(**changes)

@@ -74,26 +74,26 @@ def _read(path: Path, written_ns: int, model: str) -> list[ProbeRow]:
 
 
 def learned(
-    model: str, gpu: GpuProfile, trainer: str = "vplan", known: Sequence[ProbeRow] | None = None
+    model: str, gpu: GpuProfile, trainer: str = "vplan", probes: Sequence[ProbeRow] | None = None
 ) -> ModelMeasurements:
     """What measurements say about a bundled or own model on a card; nothing about other people's trainers.
 
-    `known` in place of the ledgers' rows. Simulated rows, and those without numbers of a GPU, say nothing; the half of
+    `probes` in place of the ledgers' rows. Simulated rows, and those without numbers of a GPU, say nothing; the half of
     a grid that is held out says only what became of the very plan.
     """
     if trainer != "vplan":
         return NO_MEASUREMENTS
     name = lookup.model(model).name
-    found = [row for row in (rows(name) if known is None else known) if row.job.model == name and is_of_a_gpu(row)]
-    found = [row for row in found if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
-    told = [(row, own) for row in found if (own := stands_for(row, gpu)) is not None][-NEWEST:]
-    if not told:
+    own_rows = [row for row in (rows(name) if probes is None else probes) if row.job.model == name and is_of_a_gpu(row)]
+    own_rows = [row for row in own_rows if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
+    newest = [(row, own) for row in own_rows if (own := stands_for(row, gpu)) is not None][-NEWEST:]
+    if not newest:
         return NO_MEASUREMENTS
     said = _Said(gpu)
-    runs = [each for row, own in told if not held_out(row) for each in _seen(row, own, said)]
+    runs = [each for row, own in newest if not held_out(row) for each in _seen(row, own, said)]
     said.keep()
     proofs: dict[str, tuple[Proof, ...]] = {}
-    for row, own in told:
+    for row, own in newest:
         if here().agrees(row.env):
             proofs[row.id] = (*proofs.get(row.id, ()), Proof(row.measured, phases_of(row.details), own))
     encoded = [each for part, each in runs if part == "encode"]
@@ -157,9 +157,9 @@ def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
     yield "encode", seen.replace(**nothing, **peaks_of(row.details, SEPARATE_PHASES))
 
 
-def with_learned(known: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
+def with_learned(facts: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
     """The facts of a question with what measurements say: the ledgers', or these."""
-    return known._replace(measurements=learned(known.model.name, known.gpu, trainer, from_rows))
+    return facts._replace(measurements=learned(facts.model.name, facts.gpu, trainer, from_rows))
 
 
 class _Said:
@@ -201,14 +201,14 @@ class _Said:
 def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
     try:
         configuration = row.configuration
-        found = estimate(configuration, load_facts(configuration, gpu=card))
+        answer = estimate(configuration, load_facts(configuration, gpu=card))
     except VplanError:
         return None
     went = phases_of(row.details)
-    through = {phase: peak for phase, peak in found.phases.items() if phase in went} or found.phases
+    through = {phase: peak for phase, peak in answer.phases.items() if phase in went} or answer.phases
     apart = {phase: peak for phase, peak in through.items() if phase in SEPARATE_PHASES and phase in went}
     step = {phase: peak for phase, peak in through.items() if phase not in apart}
-    return {"step": _highest(step), "encode": _highest(apart), "seconds": found.step_seconds}
+    return {"step": _highest(step), "encode": _highest(apart), "seconds": answer.step_seconds}
 
 
 def _highest(phases: Mapping[PhaseName, PhasePeak]) -> dict[str, int] | None:

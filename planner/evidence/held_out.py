@@ -44,14 +44,14 @@ def halves(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
 
     Only what there are rows of.
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_half: dict[str, dict[str, Any]] = {}
     for taken in ("measured", "simulated"):
         own = [entry for entry in compared if entry.row.taken == taken and entry.unsupported is None]
         if own:
             parts = {"held_out": [entry for entry in own if entry.row.held_out]}
             parts |= {"other": [entry for entry in own if not entry.row.held_out], "all": own}
-            found[taken] = {name: _half(entries) for name, entries in parts.items()}
-    return found
+            by_half[taken] = {name: _half(entries) for name, entries in parts.items()}
+    return by_half
 
 
 def verdicts(name: str, half: dict[str, Any]) -> str:
@@ -116,11 +116,11 @@ def _order(ran: Iterable[Comparison]) -> dict[str, Any]:
         if entry.row.step_seconds and entry.predicted_seconds:
             job = f"{entry.row.machine.gpu} {entry.row.job.model_dump_json()}"
             jobs.setdefault(job, []).append((entry.row.step_seconds, entry.predicted_seconds))
-    known = [value for pairs in jobs.values() if (value := spearman(pairs)) is not None]
+    correlations = [value for pairs in jobs.values() if (value := spearman(pairs)) is not None]
     return {
-        "jobs": len(known),
-        "mean_spearman": statistics.fmean(known) if known else None,
-        "min_spearman": min(known, default=None),
+        "jobs": len(correlations),
+        "mean_spearman": statistics.fmean(correlations) if correlations else None,
+        "min_spearman": min(correlations, default=None),
     }
 
 

@@ -76,15 +76,15 @@ class Ledger:
         except OSError as error:
             fix = "check its permissions, or choose another file"
             raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
-        found = []
+        rows = []
         for number, line in enumerate(lines, start=1):
             if not line.strip() or not all(text in line for text in wanted):
                 continue
             try:
-                found.append(_row(line))
+                rows.append(_row(line))
             except VplanError as error:
                 self.notes.append(f"{self.path.name}:{number} is skipped: {error.message}")
-        return found
+        return rows
 
     def find(self, plan: Plan, environment: Setup | None = None, runner: str = "real") -> list[ProbeRow]:
         """The rows of this very plan (job, strategy, machine), oldest first; with an environment, those taken in it."""

@@ -62,21 +62,23 @@ INSIDE = {"step": ("train", "optimizer")}
 
 def phases_of(details: Mapping[str, Any]) -> frozenset[str]:
     """The phases of an estimate that a probe went through, by its row's details; none of a row that does not say."""
-    told = details.get("phases")
-    names = {inner for name in told for inner in INSIDE.get(name, (name,))} if isinstance(told, dict) else set()
+    counters = details.get("phases")
+    names = {inner for name in counters for inner in INSIDE.get(name, (name,))} if isinstance(counters, dict) else set()
     return frozenset(names.intersection(get_args(PhaseName)))
 
 
 def peaks_of(details: Mapping[str, Any], phases: Collection[str], apart: bool = False) -> dict[str, int]:
     """The highest of each counter over some phases of a probe, or over all others (`apart`); none of a row that does
     not say."""
-    told = details.get("phases")
-    chosen = [each for name, each in told.items() if (name in phases) != apart] if isinstance(told, dict) else []
-    found: dict[str, int] = {}
+    counters = details.get("phases")
+    chosen = (
+        [each for name, each in counters.items() if (name in phases) != apart] if isinstance(counters, dict) else []
+    )
+    peaks: dict[str, int] = {}
     for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
         counted = [each[name] for each in chosen if isinstance(each, dict) and isinstance(each.get(name), int)]
-        found |= {name: max(counted)} if counted else {}
-    return found
+        peaks |= {name: max(counted)} if counted else {}
+    return peaks
 
 
 def is_of_a_gpu(row: ProbeRow) -> bool:

@@ -218,10 +218,10 @@ class _Line(Record):
 
 def shipped() -> list[Path]:
     """The measurement files that are bundled with vplan, sorted. Raises a VplanError when there are none."""
-    found = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
-    if not found:
+    files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
+    if not files:
         raise VplanError("this vplan has no bundled measurements", "reinstall vplan, or pass a .jsonl file")
-    return found
+    return files
 
 
 def shipped_rows() -> list[Row]:
@@ -317,8 +317,8 @@ def _phases(line: _Line) -> frozenset[str]:
 
 def _version(source: object) -> str:
     """The first word of what a published row says of the version: a commit, behind which stands its date."""
-    said = source.get("version") if isinstance(source, dict) else None
-    return said.split()[0] if isinstance(said, str) and said.strip() else ""
+    version = source.get("version") if isinstance(source, dict) else None
+    return version.split()[0] if isinstance(version, str) and version.strip() else ""
 
 
 def _published_by(source: object, publishers: tuple[tuple[str, ...], ...]) -> bool:
@@ -330,7 +330,7 @@ def _not_a_peak(source: object, intervals: tuple[Interval, ...]) -> str | None:
     """Why a published number is no measurement of the peak; None where it may be one."""
     for publisher in CARD_SIZES:
         for size in publisher.cards if _published_by(source, (publisher.publisher,)) else ():
-            if any(found.low_gib <= size <= found.high_gib for found in intervals):
+            if any(interval.low_gib <= size <= interval.high_gib for interval in intervals):
                 return publisher.reason(size)
     return None
 
@@ -342,8 +342,8 @@ def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _take_unknown(fields: dict[str, Any], record: type[Record]) -> str | None:
     """Take out what another trainer has and our closed lists have not (an optimizer, say); the reason if there was."""
-    known = {name: choices(record, name) for name in fields if name in record.model_fields}
-    taken = {name: fields.pop(name) for name, values in known.items() if values and _unlisted(fields[name], values)}
+    listed = {name: choices(record, name) for name in fields if name in record.model_fields}
+    taken = {name: fields.pop(name) for name, values in listed.items() if values and _unlisted(fields[name], values)}
     return ", ".join(f"{name} {quoted(value)} is not in the vocabulary" for name, value in taken.items()) or None
 
 
@@ -367,22 +367,26 @@ def _fill(implementation: str, job: dict[str, Any], strategy: dict[str, Any]) ->
 
 
 def _published(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
-    found = _Published.read(measured, f"{where}: measured")
-    if found.outcome != "measured":
-        return found.outcome, found.counter, ()
-    if found.low_gib is None or found.high_gib is None or found.low_gib > found.high_gib:
-        fault = f"low_gib {found.low_gib} and high_gib {found.high_gib} are not an interval"
+    measurement = _Published.read(measured, f"{where}: measured")
+    if measurement.outcome != "measured":
+        return measurement.outcome, measurement.counter, ()
+    if measurement.low_gib is None or measurement.high_gib is None or measurement.low_gib > measurement.high_gib:
+        fault = f"low_gib {measurement.low_gib} and high_gib {measurement.high_gib} are not an interval"
         raise VplanError(f"{where}: measured {fault}", "write the smaller one as low_gib, the larger as high_gib")
-    return found.outcome, found.counter, (Interval(found.counter, found.low_gib, found.high_gib),)
+    return (
+        measurement.outcome,
+        measurement.counter,
+        (Interval(measurement.counter, measurement.low_gib, measurement.high_gib),),
+    )
 
 
 def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
     """A probe's counters. A run that ended early saw only a part of its peak, so there its outcome alone counts."""
-    found = Measured.read(measured, f"{where}: measured")
+    measurement = Measured.read(measured, f"{where}: measured")
     seen: dict[Counter, int | None] = {
-        "allocated": found.allocated_bytes,
-        "reserved": found.reserved_bytes,
-        "device": found.device_bytes,
+        "allocated": measurement.allocated_bytes,
+        "reserved": measurement.reserved_bytes,
+        "device": measurement.device_bytes,
     }
     exact = [Interval(counter, gib(size), gib(size)) for counter, size in seen.items() if size]
-    return found.outcome, "device", tuple(exact) if found.outcome in RAN else ()
+    return measurement.outcome, "device", tuple(exact) if measurement.outcome in RAN else ()

@@ -33,10 +33,10 @@ RESERVE_BYTES = HELD_BYTES
 """Kept for others on the card that is here, beside what they hold now (DESIGN section 3)."""
 
 
-def card_here(said: Machine) -> CardHere:
+def card_here(typed: Machine) -> CardHere:
     """The first card that CUDA shows a process started here; a VplanError when NVML answers for none.
 
-    `said` has the reserve and the torch that were typed, if they were.
+    `typed` has the reserve and the torch that were typed, if they were.
     """
     driver, cards = doctor.visible()
     if driver["error"] or not cards or cards[0]["name"] is None:
@@ -53,12 +53,12 @@ def card_here(said: Machine) -> CardHere:
         raise VplanError(f"NVML does not say how much memory {name} has", "pass it: --gpu 24GiB")
     notes = [f"{name}, {format_gib(used)} in use by other processes"]
     torch, release = doctor.package_version("torch"), doctor.torch_release()
-    if release and "torch" not in said.model_fields_set:
+    if release and "torch" not in typed.model_fields_set:
         notes.append(f"torch {release} (installed)")
     with contextlib.suppress(VplanError):  # a damaged file: `vplan calibrate` writes it anew
         found = calibration.read(name, driver["version"], torch) if torch and driver["version"] else None
         if found:
             card = calibration.calibrated(card, found)
             notes.append(f"context and speeds as calibrated {found.time[:10]}")
-    kept = said.reserve if "reserve" in said.model_fields_set else RESERVE_BYTES
+    kept = typed.reserve if "reserve" in typed.model_fields_set else RESERVE_BYTES
     return CardHere(card, used + kept, host_ram, release, tuple(notes))

@@ -66,21 +66,21 @@ class Case:
         )
 
 
-def settle(dialect: Dialect, given: Invocation, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
-    """The case of what was given. `told` says what the command does not (model, frames, height, width); `machine`
+def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
+    """The case of what was given. `overrides` says what the command does not (model, frames, height, width); `machine`
     holds the fields of Machine that were typed, its card among them."""
-    settings = dict(given.settings)
-    settings |= {name: value for name, value in told.items() if value is not None}
+    settings = dict(invocation.settings)
+    settings |= {name: value for name, value in overrides.items() if value is not None}
     notes: list[str] = []
     count, card = lookup.parse_gpus(str(machine["gpu"]))
-    said = {name: value for name, value in machine.items() if value is not None}
-    settings["gpus"] = said["gpus"] = _gpus(settings, said, count, notes)
-    settings["nodes"] = said["nodes"] = int(said.get("nodes") or settings.get("nodes") or 1)
-    given = replace(given, settings=settings)
-    reading = translate(dialect, given)
+    machine_fields = {name: value for name, value in machine.items() if value is not None}
+    settings["gpus"] = machine_fields["gpus"] = _gpus(settings, machine_fields, count, notes)
+    settings["nodes"] = machine_fields["nodes"] = int(machine_fields.get("nodes") or settings.get("nodes") or 1)
+    invocation = replace(invocation, settings=settings)
+    reading = translate(dialect, invocation)
     profile = lookup.model(reading.job["model"])
     fields = {name: value for name, value in reading.job.items() if value is not None}
-    shape = {name: value for name, value in told.items() if value is not None and name != "model"}
+    shape = {name: value for name, value in overrides.items() if value is not None and name != "model"}
     fields |= shape
     if shape and fields.get("buckets"):  # of which each has what was told instead of its own
         buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
@@ -91,8 +91,8 @@ def settle(dialect: Dialect, given: Invocation, told: Mapping[str, Any], machine
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
     if max(shape.frames for shape in job.shapes) > profile.shape.max_frames:
         notes.append(f"{job.frames} frames is longer than the model was trained on ({profile.shape.max_frames})")
-    said |= {"gpu": card.name, "unified": said.get("unified", card.unified)}
-    where = Machine.read(said)
+    machine_fields |= {"gpu": card.name, "unified": machine_fields.get("unified", card.unified)}
+    where = Machine.read(machine_fields)
     if where.host_ram is None:
         notes.append("host RAM not checked; pass --host-ram 64GiB")
     configuration = Configuration.of(job, Strategy.read(reading.strategy), where)
@@ -111,7 +111,7 @@ def settle(dialect: Dialect, given: Invocation, told: Mapping[str, Any], machine
     if not strategy.expandable_segments:
         notes.append("default CUDA allocator (PYTORCH_CUDA_ALLOC_CONF not set)")
     words = (*reading.notes, *notes)
-    return Case(dialect, given, reading, job, strategy, where, profile, card, words, reading.version)
+    return Case(dialect, invocation, reading, job, strategy, where, profile, card, words, reading.version)
 
 
 _ASKED = re.compile(r"--([a-z][a-z-]*) ([a-z0-9-]+)")
@@ -123,8 +123,8 @@ def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
         field = flag.replace("-", "_")
         for binding in (each for each in dialect.bindings if field in each.fields and field in Strategy.model_fields):
             with contextlib.suppress(InexpressibleError):
-                said = binding.to_settings(fields | {field: int(value) if value.isdigit() else value})
-                words = (name if value is True else f"{name} {value}" for name, value in said.items())
+                settings = binding.to_settings(fields | {field: int(value) if value.isdigit() else value})
+                words = (name if value is True else f"{name} {value}" for name, value in settings.items())
                 if typed := " ".join(word.removeprefix("launch:") for word in words):
                     return f"add {typed}"
     return ""
@@ -133,8 +133,8 @@ def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
 def _with_mixed_precision(dialect: Dialect, configuration: Configuration, error: NotRecordedError) -> NotRecordedError:
     """The error in the trainer's words where nothing is recorded without mixed precision, and with it there is."""
     job, strategy = configuration.job, configuration.strategy
-    known = any("--mixed_precision" in name for binding in dialect.bindings for name in binding.settings)
-    if not known or strategy.autocast != "none":
+    has_flag = any("--mixed_precision" in name for binding in dialect.bindings for name in binding.settings)
+    if not has_flag or strategy.autocast != "none":
         return error
     mixed = strategy.replace(weights_dtype="bf16", autocast="bf16")
     try:
@@ -151,30 +151,30 @@ def _recorded(configuration: Configuration, notes: list[str]) -> ResolvedStrateg
     wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
     strategy, recorded = configuration.strategy, _at_a_recorded_batch(configuration.job)
     for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
-        asked = strategy.replace(**changes)
+        variant = strategy.replace(**changes)
         try:
-            load_facts(Configuration(recorded, asked, configuration.machine))
+            load_facts(Configuration(recorded, variant, configuration.machine))
         except NotRecordedError:
             if strategy.weights_dtype not in QUANTISED:
                 raise
             continue
         if what:
             notes.append(f"{strategy.weights_dtype} as in this trainer is not recorded: estimated with {what}")
-        return asked
+        return variant
     raise AssertionError("bf16 is recorded for every model")
 
 
 def _at_a_recorded_batch(job: Job) -> Job:
     """The job; one sample of it where its batch is not recorded, which pricing tells, with one that is."""
-    known = lookup.model(job.model).shape.batches
-    recorded = not known or max(shape.batch_size or job.batch_size for shape in job.shapes) in known
+    batches = lookup.model(job.model).shape.batches
+    recorded = not batches or max(shape.batch_size or job.batch_size for shape in job.shapes) in batches
     return job if recorded else job.replace(batch_size=1, buckets=())
 
 
-def _gpus(settings: Settings, said: Mapping[str, Any], count: int, notes: list[str]) -> int:
+def _gpus(settings: Settings, typed: Mapping[str, Any], count: int, notes: list[str]) -> int:
     """GPUs of one node: as typed, as the launcher says, as CUDA_VISIBLE_DEVICES lists, else one."""
-    if said.get("gpus") or count > 1:
-        return int(said.get("gpus") or count)
+    if typed.get("gpus") or count > 1:
+        return int(typed.get("gpus") or count)
     if settings.get("gpus"):
         return int(settings["gpus"])
     if visible := settings.get("visible"):

@@ -81,15 +81,15 @@ class Checked:
 
     def to_json(self) -> dict[str, Any]:
         """The answer as `vplan check --json` prints it."""
-        case, found = self.case, self.outcome.estimate
-        found = found.replace(assumptions=self.assumptions)
+        case, estimate = self.case, self.outcome.estimate
+        estimate = estimate.replace(assumptions=self.assumptions)
         return {
             "trainer": case.dialect.name,
             "job": case.job.to_json(),
-            "strategy": found.strategy.to_json(),
-            "estimate": found.to_json(),
-            "verdict": found.verdict,
-            "limit": found.limit,
+            "strategy": estimate.strategy.to_json(),
+            "estimate": estimate.to_json(),
+            "verdict": estimate.verdict,
+            "limit": estimate.limit,
             "phase": self.outcome.phase,
             "moment": self.outcome.moment,
             "ineffective": [each._asdict() for each in self.ineffective],
@@ -142,22 +142,22 @@ class Pricing:
     def outcome(self, case: Case) -> CheckedEstimate:
         """The estimate of a case, with the phase and moment at which it ends if it does not fit."""
         configuration = case.configuration
-        run, played, found, kept = assess(configuration, self.facts(configuration), case.trainer)
+        run, played, estimate, kept = assess(configuration, self.facts(configuration), case.trainer)
         if kept:
-            return CheckedEstimate(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
-        if found.verdict == "no" and found.limit == "host" and found.host:
-            return CheckedEstimate(found, found.host.phase, "host RAM")
-        room = found.budget_bytes - outside_bytes(run)
+            return CheckedEstimate(estimate, _phase(estimate.peak.phase, estimate.peak.moment), estimate.peak.moment)
+        if estimate.verdict == "no" and estimate.limit == "host" and estimate.host:
+            return CheckedEstimate(estimate, estimate.host.phase, "host RAM")
+        room = estimate.budget_bytes - outside_bytes(run)
         over = (entry for entry in played if entry.replayed.reserved_peak_bytes > room)
-        ended = next(over, None) if found.verdict != "fits" else None
+        ended = next(over, None) if estimate.verdict != "fits" else None
         if ended is None:
-            return CheckedEstimate(found, _phase(found.peak.phase, found.peak.moment), found.peak.moment)
-        moment = describe_moment(ended, found.strategy)
+            return CheckedEstimate(estimate, _phase(estimate.peak.phase, estimate.peak.moment), estimate.peak.moment)
+        moment = describe_moment(ended, estimate.strategy)
         phase = _phase(ended.phase, moment)
         first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
         if first is not ended:  # it had room before there were gradients and states beside it
-            return CheckedEstimate(found, "train", "encoding the next batch beside gradients and optimizer states")
-        return CheckedEstimate(found, phase, moment)
+            return CheckedEstimate(estimate, "train", "encoding the next batch beside gradients and optimizer states")
+        return CheckedEstimate(estimate, phase, moment)
 
 
 def _phase(phase: str, moment: str) -> str:
@@ -193,8 +193,8 @@ def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotR
             other = case.changed(step)
             with contextlib.suppress(NotRecordedError):
                 pricing.outcome(other)
-                said = " ".join(changed_words(case, other.fields, frozenset(step)))
-                return NotRecordedError(error.message, f"use {said}: {move.cost}")
+                words = " ".join(changed_words(case, other.fields, frozenset(step)))
+                return NotRecordedError(error.message, f"use {words}: {move.cost}")
     return error
 
 
@@ -238,16 +238,16 @@ def _fixes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tuple[tuple[F
                 tight[chosen] = fix
         if any(not fix.lossy for fix in enough.values()):
             break
-    told = _without_idle(enough or tight)
-    order = {id(fix): at for at, fix in enumerate(told.values())}
-    found = sorted(told.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
-    return tuple(found), tuple(helps)
+    useful = _without_idle(enough or tight)
+    order = {id(fix): at for at, fix in enumerate(useful.values())}
+    fixes = sorted(useful.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
+    return tuple(fixes), tuple(helps)
 
 
-def _without_idle(found: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
+def _without_idle(fixes: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
     """Without those that say all that another one says, and more: the rest of it is idle."""
-    words = {chosen: frozenset(_flags(fix)) for chosen, fix in found.items()}
-    return {chosen: fix for chosen, fix in found.items() if not any(other < words[chosen] for other in words.values())}
+    words = {chosen: frozenset(_flags(fix)) for chosen, fix in fixes.items()}
+    return {chosen: fix for chosen, fix in fixes.items() if not any(other < words[chosen] for other in words.values())}
 
 
 def _flags(fix: Fix) -> list[str]:
@@ -312,19 +312,19 @@ def _global_batch(case: Case) -> int:
 def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
     """Fewer samples in one pass, and as many more passes before the optimizer steps: the same mean gradient. Of a
     trainer that does not accumulate, fewer samples, which is another training."""
-    said = {name for binding in dialect.bindings if not isinstance(binding, Fixed) for name in binding.fields}
-    if "batch_size" not in said:
+    settable = {name for binding in dialect.bindings if not isinstance(binding, Fixed) for name in binding.fields}
+    if "batch_size" not in settable:
         return ()
-    accumulates = "gradient_accumulation" in said
+    accumulates = "gradient_accumulation" in settable
 
     def parts(fields: Fields) -> tuple[Fields, ...]:
         batch, passes = int(fields["batch_size"]), int(fields["gradient_accumulation"])
-        found = []
+        changes = []
         for part in range(batch - 1, 0, -1):
             if batch % part == 0:
                 more = {"gradient_accumulation": passes * batch // part} if accumulates else {}
-                found.append({"batch_size": part, **more})
-        return tuple(found)
+                changes.append({"batch_size": part, **more})
+        return tuple(changes)
 
     cost = "same samples per step, in several passes" if accumulates else "fewer samples per step: changes training"
     fields = ("batch_size", "gradient_accumulation") if accumulates else ("batch_size",)
@@ -334,10 +334,10 @@ def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
 def _words(case: Case, other: Case, move: Move) -> Iterator[str]:
     """One entry: what the move's own bindings write anew, and what goes with it."""
     if move.words_for is not None:
-        said = move.words_for(case.given.settings)
+        settings = move.words_for(case.given.settings)
     else:
-        said = list(changed_words(case, other.fields, frozenset(move.changes)))
-    if words := [*said, *move.words]:
+        settings = list(changed_words(case, other.fields, frozenset(move.changes)))
+    if words := [*settings, *move.words]:
         yield " ".join(words)
 
 
@@ -368,14 +368,14 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
 FILES = ("config", "dataset")
 
 
-def _where(name: str, given: Settings) -> str:
+def _where(name: str, settings: Settings) -> str:
     """The setting, or what its user has for that key: the same key of another table, or a flag."""
     file, _, path = name.partition(":")
-    if name in given or file not in FILES:
+    if name in settings or file not in FILES:
         return name
     key = path.rpartition(".")[2]
-    tables = (own for own in given if own.startswith(f"{file}:") and own.rpartition(".")[2] == key)
-    return next(itertools.chain(tables, (own for own in (f"--{key}", f"--train_{key}") if own in given)), name)
+    tables = (own for own in settings if own.startswith(f"{file}:") and own.rpartition(".")[2] == key)
+    return next(itertools.chain(tables, (own for own in (f"--{key}", f"--train_{key}") if own in settings)), name)
 
 
 def _typed(name: str, value: object, assigns: str) -> str:

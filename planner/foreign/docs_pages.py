@@ -115,10 +115,10 @@ def trainers_page() -> str:
         ),
     ]
     for dialect in all_dialects:
-        told = {name: text for name, text in words[dialect.name].items() if not text.startswith("always")}
+        notes = {name: text for name, text in words[dialect.name].items() if not text.startswith("always")}
         always = {name: text for name, text in words[dialect.name].items() if text.startswith("always")}
         lines += ["", f"## {dialect.title}", ""]
-        lines += _table(("field", "how"), [[f"`{name}`", _text(text)] for name, text in told.items()])
+        lines += _table(("field", "how"), [[f"`{name}`", _text(text)] for name, text in notes.items()])
         if always:
             fixed = ", ".join(f"`{name}` {_text(text.removeprefix('always '))}" for name, text in always.items())
             lines += ["", f"Always: {fixed}."]

@@ -68,22 +68,22 @@ def targets() -> tuple[str, ...]:
 def fields_of(plan: Plan) -> Fields:
     """The plan in the names that bindings use: Job's, Strategy's once everything open is filled in, gpus and nodes."""
     strategy = plan.configuration.strategy
-    found = {name: getattr(plan.job, name) for name in Job.model_fields}
-    found |= {name: getattr(strategy, name) for name in Strategy.model_fields}
+    fields = {name: getattr(plan.job, name) for name in Job.model_fields}
+    fields |= {name: getattr(strategy, name) for name in Strategy.model_fields}
     version = plan.trainer.partition("@")[2]
-    return found | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes, "version": version}
+    return fields | {"gpus": plan.machine.gpus, "nodes": plan.machine.nodes, "version": version}
 
 
 def idle(plan: Plan) -> frozenset[str]:
     """Fields that say nothing in this plan, whatever they are: a trainer that does otherwise does the same."""
-    found: set[str] = set()
+    fields: set[str] = set()
     if plan.strategy.sharding != "ddp":
-        found.add("grad_buckets")
+        fields.add("grad_buckets")
     if plan.job.method != "lora":
-        found |= {"adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"}
+        fields |= {"adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"}
     if lookup.model(plan.job.model).experts == 1:
-        found |= {"experts", "inactive_expert"}
-    return frozenset(found)
+        fields |= {"experts", "inactive_expert"}
+    return frozenset(fields)
 
 
 def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
@@ -157,15 +157,15 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
             ) from None
         plan, (settings, fields) = near, said_by(dialect, near)
     trainer = _as_written(plan, name)
-    found = priced(plan, trainer)
-    if found is not None and found.verdict == "no":
-        fault = f"it does not fit as {dialect.title} trains it: at least {format_gib(found.low_bytes)}"
+    estimate = priced(plan, trainer)
+    if estimate is not None and estimate.verdict == "no":
+        fault = f"it does not fit as {dialect.title} trains it: at least {format_gib(estimate.low_bytes)}"
         raise VplanError(fault, _that_fits(dialect, plan, name), 3)
     own = dialects.module(name)
     carried = config_text.fields_by_setting(dialect, settings, getattr(own, "CARRIES", None), fields)
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
     left = getattr(own, "left_to_the_script", None)
-    done = Plan.of(found, trainer=trainer) if found else plan
+    done = Plan.of(estimate, trainer=trainer) if estimate else plan
     return Exported(name, done, files, carried, left(plan) if left else {}, changed)
 
 
@@ -177,10 +177,10 @@ def _as_written(plan: Plan, name: str) -> str:
 
 def _slurm(plan: Plan) -> Exported:
     """The plan's own file, and a batch script that trains it with vplan."""
-    found = priced(plan, "vplan")
+    estimate = priced(plan, "vplan")
     words = ["vplan", "train", "plan.toml", "--data", "data/my_set", "--output", "run", "--weights", "models/weights"]
-    script = slurm_script(plan, words, log="slurm-%j.log", ram_bytes=found.host_ram_bytes if found else None)
-    done = Plan.of(found) if found else plan
+    script = slurm_script(plan, words, log="slurm-%j.log", ram_bytes=estimate.host_ram_bytes if estimate else None)
+    done = Plan.of(estimate) if estimate else plan
     return Exported(SLURM, done, {"plan.toml": plan_to_toml(done), "job.sh": script}, {})
 
 
@@ -222,8 +222,8 @@ def _nearest(dialect: Dialect, plan: Plan, changes: Fields) -> Plan:
 
 def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
     """The plan itself if it fits, else with the first of the trainer's own changes that make it fit: one, then two."""
-    found = priced(plan, dialect.name)
-    if found is None or found.verdict != "no":
+    estimate = priced(plan, dialect.name)
+    if estimate is None or estimate.verdict != "no":
         return plan
     for tried, changes in enumerate(_changes(dialect)):
         if tried == MOST_TRIES:
@@ -234,8 +234,8 @@ def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
             said_by(dialect, changed)
         except (InexpressibleError, VplanError):  # it cannot be said, or contradicts what the plan has
             continue
-        found = priced(changed, dialect.name)
-        if found is not None and found.verdict != "no":
+        estimate = priced(changed, dialect.name)
+        if estimate is not None and estimate.verdict != "no":
             return changed
     return None
 
@@ -269,10 +269,10 @@ def flags_of(changed: Fields) -> str:
 
 
 def _offer(near: Plan, changed: Fields, name: str) -> str:
-    found = priced(near, name)
+    estimate = priced(near, name)
     how = "not estimated"
-    if found is not None:
-        how = f"{found.verdict}, {format_gib(found.peak.device_bytes)} of {format_gib(found.budget_bytes)}"
+    if estimate is not None:
+        how = f"{estimate.verdict}, {format_gib(estimate.peak.device_bytes)} of {format_gib(estimate.budget_bytes)}"
     return f"the nearest plan it supports is with {flags_of(changed)} ({how}): add --nearest to export that"
 
 
@@ -282,8 +282,8 @@ def _that_fits(dialect: Dialect, plan: Plan, name: str) -> str:
         return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a smaller plan"
     before, after = fields_of(plan), fields_of(better)
     flags = flags_of({field: after[field] for field in after if after[field] != before[field]})
-    found = priced(better, name)
-    word = "fits" if found and found.verdict == "fits" else "is tight"
+    estimate = priced(better, name)
+    word = "fits" if estimate and estimate.verdict == "fits" else "is tight"
     return f"it {word} with {flags}: `vplan estimate PLAN.toml {flags} -o PLAN.toml` writes that plan"
 
 

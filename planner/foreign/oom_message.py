@@ -123,13 +123,13 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as `vplan check --error --json` prints it."""
-        asked = None if self.asked is None else [dataclasses.asdict(each) for each in self.asked]
+        requests = None if self.asked is None else [dataclasses.asdict(each) for each in self.asked]
         return {
             "error": self.message.to_json(),
             "cause": self.cause,
             "why": self.why,
             "advice": list(self.advice),
-            "asked": asked,
+            "asked": requests,
         }
 
 
@@ -145,22 +145,22 @@ def parse(text: str) -> OomMessage:
         raise VplanError("there is no `CUDA out of memory. Tried to allocate` in it", "paste PyTorch's whole message")
     end = starts[1].start() if len(starts) > 1 else len(plain)
     words = plain[starts[0].start() : min(end, starts[0].start() + 2_000)]
-    said = {name: _first(patterns, words) for name, patterns in _PARTS.items()}
-    unallocated = said["unallocated"]
-    if unallocated is None and said["reserved"] is not None and said["allocated"] is not None:
-        unallocated = max(0, said["reserved"] - said["allocated"])
-    own, others = _processes(said["in_use"], words, (said["allocated"] or 0) + (unallocated or 0))
+    parts = {name: _first(patterns, words) for name, patterns in _PARTS.items()}
+    unallocated = parts["unallocated"]
+    if unallocated is None and parts["reserved"] is not None and parts["allocated"] is not None:
+        unallocated = max(0, parts["reserved"] - parts["allocated"])
+    own, others = _processes(parts["in_use"], words, (parts["allocated"] or 0) + (unallocated or 0))
     frame, hint = _traceback(lines[: _opening(lines)])
     which, setting = _WHICH.search(words), _SET.search(plain)
     return OomMessage(
         requested_bytes=_bytes(*starts[0].groups()),
         requested_text=" ".join(starts[0].groups()),
         gpu=int(which[1]) if which else None,
-        capacity_bytes=said["allowed"] or said["capacity"],
-        free_bytes=said["free"],
+        capacity_bytes=parts["allowed"] or parts["capacity"],
+        free_bytes=parts["free"],
         in_use_bytes=own,
         others_bytes=others,
-        allocated_bytes=said["allocated"],
+        allocated_bytes=parts["allocated"],
         unallocated_bytes=unallocated,
         expandable_segments=setting[1].lower() == "true" if setting else None,
         frame=frame,
@@ -175,7 +175,7 @@ def _processes(own: int | None, words: str, held: int) -> tuple[int | None, int]
     Torch finds itself by its process number (CUDACachingAllocator.cpp `reportProcessMemoryInfo`). In a container NVML
     numbers it differently, and it is listed as one of the others: the smallest that can hold what torch holds.
     """
-    listed = sorted(_bytes(*found) for found in _OTHER.findall(words))
+    listed = sorted(_bytes(*match) for match in _OTHER.findall(words))
     if own is None and (able := [nbytes for nbytes in listed if held and nbytes >= held]):
         own = able[0]
         listed.remove(own)
@@ -191,14 +191,14 @@ def _bytes(number: str, unit: str) -> int:
 
 def _first(patterns: Iterable[str], text: str) -> int | None:
     for pattern in patterns:
-        if found := re.search(pattern, text):
-            return _bytes(found[1], found[2])
+        if match := re.search(pattern, text):
+            return _bytes(match[1], match[2])
     return None
 
 
 def _opening(lines: str) -> int:
-    found = re.search(r"out of memory\.?\s+Tried\s+to", lines)
-    return found.start() if found else len(lines)
+    match = re.search(r"out of memory\.?\s+Tried\s+to", lines)
+    return match.start() if match else len(lines)
 
 
 def _traceback(text: str) -> tuple[str, str]:
@@ -240,16 +240,16 @@ def format_size(nbytes: int) -> str:
 
 def asked_for(message: OomMessage, played: Sequence[ReplayedStage], most: int = 3) -> tuple[MatchingTensor, ...]:
     """The tensors of a job that may have asked, the likeliest first: printed alike, at about as much allocated."""
-    found: dict[tuple[str, str, str, int], list[int]] = {}
+    requests: dict[tuple[str, str, str, int], list[int]] = {}
     for entry, at, buffer, allocated in _requests(message.requested_text, played):
         here = entry._replace(replayed=entry.replayed._replace(allocated_peak_at=at))
         moment = describe_moment(here, entry.run.strategy)
         program = entry.run.program
         tensor = f"{program.category[buffer]} ({program.op[buffer]})"
-        found.setdefault((entry.phase, moment, tensor, entry.run.sizes[buffer]), []).append(allocated)
+        requests.setdefault((entry.phase, moment, tensor, entry.run.sizes[buffer]), []).append(allocated)
     known = message.allocated_bytes
     ranked = []
-    for (phase, moment, tensor, nbytes), before in found.items():
+    for (phase, moment, tensor, nbytes), before in requests.items():
         nearest = min(before, key=lambda one: abs(one - known)) if known is not None else max(before)
         ranked.append(MatchingTensor(phase, moment, tensor, nbytes, nearest, len(before)))
     ranked.sort(key=lambda one: abs(one.allocated_bytes - known) if known is not None else -one.allocated_bytes)
@@ -296,9 +296,9 @@ BY_PHASE = {
 def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) -> Explanation:
     """What a message means; with the stages of its job replayed (`planner.estimate.stages.replay_stages`), which
     tensor it was."""
-    asked = None if played is None else asked_for(message, played)
+    requests = None if played is None else asked_for(message, played)
     cause, why = _cause(message)
-    phase = asked[0].phase if asked else message.hint
+    phase = requests[0].phase if requests else message.hint
     advice = []
     if cause == "fragmentation" and not message.expandable_segments:
         advice.append(EXPANDABLE)
@@ -308,16 +308,16 @@ def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) 
         advice.append("end the other processes on this card (`nvidia-smi` lists them), or use another card")
     if cause in ("need", "unknown") or (message.unallocated_bytes or 0) < message.requested_bytes:
         advice.append(_by_phase(phase, played))
-    return Explanation(message, cause, why, tuple(advice), asked)
+    return Explanation(message, cause, why, tuple(advice), requests)
 
 
 def _by_phase(phase: str, played: Sequence[ReplayedStage] | None) -> str:
     """What helps in a phase, without what the job has switched on already."""
     if not played:
         return BY_PHASE.get(phase, "gradient checkpointing, an 8-bit optimizer, cached latents and prompts")
-    known = BY_PHASE.get(phase, "the same `vplan check` without --error says what to change in the command")
+    advice = BY_PHASE.get(phase, "the same `vplan check` without --error says what to change in the command")
     checkpointed = played[0].run.strategy.gradient_checkpointing != "none"
-    return known.removeprefix("gradient checkpointing; then ") if checkpointed else known
+    return advice.removeprefix("gradient checkpointing; then ") if checkpointed else advice
 
 
 def _cause(message: OomMessage) -> tuple[Cause, str]:
@@ -344,9 +344,9 @@ OPENINGS: dict[Cause, str] = {
 """How a line names the cause."""
 
 
-def render(found: Explanation) -> list[str]:
+def render(explanation: Explanation) -> list[str]:
     """The explanation as lines of text for the terminal."""
-    message = found.message
+    message = explanation.message
     card = "" if message.gpu is None else f"GPU {message.gpu}: "
     lines = [f"{card}{message.requested_text} could not be allocated."]
     parts = (
@@ -359,16 +359,16 @@ def render(found: Explanation) -> list[str]:
     lines += [f"  {name:<24}{format_gib(nbytes):>12}" for name, nbytes in parts if nbytes is not None]
     if message.frame:
         lines.append(f"Requested by {message.frame}.")
-    lines.append(f"{OPENINGS[found.cause]}: {found.why}.")
-    if found.asked:
+    lines.append(f"{OPENINGS[explanation.cause]}: {explanation.why}.")
+    if explanation.asked:
         lines.append("In this job it can be:")
-        for one in found.asked:
+        for one in explanation.asked:
             times = f", {one.times} of them" if one.times > 1 else ""
             at = f"at {format_gib(one.allocated_bytes)} in tensors"
             lines.append(f"  {one.phase}: {one.tensor}, {format_gib(one.nbytes)}{times}, in {one.moment}, {at}")
-    elif found.asked is not None:
+    elif explanation.asked is not None:
         lines.append("No tensor of this job has that size: the message is from another shape, model or version.")
-    lines += [f"What helps: {advice}." for advice in found.advice]
+    lines += [f"What helps: {advice}." for advice in explanation.advice]
     if message.messages > 1:
         lines.append(f"The text holds {message.messages} such messages; this is the first.")
     return lines

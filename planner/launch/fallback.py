@@ -23,9 +23,9 @@ STRONGER = {"none": ("full", "offload"), "partial": ("full", "offload"), "full":
 
 def next_plan(plan: Plan) -> Plan | None:
     """The plan to continue with after running out of memory; None when the ladder has no further one."""
-    for found in (*_ladder(plan), *_switches(plan)):
+    for candidate in (*_ladder(plan), *_switches(plan)):
         try:
-            return settled(found, trained=True).replace(ladder=found.ladder)
+            return settled(candidate, trained=True).replace(ladder=candidate.ladder)
         except VplanError:  # not for this model, or not applied by training
             continue
     return None

@@ -93,8 +93,8 @@ class Peers:
         self._stopped.set()
         self._thread.join()
         if self.rank == 0 and self.folder.is_dir():
-            told = value.message if isinstance(value, VplanError) else "" if value is None else "it was stopped"
-            write_json(self.folder / END, {"message": told})
+            reason = value.message if isinstance(value, VplanError) else "" if value is None else "it was stopped"
+            write_json(self.folder / END, {"message": reason})
 
     def _join(self) -> Path:
         """The folder of the first computer's present call: one whose count goes on while we look."""
@@ -168,11 +168,11 @@ class Peers:
             return
         self._looked = time.monotonic()
         for rank, pulse in self._pulses.items():
-            told = self._told(rank, attempt)
-            if told and told.name != "ok":
-                raise ElsewhereError(told)
+            result = self._told(rank, attempt)
+            if result and result.name != "ok":
+                raise ElsewhereError(result)
             silent = pulse.look()
-            if not told and pulse.beats and silent > SILENT_SECONDS:
+            if not result and pulse.beats and silent > SILENT_SECONDS:
                 raise ElsewhereError(_gone(rank))
 
     def settle(self, attempt: int, own: Outcome) -> Outcome:
@@ -181,30 +181,30 @@ class Peers:
         Ranks that crashed, each on its computer, are all quoted: most only saw that another was gone.
         """
         write_json(self._result(self.rank, attempt), own._asdict())
-        found = {self.rank: own, **self._others(attempt)}
-        failed = [one for name in WORST for one in found.values() if one.name == name]
+        outcomes = {self.rank: own, **self._others(attempt)}
+        failed = [one for name in WORST for one in outcomes.values() if one.name == name]
         if not failed or failed[0].name != "crash":
             return failed[0] if failed else own
-        each = {f"node {rank}: {one.message}" for rank, one in sorted(found.items()) if one.name == "crash"}
+        each = {f"node {rank}: {one.message}" for rank, one in sorted(outcomes.items()) if one.name == "crash"}
         return failed[0]._replace(message="; ".join(sorted(each)))
 
     def _others(self, attempt: int) -> dict[int, Outcome]:
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         for rank, pulse in self._pulses.items():
-            while not (told := self._told(rank, attempt)):
+            while not (result := self._told(rank, attempt)):
                 if pulse.look() > SILENT_SECONDS:
-                    told = _gone(rank)
+                    result = _gone(rank)
                     break
                 time.sleep(LOOK_SECONDS / 4)
-            found[rank] = told
-        return found
+            outcomes[rank] = result
+        return outcomes
 
     def _result(self, rank: int, attempt: int) -> Path:
         return self.folder / f"outcome-{rank}-{attempt}.json"
 
     def _told(self, rank: int, attempt: int) -> Outcome | None:
-        told: dict[str, Any] = read_json(self._result(rank, attempt))
-        return Outcome(**told) if told else None
+        result: dict[str, Any] = read_json(self._result(rank, attempt))
+        return Outcome(**result) if result else None
 
 
 def _gone(rank: int) -> Outcome:

@@ -27,41 +27,43 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         configuration = plan.configuration
-        found = estimate(configuration, load_facts(configuration, profile, card), plan.trainer)
+        answer = estimate(configuration, load_facts(configuration, profile, card), plan.trainer)
     except NotRecordedError:
         return plan, None
-    phases = {name: found.phases[name].device_bytes for name in PHASES if name in found.phases}
-    above = {name: nbytes for name, nbytes in phases.items() if nbytes > found.budget_bytes}
+    phases = {name: answer.phases[name].device_bytes for name in PHASES if name in answer.phases}
+    above = {name: nbytes for name, nbytes in phases.items() if nbytes > answer.budget_bytes}
     if not above:
         return plan, None
     worst = max(above, key=lambda name: above[name])
-    needs = f"{PHASES[worst]} takes {format_gib(above[worst])}, but {card.title} gives {format_gib(found.budget_bytes)}"
+    needs = (
+        f"{PHASES[worst]} takes {format_gib(above[worst])}, but {card.title} gives {format_gib(answer.budget_bytes)}"
+    )
     strategy = plan.strategy.replace(validation_mode="off", group_offload="none", group_offload_stream=False)
     fix = "--vae-tiling, --validation-mode offload or a smaller --validation shape may"
     return plan.replace(strategy=strategy), f"no samples are made because they do not fit: {needs} ({fix})"
 
 
-def prompts(plan: Plan, said: Mapping[str, Any]) -> tuple[str, ...]:
+def prompts(plan: Plan, options: Mapping[str, Any]) -> tuple[str, ...]:
     """The prompts of the options and then of a file, one per line. Raises a VplanError for text that cannot be a
     prompt, and for any option about samples when the plan makes none."""
-    asked = [name for name, value in said.items() if name.startswith("validat") and value]
-    if plan.strategy.validation_mode == "off" and asked:
-        fault = f"--{asked[0].replace('_', '-')}, but the plan makes no samples (validation_mode off)"
+    flags = [name for name, value in options.items() if name.startswith("validat") and value]
+    if plan.strategy.validation_mode == "off" and flags:
+        fault = f"--{flags[0].replace('_', '-')}, but the plan makes no samples (validation_mode off)"
         raise VplanError(fault, "add --validation-mode on, so that they are planned for too")
     is_input = lookup.model(plan.job.model).config.get("guidance_embeds")
-    if said.get("validation_guidance") is not None and not plan.job.guided and not is_input:
+    if options.get("validation_guidance") is not None and not plan.job.guided and not is_input:
         fix = "leave it out, or set cfg = true in the plan's validation"
         raise VplanError("--validation-guidance, but the plan samples without guidance (cfg = false)", fix)
-    file = said["validation_prompts"]
-    found = [*said["validation_prompt"], *(_lines(Path(file).expanduser()) if file else ())]
-    if len(found) > MAX_PROMPTS:
+    file = options["validation_prompts"]
+    texts = [*options["validation_prompt"], *(_lines(Path(file).expanduser()) if file else ())]
+    if len(texts) > MAX_PROMPTS:
         raise VplanError(
-            f"{len(found)} validation prompts", f"use at most {MAX_PROMPTS}: each one is a sample to wait for"
+            f"{len(texts)} validation prompts", f"use at most {MAX_PROMPTS}: each one is a sample to wait for"
         )
-    for prompt in found:
+    for prompt in texts:
         if not prompt.strip() or len(prompt) > MAX_PROMPT or "\0" in prompt:
             raise VplanError(f"validation prompt {quoted(prompt)} is not a prompt", f"use 1 to {MAX_PROMPT} characters")
-    return tuple(prompt.strip() for prompt in found)
+    return tuple(prompt.strip() for prompt in texts)
 
 
 def _lines(path: Path) -> list[str]:
@@ -72,23 +74,23 @@ def _lines(path: Path) -> list[str]:
         raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", "pass a file with prompts") from None
     except UnicodeDecodeError:
         raise VplanError(f"{quoted(str(path))} is not UTF-8 text", "write one prompt per line") from None
-    found = [line for line in text.splitlines() if line.strip()]
-    if not found:
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
         raise VplanError(f"{quoted(str(path))} has no prompt", "write one prompt per line")
-    return found
+    return lines
 
 
-def request(listed: str | None, said: Mapping[str, Any]) -> Validation | None:
-    """The validation settings for the ranks. ``listed``: the file that lists the samples; ``said``: the options of
+def request(listed: str | None, options: Mapping[str, Any]) -> Validation | None:
+    """The validation settings for the ranks. ``listed``: the file that lists the samples; ``options``: the options of
     `vplan train`. None when no samples are made."""
     if listed is None:
         return None
     return Validation(
         prompts=listed,
-        every=said["validate_every"] or 0,
-        steps=said["validation_steps"],
-        guidance=said["validation_guidance"],
-        seed=said["seed"],
+        every=options["validate_every"] or 0,
+        steps=options["validation_steps"],
+        guidance=options["validation_guidance"],
+        seed=options["seed"],
     )
 
 
@@ -114,8 +116,8 @@ def is_listed(wanted: Preparation) -> bool:
     path = Path(wanted.validation)
     if not path.is_file():
         return False
-    told = read_json(path)
-    if told.get("about") != about(wanted):
+    listing = read_json(path)
+    if listing.get("about") != about(wanted):
         return False
-    files = [file for sample in told["samples"] for name, file in sample.items() if name != "name" and file]
+    files = [file for sample in listing["samples"] for name, file in sample.items() if name != "name" and file]
     return all(Path(file).is_file() for file in files)

@@ -47,11 +47,11 @@ class Need(NamedTuple):
     """as an estimate's, `measured` where this very plan was probed on such a card"""
 
 
-def on_host(plan: Plan, found: Estimate | None) -> Iterator[Check]:
+def on_host(plan: Plan, estimate: Estimate | None) -> Iterator[Check]:
     """Host RAM against what is available under our own limit, and what is to be pinned against what may be."""
-    if found is None:
+    if estimate is None:
         return
-    ram, need = doctor.host_ram(), found.host_ram_bytes
+    ram, need = doctor.host_ram(), estimate.host_ram_bytes
     most = min(ram["limit_bytes"] or ram["total_bytes"], ram["total_bytes"])
     limit = " (the limit of this container, service or job)" if ram["limit_bytes"] else ""
     if need > most:
@@ -63,7 +63,7 @@ def on_host(plan: Plan, found: Estimate | None) -> Iterator[Check]:
         yield Check("host RAM", "warning", fault, "stop other programs, or use less memory")
     else:
         yield Check("host RAM", "ok", f"{format_gib(need)} needed, {format_gib(ram['available_bytes'])} available")
-    pinned, limited = pinned_bytes(found), memory_lock_bytes()
+    pinned, limited = pinned_bytes(estimate), memory_lock_bytes()
     if pinned and limited is not None and pinned // plan.machine.gpus > limited:
         # NVIDIA's driver does not count what it pins; what registers memory with a network card is counted.
         what = f"each process pins {format_gib(pinned // plan.machine.gpus)} but may lock only {format_gib(limited)}"
@@ -71,11 +71,11 @@ def on_host(plan: Plan, found: Estimate | None) -> Iterator[Check]:
         yield Check("pinned RAM", "note", what, fix)
 
 
-def pinned_bytes(found: Estimate) -> int:
+def pinned_bytes(estimate: Estimate) -> int:
     """Host RAM of a node that a GPU copies from or to by itself, as far as the plan has such."""
-    if found.host is None:
+    if estimate.host is None:
         return 0
-    strategy, parts = found.strategy, found.host.breakdown
+    strategy, parts = estimate.strategy, estimate.host.breakdown
     streams = strategy.swap_blocks or strategy.group_offload_stream or strategy.offload_params == "cpu"
     pinned = parts.activations if strategy.gradient_checkpointing == "offload" else 0
     pinned += parts.weights if streams else 0
@@ -97,9 +97,9 @@ def _on_disk(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**7 else f"{nbytes / 1e6:.2f} MB"
 
 
-def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -> Iterator[Check]:
+def on_disk(output: Path, estimate: Estimate | None, keep: int, cache_bytes: int) -> Iterator[Check]:
     """Room for the checkpoints that are kept, the one being written, and the cache of the data."""
-    if found is None:
+    if estimate is None:
         return
     try:
         there = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
@@ -107,8 +107,8 @@ def on_disk(output: Path, found: Estimate | None, keep: int, cache_bytes: int) -
     except OSError as error:  # a folder above that others may not enter is one too
         yield Check("disk", "error", f"cannot access {output}: {error.strerror}", "choose another --output", WRONG)
         return
-    need = (keep + 1) * found.disk_bytes + cache_bytes
-    parts = f"{keep + 1} checkpoints of {_on_disk(found.disk_bytes)}"
+    need = (keep + 1) * estimate.disk_bytes + cache_bytes
+    parts = f"{keep + 1} checkpoints of {_on_disk(estimate.disk_bytes)}"
     parts += f", {_on_disk(cache_bytes)} of encoded data" if cache_bytes else ""
     if need > free:
         fault = f"{_on_disk(free)} are free at {there}, but the run writes {_on_disk(need)} ({parts})"

@@ -59,8 +59,8 @@ def on_card(card: Facts, need: Need) -> Iterator[Check]:
     fix = "stop other programs there, wait for them (--wait 10m), or use less memory"
     if need.low_bytes > free:
         phases = ", ".join(f"{phase} {gib(nbytes):.1f}" for phase, nbytes in short.items())
-        told = f" (GiB by phase: {phases})" if phases else ""
-        fault = f"{there}, but the plan needs at least {format_gib(need.low_bytes)}{told}{_held(card)}"
+        needs = f" (GiB by phase: {phases})" if phases else ""
+        fault = f"{there}, but the plan needs at least {format_gib(need.low_bytes)}{needs}{_held(card)}"
         yield Check(name, "error", fault, fix, SHORT)
     elif need.high_bytes > free:
         fault = f"{there}, but the plan may need {format_gib(need.high_bytes)}{_held(card)}"
@@ -79,11 +79,11 @@ def _held(card: Facts) -> str:
     used = card["used_bytes"] or 0
     if used <= HELD_BYTES:
         return ""
-    told = [process for process in card["processes"] if process["used_bytes"] is None or process["used_bytes"] > 0]
+    holders = [process for process in card["processes"] if process["used_bytes"] is None or process["used_bytes"] > 0]
     named = [
         f"{process['name'] or 'a process'} (pid {process['pid']}) holds "
         + ("some" if process["used_bytes"] is None else format_gib(process["used_bytes"]))
-        for process in sorted(told, key=lambda process: -(process["used_bytes"] or 0))
+        for process in sorted(holders, key=lambda process: -(process["used_bytes"] or 0))
     ]
     return "; " + (", ".join(named[:5]) or f"an invisible process holds {format_gib(used)}")
 
@@ -95,7 +95,7 @@ def wait(
 
     Where even an empty card has less than the plan may take, its least will do.
     """
-    began, said = time.monotonic(), ""
+    began, last_line = time.monotonic(), ""
     while True:
         short = [card for card in cards if card["free_bytes"] is not None and card["free_bytes"] < _target(card, need)]
         waited = time.monotonic() - began
@@ -104,9 +104,9 @@ def wait(
         card = short[0]
         words = f"waiting for {format_gib(_target(card, need))} on GPU {card['index']}: "
         words += f"{format_gib(card['free_bytes'])} free{_held(card)}"
-        if words != said:
+        if words != last_line:
             say(f"{words}; {format_seconds(seconds - waited)} left")
-            said = words
+            last_line = words
         time.sleep(min(POLL_SECONDS, max(0.0, seconds - waited)))
         cards = cards_of(plan)
 
@@ -119,8 +119,8 @@ def _target(card: Facts, need: Need) -> int:
 def parse_wait(text: str) -> float:
     """The seconds of a waiting time such as `90s`, `10m`, `2h` or a plain number. Raises a VplanError for anything
     else, or for more than a week."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*(s|sec|m|min|h)?", text.strip().lower(), re.ASCII)
-    seconds = float(found[1]) * {"m": 60, "h": 3600}.get((found[2] or "s")[0], 1) if found else math.inf
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*(s|sec|m|min|h)?", text.strip().lower(), re.ASCII)
+    seconds = float(match[1]) * {"m": 60, "h": 3600}.get((match[2] or "s")[0], 1) if match else math.inf
     if seconds > LONGEST_WAIT:
         raise VplanError(f"--wait {quoted(text)} is not a waiting time", "use 90s, 10m or 2h, at most a week")
     return seconds

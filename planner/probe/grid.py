@@ -65,8 +65,8 @@ def _allowed(model: ModelProfile, frames: int) -> int:
 def _may_run(configuration: Configuration, card: GpuProfile) -> bool:
     """Whether training itself seems to fit: text and clips are encoded by nobody here."""
     try:
-        found = estimate(configuration, load_facts(configuration, gpu=card))
+        answer = estimate(configuration, load_facts(configuration, gpu=card))
     except VplanError:
         return False
-    peaks = [peak.device_bytes for phase, peak in found.phases.items() if phase != "encode"]
-    return max(peaks) <= found.budget_bytes
+    peaks = [peak.device_bytes for phase, peak in answer.phases.items() if phase != "encode"]
+    return max(peaks) <= answer.budget_bytes

@@ -71,11 +71,11 @@ def read_grid(path: str | Path) -> tuple[GridEntry, ...]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else f"not TOML: {error}"
         raise VplanError(f"{path.name} is {what}", "correct that line") from None
-    found = tuple(_entries(whole, path.name))
-    if not 0 < len(found) <= MOST_PLANS:
+    entries = tuple(_entries(whole, path.name))
+    if not 0 < len(entries) <= MOST_PLANS:
         fix = f"write 1 to {MOST_PLANS} plans, as [[jobs]] with plans = [{{}}, ...]"
-        raise VplanError(f"{path.name} has {len(found)} plans", fix)
-    return found
+        raise VplanError(f"{path.name} has {len(entries)} plans", fix)
+    return entries
 
 
 def _entries(whole: Mapping[str, Any], where: str) -> Iterator[GridEntry]:
@@ -88,9 +88,9 @@ def _entries(whole: Mapping[str, Any], where: str) -> Iterator[GridEntry]:
         here = f"{where}: job {number}"
         if not isinstance(table, dict):
             raise VplanError(f"{here} is not a table", "write [[jobs]] above it")
-        said = dict(table)
-        plans, config = said.pop("plans", None), said.pop("config", {})
-        job = Job.read(said, here)
+        fields = dict(table)
+        plans, config = fields.pop("plans", None), fields.pop("config", {})
+        job = Job.read(fields, here)
         if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
             raise VplanError(f"{here} ({job.model}) has no list of plans", "write plans = [{}] below it")
         for place, plan in enumerate(plans, start=1):

@@ -58,10 +58,12 @@ class Candidate:
 
     def is_off(self, row: ProbeRow) -> bool:
         """Whether a row that ran is further from the estimate of its phases than `OFF` allows."""
-        said = [peak for phase, peak in self.phases.items() if phase in phases_of(row.details)]
-        if not said or row.measured.outcome not in RAN:
+        expected = [peak for phase, peak in self.phases.items() if phase in phases_of(row.details)]
+        if not expected or row.measured.outcome not in RAN:
             return False
-        pairs = ((getattr(row.measured, name), max(getattr(peak, name) for peak in said), share) for name, share in OFF)
+        pairs = (
+            (getattr(row.measured, name), max(getattr(peak, name) for peak in expected), share) for name, share in OFF
+        )
         return any(seen and abs(predicted - seen) > share * seen for seen, predicted, share in pairs)
 
 
@@ -89,41 +91,48 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
             return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=seconds)
         # From recordings alone, whatever has been learned: the same plan has the same row on every machine of a kind.
         configuration = plan.configuration
-        found = estimate(configuration, load_facts(configuration))
-        plan = plan.replace(machine=_capped(entry, found)) if entry.cap else plan
-        skip = None if entry.cap else _short_of_memory(found, entry.encode)
-        if host_ram is not None and found.host_ram_bytes > host_ram:
-            skip = f"it needs {gib(found.host_ram_bytes):.0f} GiB of host RAM, and this machine has {gib(host_ram):.0f}"
+        answer = estimate(configuration, load_facts(configuration))
+        plan = plan.replace(machine=_capped(entry, answer)) if entry.cap else plan
+        skip = None if entry.cap else _short_of_memory(answer, entry.encode)
+        if host_ram is not None and answer.host_ram_bytes > host_ram:
+            skip = (
+                f"it needs {gib(answer.host_ram_bytes):.0f} GiB of host RAM, and this machine has {gib(host_ram):.0f}"
+            )
     except VplanError as error:
         return Candidate(entry=entry, plan=bare, name="", seconds=0.0, skip=error.message)
     return Candidate(
-        entry=entry, plan=plan, name=row_id(plan), seconds=_seconds(found, entry.encode), skip=skip, phases=found.phases
+        entry=entry,
+        plan=plan,
+        name=row_id(plan),
+        seconds=_seconds(answer, entry.encode),
+        skip=skip,
+        phases=answer.phases,
     )  # fmt: skip
 
 
-def _short_of_memory(found: Estimate, encodes: bool) -> str | None:
+def _short_of_memory(answer: Estimate, encodes: bool) -> str | None:
     """Why a plan cannot fit; None where it may. A probe that only trains encodes nothing."""
-    needed = max(peak.device_bytes for phase, peak in found.phases.items() if encodes or phase not in SEPARATE_PHASES)
-    if margin.verdict(needed, found.budget_bytes, found.strategy.compile != "none") != "no":
+    needed = max(peak.device_bytes for phase, peak in answer.phases.items() if encodes or phase not in SEPARATE_PHASES)
+    if margin.verdict(needed, answer.budget_bytes, answer.strategy.compile != "none") != "no":
         return None
-    return f"it needs {gib(needed):.1f} GiB, and the card gives {gib(found.budget_bytes):.1f}"
+    return f"it needs {gib(needed):.1f} GiB, and the card gives {gib(answer.budget_bytes):.1f}"
 
 
-def _capped(entry: GridEntry, found: Estimate) -> Machine:
+def _capped(entry: GridEntry, answer: Estimate) -> Machine:
     """The machine with all of the card in reserve but what the plan may have."""
-    if found.peak.phase in SEPARATE_PHASES:
+    if answer.peak.phase in SEPARATE_PHASES:
         raise VplanError("its peak is in encoding, so a cap there says nothing about training")
-    budget = found.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-found.high_bytes // MIB) * MIB
-    card = lookup.parse_gpus(found.machine.gpu)[1].allocatable_bytes
+    budget = answer.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-answer.high_bytes // MIB) * MIB
+    card = lookup.parse_gpus(answer.machine.gpu)[1].allocatable_bytes
     if budget >= card:
         raise VplanError(f"a cap at {gib(budget):.1f} GiB does not cap a card of {gib(card):.1f}")
-    return found.machine.replace(reserve=card - budget)
+    return answer.machine.replace(reserve=card - budget)
 
 
-def _seconds(found: Estimate, encodes: bool) -> float:
-    steps = OTHER_STEPS + STEPS + len(found.job.buckets) + SAMPLED_STEPS * (found.strategy.validation_mode != "off")
-    usual = (found.step_seconds + (found.step_seconds_high or found.step_seconds)) / 2
-    return START_SECONDS * (2 if encodes else 1) + steps * usual + found.disk_bytes / SAVED_BYTES_PER_SECOND
+def _seconds(answer: Estimate, encodes: bool) -> float:
+    steps = OTHER_STEPS + STEPS + len(answer.job.buckets) + SAMPLED_STEPS * (answer.strategy.validation_mode != "off")
+    usual = (answer.step_seconds + (answer.step_seconds_high or answer.step_seconds)) / 2
+    return START_SECONDS * (2 if encodes else 1) + steps * usual + answer.disk_bytes / SAVED_BYTES_PER_SECOND
 
 
 # ---- what tells most in the least time
@@ -151,13 +160,13 @@ def in_order(candidates: Iterable[Candidate], done: Iterable[GridEntry] = ()) ->
     left, seen = list(candidates), Counter[About]()
     for entry in done:
         seen.update(itertools.chain(*_tells(entry)))
-    found = []
+    ordered = []
     while left:
         best = max(left, key=lambda each: _worth(each.entry, seen) / each.seconds)
         left.remove(best)
-        found.append(best)
+        ordered.append(best)
         seen.update(itertools.chain(*_tells(best.entry)))
-    return found
+    return ordered
 
 
 def _worth(entry: GridEntry, seen: Counter[About]) -> float:

@@ -120,16 +120,16 @@ def _rate(gpu: GpuProfile, half: int) -> float:
 def _passes(run: Run) -> dict[tuple[str, int], tuple[float, float]]:
     """(class, whether in 16 bits) -> FLOPs and bytes of one forward and backward at the run's shape."""
     facts, blocks = run.facts, run.checkpointed
-    found: dict[tuple[str, int], tuple[float, float]] = {}
-    _count(found, facts.step, main_piece(facts.step), run.grid, lambda block: block not in blocks)
+    totals: dict[tuple[str, int], tuple[float, float]] = {}
+    _count(totals, facts.step, main_piece(facts.step), run.grid, lambda block: block not in blocks)
     if blocks:
         assert facts.checkpointed is not None
-        _count(found, facts.checkpointed, "step", run.grid, lambda block: block in blocks)
-    return found
+        _count(totals, facts.checkpointed, "step", run.grid, lambda block: block in blocks)
+    return totals
 
 
 def _count(
-    found: dict[tuple[str, int], tuple[float, float]],
+    totals: dict[tuple[str, int], tuple[float, float]],
     tape: Tape,
     piece: str,
     where: Mapping[str, int],
@@ -149,8 +149,8 @@ def _count(
             if id(template) not in worth:
                 worth[id(template)] = [_valued(entry, atoms) for entry in template.work]
             for key, flops, nbytes in worth[id(template)]:
-                before = found.get(key, (0.0, 0.0))
-                found[key] = before[0] + flops, before[1] + nbytes
+                before = totals.get(key, (0.0, 0.0))
+                totals[key] = before[0] + flops, before[1] + nbytes
 
 
 def _valued(entry: OperatorWork, atoms: list[int]) -> tuple[tuple[str, int], float, float]:

@@ -203,8 +203,8 @@ class Study:
     def _trials(self, *states: str) -> Sequence[Any]:
         wanted = tuple(self._optuna.trial.TrialState[name] for name in states)
         with self._answering():
-            found = self._study.get_trials(deepcopy=False, states=wanted)
-        return [trial for trial in found if DIGEST in trial.user_attrs]
+            trials = self._study.get_trials(deepcopy=False, states=wanted)
+        return [trial for trial in trials if DIGEST in trial.user_attrs]
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:

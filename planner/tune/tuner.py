@@ -51,10 +51,10 @@ class Tuner:
 
     def tell(self, job: Job, strategy: ResolvedStrategy, measured: Measured) -> FinishedProbe | None:
         """Records a finished probe, made here or elsewhere. None when no recording answers for such a plan."""
-        found = self.search.try_estimate(job, strategy)
-        if found is None:
+        estimate = self.search.try_estimate(job, strategy)
+        if estimate is None:
             return None
-        self.finished[job, strategy] = FinishedProbe(found, measured)
+        self.finished[job, strategy] = FinishedProbe(estimate, measured)
         self.policy.error_model = ErrorModel(list(self.finished.values()))
         return self.finished[job, strategy]
 
@@ -85,9 +85,9 @@ class Tuner:
         for lossy in (None,) if self.question.allow_lossy else (False, True):
             if best is not None and not self.question.allow_lossy and lossy and not best.estimate.lossy:
                 return None
-            found = self._first(lossy) if best is None else self._better(best, lossy)
-            if found is not None:
-                return found
+            estimate = self._first(lossy) if best is None else self._better(best, lossy)
+            if estimate is not None:
+                return estimate
         return None
 
     def _suggested(self) -> Estimate | None:
@@ -112,36 +112,36 @@ class Tuner:
         """The best plan that is likely to fit and to beat the best one by enough."""
         self.policy.chance = CHANCES[0]
         if self.goal.objective:
-            found = largest_by(self.search, self.question.job, self.goal.objective, lossy)
-            if found and self.goal.size(found.job) >= WORTH_A_PROBE * self.goal.size(best.estimate.job):
-                return found
+            estimate = largest_by(self.search, self.question.job, self.goal.objective, lossy)
+            if estimate and self.goal.size(estimate.job) >= WORTH_A_PROBE * self.goal.size(best.estimate.job):
+                return estimate
         error_model = self.policy.error_model
         seconds = best.measured.step_seconds
         assert error_model is not None and seconds is not None
         lost = self._rank(best)[0]
-        for found in self.search.by_speed(best.estimate.job, lossy):
-            if not self.question.allow_lossy and loss(found.job, found.strategy) > lost:
+        for estimate in self.search.by_speed(best.estimate.job, lossy):
+            if not self.question.allow_lossy and loss(estimate.job, estimate.strategy) > lost:
                 return None
-            if found.strategy.sharding in SPLIT and best.strategy.sharding not in SPLIT:
+            if estimate.strategy.sharding in SPLIT and best.strategy.sharding not in SPLIT:
                 return None  # speed is no reason to change engines, see `Search.by_speed`; what follows splits as well
-            if error_model.soonest(found.step_seconds) * WORTH_A_PROBE > seconds:
+            if error_model.soonest(estimate.step_seconds) * WORTH_A_PROBE > seconds:
                 return None
-            if error_model.seconds(found.strategy, found.step_seconds) * WORTH_A_PROBE <= seconds:
-                return found
+            if error_model.seconds(estimate.strategy, estimate.step_seconds) * WORTH_A_PROBE <= seconds:
+                return estimate
         return None
 
     # ---- the answer
 
     def answer(self, best: FinishedProbe) -> Estimate:
         """The estimate of a plan with what was measured in its place. The phases are the estimate's still."""
-        found, measured = best.estimate, best.measured
+        estimate, measured = best.estimate, best.measured
         device = measured.device_bytes
         changes: dict[str, object] = {"verdict": "fits", "limit": None, "basis": "measured"}
         if device is not None:
             changes |= {"low_bytes": device, "high_bytes": device}
         if measured.step_seconds is not None:
             changes |= {"step_seconds": measured.step_seconds, "step_seconds_high": None}
-        return found.replace(**changes)
+        return estimate.replace(**changes)
 
     def runners_up(self, best: FinishedProbe, most: int = 3) -> tuple[Estimate, ...]:
         """Other plans that were proved, the best first, then what is next by estimate with less memory."""
@@ -151,20 +151,20 @@ class Tuner:
         others = map(self._nearby, self.search.runners_up(best.estimate))
         return (*map(self.answer, proved), *others)[:most]
 
-    def _nearby(self, found: Estimate) -> Estimate:
+    def _nearby(self, estimate: Estimate) -> Estimate:
         """A plan that was not measured, with its speed as far from the estimate as its neighbour's."""
         assert self.policy.error_model is not None
-        seconds = self.policy.error_model.seconds(found.strategy, found.step_seconds)
-        return found.replace(step_seconds=seconds, step_seconds_high=None, basis="nearby")
+        seconds = self.policy.error_model.seconds(estimate.strategy, estimate.step_seconds)
+        return estimate.replace(step_seconds=seconds, step_seconds_high=None, basis="nearby")
 
     def tightest(self) -> Estimate:
         """The estimate of the plan that needs least memory, when no plan can be proved. Raises a VplanError when no
         valid strategy is left."""
-        found = self.search.tightest(self.question.job)
-        if found is None:
+        estimate = self.search.tightest(self.question.job)
+        if estimate is None:
             raise self.search.missing or VplanError("no valid strategy left", "remove some options")
         error_model = self.policy.error_model
-        if error_model and found.peak.device_bytes > error_model.limit(CHANCES[-1], self.question.budget_bytes):
+        if error_model and estimate.peak.device_bytes > error_model.limit(CHANCES[-1], self.question.budget_bytes):
             # whatever was estimated, what ran out rules it out
-            return found.replace(verdict="no", limit=found.limit or "gpu")
-        return found
+            return estimate.replace(verdict="no", limit=estimate.limit or "gpu")
+        return estimate

@@ -96,9 +96,9 @@ class Tuning:
                 time.sleep(POLL_SECONDS)
                 continue
             running = [trial.plan for trial in self.trials if trial.row is None]
-            found = self.tuner.next([(plan.job, plan.strategy) for plan in running])
-            if found is not None and len(self.probes) + len(running) < self.limits.probes:
-                self.study.propose(self._plan(found))
+            estimate = self.tuner.next([(plan.job, plan.strategy) for plan in running])
+            if estimate is not None and len(self.probes) + len(running) < self.limits.probes:
+                self.study.propose(self._plan(estimate))
             elif running:
                 watch(self, "waiting for other workers' probes")
                 time.sleep(POLL_SECONDS)
@@ -106,16 +106,16 @@ class Tuning:
                 better = "no other plan is expected to be 5 % better"
                 return better if self.tuner.best else "no plan that could fit is left" if self.trials else NOTHING
 
-    def _plan(self, found: Estimate) -> Plan:
+    def _plan(self, estimate: Estimate) -> Plan:
         """The records of a plan, without what is expected of it."""
-        return Plan.under(found.configuration, self.trainer)
+        return Plan.under(estimate.configuration, self.trainer)
 
     def _time_limit(self, plan: Plan) -> float:
         """Seconds that a probe of a plan may take."""
         if self.limits.time_limit is not None:
             return self.limits.time_limit
-        found = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
-        step = (found.step_seconds_high or found.step_seconds) if found else 0.0
+        estimate = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
+        step = (estimate.step_seconds_high or estimate.step_seconds) if estimate else 0.0
         return max(TIME_LIMIT, START_SECONDS + SLOWER * step * (self.limits.steps + 3))
 
     def _measure(self, watch: Watch) -> None:
@@ -143,8 +143,8 @@ class Tuning:
 
     def _encodes(self, plan: Plan) -> bool:
         """Whether what is cached before training decides if a plan fits: then steps alone would prove nothing."""
-        found = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
-        return found is not None and found.peak.phase == "encode"
+        estimate = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
+        return estimate is not None and estimate.peak.phase == "encode"
 
     def _tell(self, taken: Taken, row: ProbeRow) -> None:
         self.study.tell(taken, row, self._result(taken.plan, row))

@@ -135,7 +135,7 @@ def test_nothing_is_learned_from_the_half_that_is_held_out(tmp_path: Path, monke
 
     def runs(*names: str, grid: str | None = "one-gpu") -> int:
         known = [ProbeRow.read(row(name, grid=grid)) for name in names]
-        found = learned("sd1.5", lookup.gpu("rtx4090"), known=known)
+        found = learned("sd1.5", lookup.gpu("rtx4090"), probes=known)
         assert set(found.proofs) == set(names)  # what became of the very plan may be told
         return found.correction.runs
 

@@ -302,10 +302,10 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
         return row(12.0, env=row(12.0).env.replace(**changes))
 
     card = lookup.gpu("24GB")
-    assert learned(JOB.model, card, known=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NO_MEASUREMENTS
-    assert learned(JOB.model, card, known=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NO_MEASUREMENTS
-    assert learned(JOB.model, card, "diffsynth", known=[row(12.0)]) is NO_MEASUREMENTS
-    newer = learned(JOB.model, card, known=[with_env(driver="600.0")])
+    assert learned(JOB.model, card, probes=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NO_MEASUREMENTS
+    assert learned(JOB.model, card, probes=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NO_MEASUREMENTS
+    assert learned(JOB.model, card, "diffsynth", probes=[row(12.0)]) is NO_MEASUREMENTS
+    newer = learned(JOB.model, card, probes=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
     assert Here(None, None, None, None).agrees(row(12.0).env)
 
@@ -325,7 +325,7 @@ def test_a_run_that_encoded_too_corrects_each_part_by_its_own(own: Ledger, recor
     both = row(1.1 * encode + 0.5, details={"phases": told})
     steps = row(0.97 * train + 0.7, details={"phases": {"step": told["step"]}})
     steps = steps.replace(measured=steps.measured.replace(**told["step"]))
-    of_both, of_steps = (learned(JOB.model, card, known=[known] * 4).correction for known in (both, steps))
+    of_both, of_steps = (learned(JOB.model, card, probes=[known] * 4).correction for known in (both, steps))
     assert of_both.encoding is not None and of_steps.encoding is None
     assert of_both._replace(encoding=None) == of_steps  # encoding says nothing of training
     assert of_both.encoding.reserved == pytest.approx(1.1, abs=0.001)
@@ -340,7 +340,7 @@ def test_what_ran_out_while_it_encoded_says_nothing_of_steps(own: Ledger, record
     told = {"encode": counters(22.0, 23.0)}
     seen = row(23.0, details={"phases": told})
     ran_out = seen.replace(measured=seen.measured.replace(outcome="oom", phase="encode"))
-    found = learned(JOB.model, lookup.gpu("24GB"), known=[ran_out]).correction
+    found = learned(JOB.model, lookup.gpu("24GB"), probes=[ran_out]).correction
     assert found.encoding is not None and found._replace(encoding=None) == Correction()
     assert priced(ModelMeasurements(found)).verdict != "fits"
 
