@@ -45,7 +45,8 @@ class Prediction:
     phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
 
     def during(self, phases: Collection[str], *, judged: bool = False) -> Prediction:
-        """The peaks of these phases alone; ``judged``: the verdict as well."""
+        """The prediction over these phases alone: the highest of each peak, and with ``judged`` a verdict by them. The
+        prediction itself where it has none of these phases."""
         seen = [peak for phase, peak in self.phases.items() if phase in phases]
         if not seen:
             return self

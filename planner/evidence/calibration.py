@@ -75,7 +75,8 @@ def path_of(gpu: str, driver: str, torch: str) -> Path:
 
 
 def write(calibration: Calibration) -> Path:
-    """Keeps a calibration in the place of the one before; a VplanError where it cannot be written."""
+    """Writes a calibration over the one of the same GPU, driver and torch; returns its path. Raises a VplanError when
+    it cannot be written."""
     path = path_of(calibration.gpu, calibration.driver, calibration.torch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -227,7 +227,7 @@ def onto_gradients(run: Run) -> Stage:
 
 
 def gradients_leave(run: Run) -> None:
-    """Each gradient is freed at the end of the block whose backward made it; every micro-batch is like the first."""
+    """Frees each gradient at the end of the block whose backward made it; so every micro-batch is like the first."""
     run.accumulate = None
     gradients = set(run.named("gradient").values())
     run.step.stretches = [

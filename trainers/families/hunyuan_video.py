@@ -56,7 +56,7 @@ class HunyuanVideo(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior and scaled (finetrainers models/hunyuan_video)."""
+    """{"latents": (C, F, h, w)}, drawn from the VAE's posterior and scaled (finetrainers models/hunyuan_video)."""
     return {"latents": (sampled(encoder, pixels(encoder, frames)) * encoder.model.config.scaling_factor)[0]}
 
 

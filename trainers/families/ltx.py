@@ -59,8 +59,8 @@ class Ltx(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior, every channel with the mean and deviation that stand in the VAE's weights (diffusers
-    LTXImageToVideoPipeline._normalize_latents; finetrainers models/ltx_video)."""
+    """{"latents": (C, F, h, w)}, drawn from the VAE's posterior and normalised per channel with the mean and deviation
+    in the VAE's weights (diffusers LTXImageToVideoPipeline._normalize_latents; finetrainers models/ltx_video)."""
     latents, vae = sampled(encoder, pixels(encoder, frames)), encoder.model
     mean, deviation = per_channel(vae.latents_mean, latents), per_channel(vae.latents_std, latents)
     return {"latents": ((latents - mean) * vae.config.scaling_factor / deviation)[0]}

@@ -55,7 +55,8 @@ class Mochi(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior, every channel with mean 0 and deviation 1 (what MochiPipeline undoes to decode)."""
+    """{"latents": (C, F, h, w)}, drawn from the VAE's posterior, every channel with mean 0 and deviation 1 (what
+    MochiPipeline undoes to decode)."""
     latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
     mean, deviation = per_channel(config.latents_mean, latents), per_channel(config.latents_std, latents)
     return {"latents": ((latents - mean) * config.scaling_factor / deviation)[0]}

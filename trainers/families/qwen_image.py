@@ -92,7 +92,8 @@ class QwenImage(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior, every channel with mean 0 and deviation 1, packed."""
+    """{"latents": (h/2, w/2, 4C)}, drawn from the VAE's posterior, every channel with mean 0 and deviation 1, packed in
+    cells of 2x2."""
     latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
     latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
     return {"latents": packed(latents[0, :, 0])}

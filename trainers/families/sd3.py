@@ -74,7 +74,8 @@ CLIP_TOKENS = 77
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior, shifted and scaled (diffusers examples/dreambooth train_dreambooth_lora_sd3.py)."""
+    """{"latents": (C, h, w)}, drawn from the VAE's posterior, shifted and scaled (diffusers examples/dreambooth
+    train_dreambooth_lora_sd3.py)."""
     latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
     return {"latents": (latents - config.shift_factor) * config.scaling_factor}
 

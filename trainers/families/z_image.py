@@ -67,7 +67,8 @@ class ZImage(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """The mode of the posterior, shifted and scaled, as the example that the module names does it."""
+    """{"latents": (C, 1, h, w)}, the mode of the VAE's posterior, shifted and scaled as in the example that the module
+    names."""
     latents, config = likeliest(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
     return {"latents": ((latents - config.shift_factor) * config.scaling_factor)[:, None]}
 

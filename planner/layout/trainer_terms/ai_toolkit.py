@@ -20,8 +20,8 @@ SLOTS = 4
 
 
 def loaded_on_the_cpu(run: Run) -> None:
-    """Weights are read into host RAM in 16 bits whole, and quantised a block at a time on the GPU
-    (toolkit/util/quantize.py ``quantize_model``)."""
+    """Counts the weights in host RAM whole in 16 bits while loading; they are then quantised a block at a time on the
+    GPU (toolkit/util/quantize.py ``quantize_model``)."""
     run.host.loads_on_cpu = run.host.quantises_loaded = True
 
 
