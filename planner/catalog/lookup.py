@@ -325,7 +325,8 @@ def _class_card(group: GpuClass) -> GpuProfile:
     """The class as one card: the least that its reference cards give, and the slower one's rates where they tie."""
     cards = [card for card in _gpu_file().gpu if card.name in group.reference]
     least = min(cards, key=lambda card: (card.allocatable_bytes, card.bf16_tflops))
-    return least.replace(name=group.name, title=f"{group.gb} GB card, as {least.title}", aliases=())
+    named = {"name": group.name, "title": f"{group.gb} GB card, as {least.title}", "aliases": ()}
+    return least.model_copy(update=named)
 
 
 def _custom_card(text: str, number: str, unit: str) -> GpuProfile:

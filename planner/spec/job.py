@@ -5,6 +5,7 @@ may run is in `planner.spec.combinations`.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import functools
 import re
 from typing import Annotated, Literal, Self
 
@@ -112,11 +113,16 @@ class Job(Record):
     @property
     def shapes(self) -> tuple[Bucket, ...]:
         """Every shape a step may have, each with its batch size filled in: the buckets, or the job's one shape."""
-        own = Bucket(frames=self.frames, height=self.height, width=self.width)
-        return tuple(
-            Bucket.model_construct(**{**shape.__dict__, "batch_size": shape.batch_size or self.batch_size})
-            for shape in self.buckets or (own,)
-        )
+        return _shapes(self)
+
+
+@functools.lru_cache(maxsize=256)
+def _shapes(job: Job) -> tuple[Bucket, ...]:
+    own = Bucket(frames=job.frames, height=job.height, width=job.width)
+    return tuple(
+        Bucket.model_construct(**{**shape.__dict__, "batch_size": shape.batch_size or job.batch_size})
+        for shape in job.buckets or (own,)
+    )
 
 
 class Strategy(Record):
