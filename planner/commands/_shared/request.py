@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -37,8 +36,7 @@ AUTO = "auto"
 """The card that is here: `--gpu auto`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TypedQuestion:
+class TypedQuestion(NamedTuple):
     """The options as typed, completed by the plan file; no model or card is looked up yet."""
 
     job: Mapping[str, Any]
