@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ def folder() -> Path:
     place = os.environ.get(VARIABLE)
     if place:
         return Path(place).expanduser().absolute()
-    import platformdirs  # slow to import, and most answers need no folder of the user's
+    on_linux = sys.platform == "linux"
+    if on_linux:  # what platformdirs says there, without its import: every command asks
+        configured = Path(os.environ.get("XDG_CONFIG_HOME", "").strip())
+        return (configured if configured.is_absolute() else Path.home() / ".config") / "vplan"
+    import platformdirs
 
     return Path(platformdirs.user_config_dir("vplan", appauthor=False, roaming=True))
 

@@ -326,7 +326,7 @@ class Run:
     def parameters(self) -> dict[str, int]:
         """Name -> buffer of the weights that are parameters, in the model's order."""
         table = self.facts.parameters
-        return {name: buffer for name, buffer in self.named("weight").items() if name in table}
+        return {name: buffer for name, buffer in self.named("weight").items() if table.is_parameter(name)}
 
     @property
     def optimizer_scale(self) -> float:

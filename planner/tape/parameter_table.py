@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from planner.errors import VplanError
 from planner.tape.format import DAMAGED_FIX, FORMAT
@@ -20,18 +20,17 @@ FILE = "parameters.gz"
 """Name of the file beside the tapes of a model."""
 
 
-@dataclass(frozen=True)
-class Parameters:
+class Parameters(NamedTuple):
     """The parameters of a published model: full name -> size of its first dimension, and the names of those that stay
     in fp32."""
 
-    rows: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, int] = MappingProxyType({})
     """Size of the first dimension (1 for a scalar)."""
 
     fp32: frozenset[str] = frozenset()
     """Those that diffusers keeps in fp32 in a model of 16 bits (``_keep_in_fp32_modules``)."""
 
-    def __contains__(self, name: str) -> bool:
+    def is_parameter(self, name: str) -> bool:
         """Whether a weight is a parameter: one of the model's own, or of an adapter."""
         return ".lora_" in name or _bare(name) in self.rows
 

@@ -36,33 +36,39 @@ class FieldOption(click.Option):
         (field,) = names
         self.record, self.field, self.section = record, field, record.__name__
         self.shows_default = shows_default
-        self.values = choices(record, field)
         flag = field.replace("_", "-")
         if bool in set(_leaves(record, field)):
             super().__init__([f"--{flag}/--no-{flag}", field], default=None)
         else:
             super().__init__(
                 [f"--{flag}", field],
-                metavar=self._metavar(),
                 callback=lambda _context, _option, text: None if text is None else _reader(record, field)(text),
             )
+
+    @functools.cached_property
+    def values(self) -> tuple[str, ...]:
+        """The closed list of the field's values; empty where it is open."""
+        return choices(self.record, self.field)
+
+    def make_metavar(self, ctx: click.Context) -> str:
+        """What stands for the value in the help: the list of values where it is short."""
+        if self.is_flag:
+            return super().make_metavar(ctx)
+        if self.values:
+            joined = "|".join(self.values)
+            return joined if len(joined) <= _LONGEST_METAVAR else "NAME"
+        return _METAVARS.get(self.field, "N" if int in set(_leaves(self.record, self.field)) else "TEXT")
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The option's flags and help text, for click's help page: the field's documentation, values and default."""
         words = [_docs(self.record).get(self.field, "")]
-        if self.values and self.metavar == "NAME":
+        if self.values and self.make_metavar(ctx) == "NAME":
             words.append(f"[one of: {', '.join(self.values)}]")
         default = self.record.model_fields[self.field].get_default()
         if self.shows_default and isinstance(default, str | int | float) and not isinstance(default, bool):
             words.append(f"[default: {default}]")
         self.help = "  ".join(words)
         return super().get_help_record(ctx)
-
-    def _metavar(self) -> str:
-        if self.values:
-            joined = "|".join(self.values)
-            return joined if len(joined) <= _LONGEST_METAVAR else "NAME"
-        return _METAVARS.get(self.field, "N" if int in set(_leaves(self.record, self.field)) else "TEXT")
 
 
 def field_options(
