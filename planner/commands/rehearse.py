@@ -28,6 +28,7 @@ class _Bounds(TypedDict):
     time_limit: int
     host_ram: str | None
     network: bool
+    values: bool
 
 
 @click.command(
@@ -59,6 +60,11 @@ class _Bounds(TypedDict):
     help="End the command after this many seconds.",
 )
 @click.option("--network", is_flag=True, help="Leave the network on.  [default: off, where the system allows it]")
+@click.option(
+    "--values/--no-values",
+    default=True,
+    help="Compute small tensors, so that masks, lengths and schedules are true.  [default: values]",
+)
 @click.option("--python", metavar="PATH", help="Python that the command runs, if it cannot be told from the command.")
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @json_option
@@ -74,9 +80,9 @@ def command(
     """Run a training command on a virtual GPU, unmodified, and measure what it allocates.
 
     No GPU is needed, only the CUDA wheel of PyTorch and a C compiler. Everything above the CUDA libraries is real:
-    PyTorch's allocator, autograd, and out-of-memory errors. Kernels compute nothing, so losses mean nothing and neither
-    does the time. The code of the command runs with your rights, in the current folder. Exit code 3: it runs out of
-    memory; 4: it failed for another reason.
+    PyTorch's allocator, autograd, and out-of-memory errors. Only small tensors are computed, so losses mean nothing
+    and neither does the time. The code of the command runs with your rights, in the current folder. Exit code 3: it
+    runs out of memory; 4: it failed for another reason.
     """
     from planner.rehearsal.answer import answer_of
     from planner.rehearsal.interpreter import interpreter_of
@@ -98,6 +104,7 @@ def command(
         time_limit=bounds["time_limit"],
         host_ram=parse_bytes(ram, "--host-ram") if ram else None,
         network=bounds["network"],
+        values=bounds["values"],
     )
     interpreter = interpreter_of([python] if python else words)
     click.echo(_warning(rehearsal.network), err=True)

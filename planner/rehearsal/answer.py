@@ -256,7 +256,7 @@ def _notes(
         parts = "context and NCCL" if rehearsal.gpus > 1 else "CUDA context"
         yield f"device includes {format_gib(estimated)} of {parts}, estimated from the card's facts"
         yield "cuDNN's workspaces are not counted"
-    yield from _notes_on_values(outcome)
+    yield from _notes_on_values(rehearsal, outcome)
     unwritten = max((holder.unwritten_bytes for holder in outcome.table.holders), default=0)
     if unwritten > GIB:
         yield f"host RAM may be higher: {format_gib(unwritten)} copied to it from the GPU was not written"
@@ -270,11 +270,12 @@ def _notes(
         yield "the network was not shut off: this system does not allow it"
 
 
-def _notes_on_values(outcome: RehearsalOutcome) -> Iterator[str]:
+def _notes_on_values(rehearsal: Rehearsal, outcome: RehearsalOutcome) -> Iterator[str]:
     reads = {place: count for process in outcome.observed for place, count in process.reads.items()}
     if reads:
         shown = ", ".join(list(reads)[:3]) + (f" and {plural(len(reads) - 3, 'more place')}" if len(reads) > 3 else "")
-        yield f"values on the GPU are not computed; the program read some, and may decide otherwise by them: {shown}"
+        what = "values that depend on large tensors" if rehearsal.values else "values on the GPU"
+        yield f"{what} are not computed; the program read some, and may decide otherwise by them: {shown}"
 
 
 def command_line(rehearsal: Rehearsal) -> str:

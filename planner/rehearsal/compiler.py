@@ -111,13 +111,18 @@ def _check_cuda(interpreter: Interpreter) -> str:
 
 
 def _macros(interpreter: Interpreter, cuda: str) -> tuple[str, ...]:
-    """Versions that the libraries report: torch refuses a cuDNN older than the one it was built with."""
+    """Versions that the libraries report, and what torch's kernels were compiled for.
+
+    torch refuses a cuDNN that is older than the one it was built with.
+    """
     major, minor = map(int, cuda.split(".")[:2])
     macros = [f"CUDA_VERSION={major * 1000 + minor * 10}"]
     for package, name in (("nvidia-cudnn", "CUDNN_RELEASE"), ("nvidia-nccl", "NCCL_RELEASE")):
         release = interpreter.required_release(package)
         if release and len(release) >= 3:
             macros.append(f"{name}={release[0] * 10000 + release[1] * 100 + release[2]}")
+    if architectures := interpreter.architectures():
+        macros.append(f"ARCHITECTURES={','.join(map(str, architectures))}")
     return tuple(macros)
 
 

@@ -46,6 +46,9 @@ print(json.dumps({"version": list(sys.version_info[:3]), "places": places, "requ
 """
 _SECONDS = 60.0
 _SHEBANG_BYTES = 4096
+_SCRIPT_BYTES = 2**20
+_SHELLS = ("sh", "bash", "zsh", "dash")
+_STARTERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class Interpreter:
             for place in places:
                 found.update([place] if place.is_file() else place.rglob("*.so*"))
         return sorted(path for path in found if path.is_file())
+
+    def architectures(self) -> tuple[int, ...]:
+        """The compute capabilities that torch's kernels were compiled for, 86 for 8.6; torch names them in one text."""
+        for place in self.places.get("torch", ()):
+            if (library := place / "lib" / "libtorch_python.so").is_file():
+                match = re.search(rb"sm_\d+[af]?(?: (?:sm|compute)_\d+[af]?)+", library.read_bytes())
+                return tuple(int(number) for number in re.findall(rb"sm_(\d+)", match[0])) if match else ()
+        return ()
 
     def required_release(self, package: str) -> tuple[int, ...] | None:
         """The release of one of NVIDIA's packages that torch is built for; None where torch does not say.
@@ -126,7 +137,7 @@ def find_interpreter(command: Sequence[str]) -> str:
         raise VplanError(f"there is no command {quoted(words[0])}", fix)
     if _is_python(program):
         return program
-    return _of_script(Path(program)) or _of_path()
+    return _of_script(Path(program)) or _of_shell(words) or _of_path()
 
 
 def _without_assignments(command: Sequence[str]) -> list[str]:
@@ -157,6 +168,28 @@ def _of_script(script: Path) -> str | None:
         return words[0]
     exec_line = re.match(r"'''exec' \"?([^\"]+?)\"? \"\$0\"", head[1]) if len(head) > 1 else None
     return exec_line[1] if exec_line else None
+
+
+def _of_shell(words: Sequence[str]) -> str | None:
+    """The Python that a shell's own text or script starts first, directly or by a script such as torchrun."""
+    if Path(words[0]).name not in _SHELLS:
+        texts = [Path(shutil.which(words[0]) or words[0])]
+    elif "-c" in words[:-1]:
+        return _first_python(words[list(words).index("-c") + 1])
+    else:
+        texts = [Path(word) for word in words[1:] if not word.startswith("-")][:1]
+    for path in texts:
+        if path.is_file() and path.stat().st_size <= _SCRIPT_BYTES:
+            return _first_python(path.read_text(encoding="utf-8", errors="replace"))
+    return None
+
+
+def _first_python(text: str) -> str | None:
+    for word in re.findall(r"[\w./~+-]+", text):
+        program = shutil.which(str(Path(word).expanduser())) if "/" in word or word in _STARTERS else None
+        if program and (_is_python(program) or _of_script(Path(program))):
+            return program if _is_python(program) else _of_script(Path(program))
+    return None
 
 
 def _of_path() -> str:

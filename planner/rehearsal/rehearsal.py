@@ -63,6 +63,8 @@ class Rehearsal:
     host_ram: int | None
     """bytes the command may take; None: what this machine has to spare"""
     network: bool = False
+    values: bool = True
+    """whether small tensors are really computed"""
 
 
 @dataclass
@@ -143,6 +145,7 @@ def _environment(rehearsal: Rehearsal, folder: Path, libraries: Path) -> dict[st
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     environment |= card_environment(rehearsal.card, rehearsal.gpus, NCCL_BYTES)
     environment |= {"VPLAN_GPU_FOLDER": str(folder), "VPLAN_GPU_STEPS": str(rehearsal.steps)}
+    environment["VPLAN_GPU_VALUES"] = "1" if rehearsal.values else "0"
     environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
     if not rehearsal.network:
         environment |= OFFLINE

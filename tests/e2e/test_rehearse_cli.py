@@ -215,6 +215,47 @@ def test_two_ranks(place: Path, cache: str) -> None:
     assert len({rank["allocated_bytes"] for rank in answer["ranks"]}) == 1
 
 
+SMALL = """
+    import torch
+    ids = torch.tensor([5, 0, 7, 0], device="cuda")
+    assert ids.nonzero().flatten().tolist() == [0, 2]
+    assert ids[ids > 0].tolist() == [5, 7]
+    assert torch.arange(5, device="cuda").float().mul(2).cumsum(0).tolist() == [0, 2, 6, 12, 20]
+    assert len(set(torch.randint(0, 10**9, (8,), device="cuda").tolist())) > 1
+    mask = torch.zeros(1000, dtype=torch.bool, device="cuda")
+    mask[3:9] = True
+    assert torch.randn(1000, 1000, device="cuda")[mask].shape == (6, 1000)
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), torch.amp.GradScaler("cuda")
+    scaler.scale((weight * 2).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [-1, -1, -1, -1]
+    torch.cuda.default_generators[0].get_state()
+"""
+
+
+@needs_cuda_wheel
+def test_small_values_are_true(place: Path, cache: str) -> None:
+    words = ("--gpu", "24GB", "--steps", "0", "--", CUDA_PYTHON, program(place, SMALL))
+    answer = rehearse(place, cache, *words)
+    assert answer["verdict"] == "fits"
+    assert not any("not computed" in note for note in answer["assumptions"])
+
+
+@needs_cuda_wheel
+def test_a_value_that_nobody_knows_is_told(place: Path, cache: str) -> None:
+    source = """
+        import torch
+        large = torch.randn(1000, 1000, device="cuda")
+        if large.mean() > 0:
+            print("positive")
+    """
+    words = ("--gpu", "24GB", "--steps", "0", "--", CUDA_PYTHON, program(place, source))
+    (note,) = [note for note in rehearse(place, cache, *words)["assumptions"] if "not computed" in note]
+    assert "program.py:4" in note
+
+
 @needs_cuda_wheel
 def test_compiled_code_is_refused_by_name(place: Path, cache: str) -> None:
     source = """

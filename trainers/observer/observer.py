@@ -17,15 +17,19 @@ import traceback
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
+from . import import_hook
 from .import_hook import ImportHook
 from .memory_peaks import MemoryPeaks
 from .refusals import install as install_refusals
+from .small_values import watch_values
 
 MOST_FRAMES = 40
 MOST_READS = 20
 """Places in the program where values of the card were read, that are named."""
 
 WATCHDOG_SECONDS = 0.25
+
+WRAPPERS = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py", "/torch/utils/_python_dispatch.py")
 
 READERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 """Methods of a tensor by which its values reach Python, and may decide what comes next."""
@@ -74,8 +78,11 @@ class ProcessObserver:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.cuda._lazy_call(self._watch_allocator)
-        for name in READERS:
-            self._watch_reader(torch.Tensor, name)
+        if os.environ.get("VPLAN_GPU_VALUES") == "1":
+            watch_values(torch, self._note_read)
+        else:  # nothing is computed: whatever is read is not what it would be
+            for name in READERS:
+                self._watch_reader(torch.Tensor, name)
         atexit.register(self._at_exit)
 
     def watch_deepspeed(self, module: ModuleType) -> None:
@@ -241,13 +248,24 @@ def _number(variable: str) -> int | None:
 
 
 def _working_frame() -> FrameType | None:
-    """Where the program is: this thread, or for torch's own threads (backward) the main one, which waits for them."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+    """Where the program is: this thread without what we put on top of it; for torch's own threads (backward) the main
+    one, which waits for them."""
+    inner: FrameType | None = sys._getframe(1)
+    frame = inner
+    while frame is not None:
+        if os.path.dirname(frame.f_code.co_filename) == _OWN and frame.f_code.co_filename != import_hook.__file__:
+            inner = _without_wrappers(frame.f_back)
         frame = frame.f_back
-    if frame is not None:
-        return frame
+    if inner is not None:
+        return inner
     return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _without_wrappers(frame: FrameType | None) -> FrameType | None:
+    """torch calls a dispatch mode through wrappers that keep it from being compiled."""
+    while frame is not None and frame.f_code.co_filename.replace(os.sep, "/").endswith(WRAPPERS):
+        frame = frame.f_back
+    return frame
 
 
 def _program_frame() -> FrameType | None:

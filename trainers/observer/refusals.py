@@ -21,9 +21,27 @@ Refuse = Callable[[str, str], None]
 
 def install(hook: ImportHook, refuse: Refuse) -> None:
     """Watch for the modules that begin such work."""
+    hook.after("torch._dynamo.eval_frame", lambda module: _refuse_compiled(module, refuse))
     hook.after("torch._inductor.compile_fx", lambda module: _replace(module, "compile_fx", COMPILE, refuse))
     hook.after("triton.runtime.jit", lambda module: _replace(module.JITFunction, "run", TRITON, refuse))
     hook.after("torch.cuda.graphs", lambda module: _refuse_graphs(module, refuse))
+
+
+def _refuse_compiled(module: Any, refuse: Refuse) -> None:
+    """A compiled function begins with a callback set (None and False are those of functions left alone). Under a
+    dispatch mode, as ours, dynamo would run it uncompiled and say nothing."""
+
+    def refusing(real: Any) -> Any:
+        def refused(callback: Any, *more: Any) -> Any:
+            if callback is not None and callback is not False:
+                refuse(*COMPILE)
+            return real(callback, *more)
+
+        return refused
+
+    for name in ("set_eval_frame", "_maybe_set_eval_frame"):
+        if hasattr(module, name):
+            setattr(module, name, refusing(getattr(module, name)))
 
 
 def _refuse_graphs(module: ModuleType, refuse: Refuse) -> None:

@@ -318,14 +318,30 @@ EXPORT result cudaIpcGetMemHandle(void *handle, void *start) { return failed(NOT
 
 /* ---- kernels */
 
+#ifndef ARCHITECTURES
+#define ARCHITECTURES 0
+#endif
+
+/* The architecture that torch's kernels run as on this card: of those that torch was compiled for, the highest that the
+ * card can run. Code for 8.6 runs on 8.9, and there CUB looks for the tuning of 8.6, and finds none for 8.9. */
+static int architecture_of_kernels(void)
+{
+    static const int COMPILED[] = {ARCHITECTURES};
+    int highest = 0;
+    for (size_t i = 0; i < sizeof COMPILED / sizeof *COMPILED; i++)
+        if (COMPILED[i] <= vg_card_capability() && COMPILED[i] > highest)
+            highest = COMPILED[i];
+    return highest ? highest : vg_card_capability();
+}
+
 /* The head of cudaFuncAttributes that anybody reads: bytes 24 to 47. */
 EXPORT result cudaFuncGetAttributes(char *attributes, const void *function)
 {
     memset(attributes, 0, 144);
     put_int(attributes, 24, 1024);                         /* threads of a block */
     put_int(attributes, 28, 32);                           /* registers */
-    put_int(attributes, 32, vg_card_capability());            /* PTX version */
-    put_int(attributes, 36, vg_card_capability());            /* binary version */
+    put_int(attributes, 32, architecture_of_kernels());       /* PTX version */
+    put_int(attributes, 36, architecture_of_kernels());       /* binary version */
     put_int(attributes, 44, (int)vg_shared_bytes_of_block()); /* dynamic shared memory */
     return SUCCESS;
 }

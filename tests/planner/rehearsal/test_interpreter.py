@@ -42,6 +42,17 @@ def test_a_shell_script_takes_that_of_the_path(tmp_path: Path, monkeypatch: pyte
     assert find_interpreter([script(tmp_path, "#!/bin/bash")]) == str(tmp_path / "python")
 
 
+def test_a_shell_says_what_it_starts(tmp_path: Path) -> None:
+    tool = script(tmp_path, f"#!{sys.executable}")
+    assert find_interpreter(["bash", "-c", f"cd /tmp && exec {sys.executable} train.py"]) == sys.executable
+    assert find_interpreter(["bash", "-c", f"{tool} --nproc_per_node 2 train.py"]) == sys.executable
+    lines = tmp_path / "train.sh"
+    lines.write_text(f"#!/bin/bash\nset -e\nCUDA_VISIBLE_DEVICES=0 \\\n  {sys.executable} train.py --lr 1e-4\n")
+    lines.chmod(0o755)
+    assert find_interpreter(["bash", "-e", str(lines)]) == sys.executable
+    assert find_interpreter([str(lines)]) == sys.executable
+
+
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(VplanError, match="no command 'no-such-tool'"):
         find_interpreter(["no-such-tool"])

@@ -1,0 +1,230 @@
+"""Really computes what is small, so that masks, schedules, lengths and seeds on the card are what they would be.
+
+Memory of the virtual card is host memory: after torch has run an operator the usual way, with all its allocations, the
+same operator runs on CPU tensors over the same bytes. That is done where every tensor is small and every value that
+goes in is known; what comes of anything else is unknown, and reading it is told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from typing import Any
+
+SMALL_BYTES = 65536
+"""As the copies that the virtual card makes (virtual_gpu.h)."""
+
+OVERWRITING = {"fill_", "zero_", "copy_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
+"""What these write does not depend on what was there."""
+
+READING = {"_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true"}
+FRESH = {"lift_fresh", "lift"}
+"""What `torch.tensor(data)` ends with: its values were copied from Python."""
+
+UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+
+BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
+"""Operators whose result has a shape that depends on values: the card's own result would be empty."""
+
+INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
+"""Their second argument is a list of indices; those that are masks are counted."""
+
+
+def watch_values(torch: Any, told: Callable[[str], None]) -> None:
+    """Follow every operator of this thread, and of its backward, from here on.
+
+    `told` gets the name of an operator that reads a value nobody knows.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    values = _Values(torch, told)
+
+    class SmallValues(TorchDispatchMode):  # type: ignore[misc, unused-ignore]  # torch's class is untyped in places
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(kind.__name__ == "DTensor" for kind in types):
+                return NotImplemented  # its own handler comes first, and what it does to its shard comes here
+            if any(kind not in values.plain for kind in types):  # a fake tensor, or anybody's own
+                return func(*args, **(kwargs or {}))
+            return values.run(func, args, kwargs or {})
+
+    mode: Any = SmallValues
+    mode().__enter__()  # for good: the process ends with it
+
+
+class _Values:
+    """Which storages hold what they would hold on a card."""
+
+    def __init__(self, torch: Any, told: Callable[[str], None]) -> None:
+        self._torch = torch
+        self._told = told
+        self._known: set[int] = set()
+        self.plain = {torch.Tensor, torch.nn.Parameter, *filter(None, [getattr(torch.nn, "Buffer", None)])}
+        self._random_state: Any = None
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result on the card, with its values where they can be had."""
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        inputs = list(self._tensors((args, kwargs)))
+        if name in INDEXING and any(tensor.is_cuda for tensor in inputs):
+            args = self._without_masks(name, args)
+            inputs = list(self._tensors((args, kwargs)))
+        result = func(*args, **kwargs)
+        outputs = list(self._tensors(result))
+        if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
+            return result
+        if name in FRESH:
+            for tensor in outputs:
+                self._mark(tensor, _is_small(tensor), partly=False)
+        if func.is_view or name in FRESH:
+            return result
+        follows = name in OVERWRITING
+        depended_on = [tensor for tensor in inputs[1 if follows else 0 :] if tensor.is_cuda]
+        known = all(self._is_known(tensor) for tensor in depended_on)
+        if name in READING:
+            if not known:
+                self._told(name)
+            return result
+        if any(not tensor.is_cuda for tensor in outputs) and not known and all(map(_is_small, outputs)):
+            self._told(name)
+        if name in BY_VALUE:
+            return self._by_value(func, args, kwargs, result, known, name)
+        written = [tensor for tensor in outputs if tensor.is_cuda]
+        if func._schema.is_mutable:
+            written += [tensor for tensor in self._mutated(func, args, kwargs) if tensor.is_cuda]
+        computed = known and name not in UNINITIALISED and self._compute(func, args, kwargs, result, written)
+        for tensor in written:
+            self._mark(tensor, computed, partly=func._schema.is_mutable)
+        return result
+
+    def _tensors(self, value: Any) -> Iterable[Any]:
+        """All plain tensors in the arguments or the result of an operator."""
+        if type(value) in self.plain:
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from self._tensors(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from self._tensors(item)
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Small ones are really made (virtual_gpu/nccl.c): what a rank brings decides what all get. The first argument
+        receives; where the second one sends, it is a gather or a scatter."""
+        result = func(*args, **kwargs)
+        words = func._schema.name
+        sends = args[1] if "allgather" in words or "reduce_scatter" in words else args[0]
+        brought = list(self._tensors(sends))
+        known = all(_is_small(tensor) and self._is_known(tensor) for tensor in brought)
+        for tensor in self._tensors(args[0]):
+            self._mark(tensor, known and _is_small(tensor), partly=True)
+        return result
+
+    # ---- what is known
+
+    def _is_known(self, tensor: Any) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._known or tensor.numel() == 0
+
+    def _mark(self, tensor: Any, known: bool, partly: bool) -> None:
+        """A part that is written says nothing of the rest: that was known before, or the part is all there is."""
+        place = tensor.untyped_storage().data_ptr()
+        if not known:
+            self._known.discard(place)
+        elif not partly or tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
+            self._known.add(place)
+
+    def _mutated(self, func: Any, args: Any, kwargs: Any) -> Iterable[Any]:
+        """Arguments that the operator writes to."""
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                yield from self._tensors(value)
+
+    # ---- computing
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, written: list[Any]) -> bool:
+        """Run the operator over the same bytes on the CPU; whether that could be done."""
+        if not func._schema.name.startswith("aten::") or not all(
+            map(_is_small, (*self._tensors((args, kwargs)), *written))
+        ):
+            return False
+        try:
+            on_host = self._on_host(func, args, kwargs)
+            for theirs, ours in zip(self._tensors(result), self._tensors(on_host)):  # noqa: B905  # strict= is of 3.10
+                if theirs.is_cuda and not func._schema.is_mutable:
+                    self._over(theirs).copy_(ours)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # nothing of the kind on the CPU
+            return False
+        return True
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator on CPU tensors over the card's bytes. Random numbers come from a generator of our own, so that
+        the program's draws on the CPU stay as they are."""
+        torch = self._torch
+        words = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else dict(kwargs)
+        words |= {word: None for word in ("generator", "pin_memory") if word in words}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*self._mapped(args), **self._mapped(words))
+        theirs = torch.random.get_rng_state()
+        if self._random_state is not None:
+            torch.random.set_rng_state(self._random_state)
+        try:
+            return func(*self._mapped(args), **self._mapped(words))
+        finally:
+            self._random_state = torch.random.get_rng_state()
+            torch.random.set_rng_state(theirs)
+
+    def _mapped(self, value: Any) -> Any:
+        if isinstance(value, self._torch.Tensor):
+            return self._over(value) if value.is_cuda else value
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._mapped(item) for item in value)
+        if isinstance(value, dict):
+            return {name: self._mapped(item) for name, item in value.items()}
+        if isinstance(value, self._torch.device):
+            return self._torch.device("cpu")
+        return value
+
+    def _over(self, tensor: Any) -> Any:
+        """A CPU tensor over the bytes of one on the card."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return self._torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        flat = self._torch.frombuffer(memory, dtype=self._torch.uint8)
+        empty = self._torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    # ---- shapes that depend on values
+
+    def _by_value(self, func: Any, args: Any, kwargs: Any, result: Any, known: bool, name: str) -> Any:
+        if not known or not all(map(_is_small, self._tensors((args, kwargs)))):
+            self._told(name)
+            return result
+        device = next(tensor.device for tensor in self._tensors((args, kwargs)) if tensor.is_cuda)
+        return self._to_card(self._on_host(func, args, kwargs), device)
+
+    def _to_card(self, value: Any, device: Any) -> Any:
+        if isinstance(value, self._torch.Tensor):
+            moved = value.to(device)
+            self._mark(moved, _is_small(moved), partly=False)
+            return moved
+        return type(value)(self._to_card(item, device) for item in value)
+
+    def _without_masks(self, name: str, args: Any) -> Any:
+        """The same indices with known masks counted: the card would find nothing set in them."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if index is None or not index.is_cuda or index.dtype not in (self._torch.bool, self._torch.uint8):
+                indices.append(index)
+            elif self._is_known(index) and _is_small(index):
+                indices.extend(self._to_card(self._over(index).nonzero().unbind(1), index.device))
+            else:
+                self._told(name)
+                indices.append(index)
+        return (args[0], indices, *args[2:])
+
+
+def _is_small(tensor: Any) -> bool:
+    return bool(tensor.untyped_storage().nbytes() <= SMALL_BYTES)
