@@ -27,6 +27,9 @@ MOST_FRAMES = 40
 MOST_READS = 20
 """Places in the program where values of the card were read, that are named."""
 
+WORDS = {"_local_scalar_dense": "item", "_to_copy": "copy to the host", "copy_": "copy to the host"}
+"""How people call operators that read."""
+
 WATCHDOG_SECONDS = 0.25
 
 WRAPPERS = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py", "/torch/utils/_python_dispatch.py")
@@ -182,7 +185,7 @@ class ProcessObserver:
     def _note_read(self, name: str) -> None:
         frame = _program_frame()
         if frame is not None:
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno} {name.strip('_')}"
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno} {WORDS.get(name, name.strip('_'))}"
             if place in self._reads or len(self._reads) < MOST_READS:
                 self._reads[place] = self._reads.get(place, 0) + 1
 

@@ -21,6 +21,7 @@ READING = {"_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_an
 FRESH = {"lift_fresh", "lift"}
 """What `torch.tensor(data)` ends with: its values were copied from Python."""
 
+COPYING = {"_to_copy", "copy_"}
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
 BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
@@ -86,8 +87,8 @@ class _Values:
             if not known:
                 self._told(name)
             return result
-        if any(not tensor.is_cuda for tensor in outputs) and not known and all(map(_is_small, outputs)):
-            self._told(name)
+        if name in COPYING and not known and any(not tensor.is_cuda and _is_small(tensor) for tensor in outputs):
+            self._told(name)  # to the host: `tolist`, `cpu`
         if name in BY_VALUE:
             return self._by_value(func, args, kwargs, result, known, name)
         written = [tensor for tensor in outputs if tensor.is_cuda]
