@@ -188,6 +188,8 @@ def _check_ending(rehearsal: Rehearsal, outcome: RehearsalOutcome) -> None:
     if outcome.ending == "failed":
         last = next((line.strip() for line in reversed(outcome.log.splitlines()) if line.strip()), "no output")
         fix = f"its output: {outcome.kept_log}"
+        if "small_values.py" in outcome.log:
+            fix = f"try --no-values, for it failed while small tensors were computed; {fix}"
         raise VplanError(f"the command failed with exit code {outcome.exit_code}: {last[:200]}", fix, 4)
     if outcome.ending == "time":
         done = f"{steps} of {rehearsal.steps} steps" if rehearsal.steps else plural(steps, "step")

@@ -127,6 +127,7 @@ def _sigterm_as_exception() -> Iterator[None]:
     """SIGTERM ends a run as Ctrl-C does: what was started is ended, and the folder goes."""
 
     def stop(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the cleaning up
         raise _Stopped
 
     before = signal.signal(signal.SIGTERM, stop)
