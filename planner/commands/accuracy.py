@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     from planner.catalog.profiles import GpuProfile
 
+REHEARSED_TITLE = "rehearsed: our own trainer on virtual GPUs, whose context and NCCL are estimated"
+"""Rows of `--runner rehearse`, which no other number here counts."""
+
 _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 
 
@@ -89,7 +92,8 @@ def command(
     bundled rows and your own probes are used. An error is the distance to the measured value in percent, negative where
     the estimate is too low. For a run that ended out of memory, the verdicts "tight" and "no" are correct. For our own
     probes the answer also says how close estimates are that learn from all the others; for the rows of a grid (`vplan
-    calibrate --grid`), both halves: one that estimates may learn from, and one that is held out.
+    calibrate --grid`), both halves: one that estimates may learn from, and one that is held out. Rehearsed rows
+    (`--runner rehearse`) are reported apart.
 
     --history finds the cause of an error: the first event where a recorded run and its tape differ.
     """
@@ -112,16 +116,24 @@ def command(
     predict, after_step = _estimator(_cards(own) if calibrated else {})
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
+    rehearsed = [entry for entry in compared if entry.row.taken == "rehearsed"]
+    compared = [entry for entry in compared if entry.row.taken != "rehearsed"]
     found = answer(compared)
+    if rehearsed:
+        found["rehearsed"] = answer(rehearsed)
     pairs = _learned(compared, own)
     found["halves"] = halves(compared)
     found["learned"] = {"before": summary([pair[0] for pair in pairs]), "after": summary([pair[1] for pair in pairs])}
 
     def render(console: Console) -> None:
-        _render(console, compared, found["summary"])
+        if compared or not rehearsed:
+            _render(console, compared, found["summary"])
         _render_halves(console, found["halves"])
         if pairs:
             _render_learned(console, found["learned"])
+        if rehearsed:
+            console.print("", REHEARSED_TITLE, style="bold", markup=False)
+            _render(console, rehearsed, found["rehearsed"]["summary"])
 
     if report:
         write_report(report, compared=compared)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.catalog.profiles import GpuProfile
+    from planner.commands._shared.grid_options import Where
 
 STEPS = 3
 SHARED = frozenset({
@@ -55,9 +56,12 @@ def _grid_options(function: Any) -> Any:
         click.option("--histories", metavar="DIR",
                      help="Run plans that are off by 1 % allocated or 3 % device again, to record their "
                      "history for `vplan accuracy --history DIR/ID.json`.", **said),
-        click.option("--runner", "runner_name", type=click.Choice(["real", "simulate"]), default="real",
-                     help="simulate: use no GPU, but a simulated machine drawn from --seed.  [default: real]", **said),
-        click.option("--gpu", metavar="CARD", help="Card to simulate.", **said),
+        click.option("--runner", "runner_name", type=click.Choice(["real", "rehearse", "simulate"]), default="real",
+                     help="rehearse: use no GPU, but a virtual one, for memory alone; simulate: a simulated machine "
+                     "drawn from --seed.  [default: real]", **said),
+        click.option("--gpu", metavar="CARD", help="Card to rehearse on or to simulate.", **said),
+        click.option("--python", metavar="PATH", help="Python with the CUDA wheel of PyTorch, for rehearse.  "
+                     "[default: VPLAN_CUDA_PYTHON]", **said),
         click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N",
                      help="Seed of the simulated machine.", **said),
     )):  # fmt: skip
@@ -78,6 +82,7 @@ class GridOption(click.Option):
         "vplan calibrate wan2.1-t2v-14b flux.1-dev",
         "vplan calibrate --no-probes --share rows.jsonl",
         "vplan calibrate --grid one-gpu -o rows.jsonl --max-minutes 30",
+        "vplan calibrate --grid one-gpu -o rows.jsonl --runner rehearse --gpu h100",
         "vplan calibrate --grid one-gpu -o rows.jsonl --runner simulate --gpu h100",
     ),
 )
@@ -167,21 +172,36 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
         dry_run=said["dry_run"], retry=said["retry"], histories=said["histories"], time_limit=time_limit,
     )  # fmt: skip
     asked.check()
-    if said["runner_name"] == "simulate":
-        from planner.probe.simulated import SimulatedRunner
-
-        simulated = SimulatedRunner(said["seed"])
-        machine = Machine(gpu=lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name)
-        return measure(asked, Where(simulated, machine, None, "none"), as_json)
+    if said["python"] is not None and said["runner_name"] != "rehearse":
+        raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
+    if said["runner_name"] != "real":
+        return measure(asked, _unreal(said), as_json)
     if said["gpu"] is not None:
-        raise VplanError("--gpu is for simulated runs; a grid is measured on this machine's card",
-                         "add --runner simulate, or leave it out", USAGE)  # fmt: skip
+        raise VplanError("--gpu is for simulated runs and rehearsals; a grid is measured on this machine's card",
+                         "add --runner rehearse or simulate, or leave it out", USAGE)  # fmt: skip
     card = None if device == "cpu" else _card()
     memory = doctor.host_ram()
     torch = doctor.torch_release()
     machine = Machine(gpu=card.name, unified=card.unified, torch=torch) if card else Machine(gpu="24GB", torch=torch)
     runner = RealRunner(device=device, command=f"vplan calibrate --grid {Path(asked.grid).name}")
     return measure(asked, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
+
+
+def _unreal(said: dict[str, Any]) -> Where:
+    """A machine whose card is not there: a virtual one, or one that is simulated altogether."""
+    from planner.commands._shared.grid_options import Where
+
+    machine = Machine(gpu=lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name)
+    if said["runner_name"] == "simulate":
+        from planner.probe.simulated import SimulatedRunner
+
+        return Where(SimulatedRunner(said["seed"]), machine, None, "none")
+    from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, torch_release
+
+    interpreter = cuda_interpreter(said["python"])
+    command = f"vplan calibrate --grid {Path(said['grid']).name} --runner rehearse"
+    runner = RehearsalRunner(interpreter=interpreter, command=command, say=lambda line: click.echo(line, err=True))
+    return Where(runner, machine.replace(torch=torch_release(interpreter)), None, "none")
 
 
 def _card() -> GpuProfile:

@@ -49,6 +49,7 @@ class _How(TypedDict):
         "vplan probe plan.toml",
         "vplan probe plan.toml --steps 10 --json",
         "vplan probe plans/*.toml -o rows.jsonl",
+        "vplan probe plan.toml --runner rehearse",
     ),
 )
 @click.argument("paths", metavar="PLAN.toml...", nargs=-1, required=True)
@@ -85,6 +86,18 @@ class _How(TypedDict):
     default="cuda",
     help="cpu is for tiny models: no GPU memory is measured.  [default: cuda]",
 )
+@click.option(
+    "--runner",
+    "runner_name",
+    type=click.Choice(["real", "rehearse"]),
+    default="real",
+    help="rehearse: use no GPU, but a virtual one, for memory alone.  [default: real]",
+)
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="Python with the CUDA wheel of PyTorch, for rehearse.  [default: VPLAN_CUDA_PYTHON]",
+)
 @output_option("the rows, one JSON object per line,", plan=False)
 @json_option
 def command(
@@ -92,6 +105,8 @@ def command(
     steps: int,
     time_limit: int,
     gpu: str | None,
+    runner_name: str,
+    python: str | None,
     output: str | None,
     as_json: bool,
     **how: Unpack[_How],
@@ -101,8 +116,9 @@ def command(
     Weights and data are random: memory and speed are the same, and nothing is downloaded. Each plan runs in fresh
     processes, one per GPU; a larger card is capped to the memory of the plan's card. Every measurement is kept, and
     estimates learn from it. Several plans run one after another; with -o, plans that already have a row in FILE are
-    skipped, so the same command resumes where it stopped. Exit code 3: out of memory; 4: a crash, a timeout, or a
-    non-finite loss.
+    skipped, so the same command resumes where it stopped. With --runner rehearse the same steps run on a virtual GPU
+    (see `vplan rehearse`): the rows have no seconds, and estimates learn nothing from them. Exit code 3: out of
+    memory; 4: a crash, a timeout, or a non-finite loss.
     """
     weights, device = how["weights"], how["device"]
     if how["history"] and len(paths) > 1:
@@ -113,7 +129,7 @@ def command(
     # All are checked before the first runs: a slip in the last one should not show after an hour.
     ids = [row_id(settled(plan)) for _, plan in plans]
     known = rows_by_id(output) if output else {}
-    runner = RealRunner(**how)
+    runner = _runner(runner_name, python, how)
     ledger, rows = Ledger(default_path()), []
     for number, ((path, plan), name) in enumerate(zip(plans, ids, strict=True), start=1):
         start = f"[{number}/{len(plans)}] {path}: "
@@ -124,18 +140,34 @@ def command(
         click.echo(f"{start}running ...", err=True)
         words = ["--steps", str(steps), "--time-limit", str(time_limit), *(["--gpu", gpu] if gpu else [])]
         words += [*(["--weights", weights] if weights else []), *(["--encode"] if how["encode"] else [])]
+        words += [] if runner_name == "real" else ["--runner", runner_name]
         typed = _typed(path, words, device)
         measured = replace(runner, command=typed).run(plan, steps=steps, time_limit=time_limit)
         row = measured.to_json()
         rows.append(row)
         click.echo(start + told_line(row), err=True)
-        keep(ledger, measured)
+        if runner_name == "real":
+            keep(ledger, measured)
         if output:
             append_row(output, row)
             known[name] = row
     answer = rows[0] if len(rows) == 1 else {"rows": rows}
     show(answer, as_json, lambda console: _render(console, rows, plans))
     return max(EXIT_CODES.get(row["measured"]["outcome"], FAILED) for row in rows)
+
+
+def _runner(name: str, python: str | None, how: _How) -> RealRunner:
+    """On this machine's GPU, or on a virtual one."""
+    if name == "real":
+        if python is not None:
+            raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
+        return RealRunner(**how)
+    if how["device"] == "cpu":
+        raise VplanError("a rehearsal has a virtual GPU", "leave out --device cpu, or --runner rehearse", USAGE)
+    from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter
+
+    interpreter = cuda_interpreter(python)
+    return RehearsalRunner(**how, interpreter=interpreter, say=lambda line: click.echo(line, err=True))
 
 
 def keep(ledger: Ledger, row: ProbeRow) -> None:

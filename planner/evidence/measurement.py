@@ -11,6 +11,9 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Measured, PhaseName
 
+REHEARSED = "rehearse"
+"""The runner of rows that were taken on virtual cards."""
+
 
 class ProbeRow(Record):
     """One measured run of our own, as a line of a ledger. The fields are those of the JSON."""
@@ -26,7 +29,7 @@ class ProbeRow(Record):
     measured: Measured
     env: Environment
     runner: str = "real"
-    """`real`, or `simulate`: such rows say nothing about any GPU"""
+    """`real`; `rehearse`: on virtual cards, without seconds; or `simulate`, which says nothing about any GPU"""
     planned_gpu: str | None = None
     """the card or class that the plan is for, where it says another than `machine`"""
     capped_bytes: Bytes | None = None
@@ -82,8 +85,8 @@ def peaks_of(details: Mapping[str, Any], phases: Collection[str], apart: bool = 
 
 
 def is_of_a_gpu(row: ProbeRow) -> bool:
-    """Whether a row tells something about a real card: not simulated, not run on the CPU, and not of a model that was
-    shrunk."""
+    """Whether a row tells something about a real card: not simulated or rehearsed, not run on the CPU, and not of a
+    model that was shrunk."""
     return row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details
 
 

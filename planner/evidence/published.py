@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 
 import profiles
 from planner.errors import VplanError, quoted
-from planner.evidence.measurement import ProbeRow, in_held_out_half, phases_of
+from planner.evidence.measurement import REHEARSED, ProbeRow, in_held_out_half, phases_of
 from planner.schema import Positive, Record, choices
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import RAN, Measured, PhaseName
@@ -87,6 +87,9 @@ DEFAULTS = (
 )
 """Documented defaults that differ from our trainer's (or might one day), each read in the source it names."""
 
+
+TAKEN_BY: Mapping[str, Literal["measured", "rehearsed"]] = {"real": "measured", REHEARSED: "rehearsed"}
+"""Runner of a row of ours -> how it was taken; by any other it is simulated."""
 
 SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
 """Publishers whose runs were a step or two long, and whose peak was reset between loading and training.
@@ -173,8 +176,8 @@ class Row:
     """that a probe of ours went through"""
     version: str = ""
     """the implementation's, where its publisher says so"""
-    taken: Literal["published", "measured", "simulated"] = "published"
-    """by others, by our own trainer on a GPU, or on a machine that is not there"""
+    taken: Literal["published", "measured", "rehearsed", "simulated"] = "published"
+    """by others; by our own trainer on a GPU, or on a virtual one; or on a machine that is simulated"""
     held_out: bool = False
     """of a grid's half that only judges"""
     step_seconds: float | None = None
@@ -296,7 +299,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         unsupported=unsupported,
         phases=frozenset() if published else _phases(line),
         version=_version(line.source),
-        taken="published" if published else "measured" if line.runner == "real" else "simulated",
+        taken="published" if published else TAKEN_BY.get(line.runner, "simulated"),
         held_out=line.grid is not None and in_held_out_half(line.id),
         step_seconds=None if published else line.measured.get("step_seconds"),
         not_a_peak=_not_a_peak(line.source, intervals) if published else None,

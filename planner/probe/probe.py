@@ -8,14 +8,13 @@ They and all they started are gone when `probe` returns.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +30,7 @@ from planner.hardware import doctor
 from planner.hardware.nvml import CONTEXT_BYTES
 from planner.launch import launch
 from planner.launch.supported import settled
+from planner.probe.worker_python import WorkerPython
 from planner.spec.job import Machine, Strategy
 from planner.spec.plan import Environment, Measured, Outcome, Plan
 from planner.worker_process import (
@@ -74,6 +74,8 @@ class RealRunner:
     """goes through what is cached before training too, whoever asks"""
     command: str = "vplan probe"
     """the command that a row names as its source"""
+    python: WorkerPython = field(default_factory=WorkerPython)
+    """which runs the processes"""
 
     @property
     def name(self) -> str:
@@ -105,7 +107,7 @@ def probe(
     """
     device, weights, config, history = runner.device, runner.weights, runner.config, runner.history
     plan = settled(plan)
-    _check_installed(plan.strategy)
+    _check_installed(plan.strategy, runner.python)
     if history and device == "cpu":
         raise VplanError("the allocator's history needs a GPU", "leave out --record-history, or --device cpu")
     if history and not Path(history).absolute().parent.is_dir():
@@ -119,17 +121,18 @@ def probe(
         "config": dict(config or {}),
         "history": str(Path(history).absolute()) if history else None,
         "capacity_bytes": card.allocatable_bytes - plan.machine.reserve,
+        "saves": not runner.python.is_virtual,  # else gigabytes that nobody computed go through the disk
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    outcome, facts, details = _run(plan, request, time_limit, encode)
+    outcome, facts, details = _run(plan, request, time_limit, encode, runner.python)
     return ProbeRow(
         id=row_id(plan, config),
         job=plan.job,
         strategy=plan.strategy,
-        machine=_machine(plan.machine, facts.get("gpu"), facts.get("capped_bytes")),
+        machine=_machine(plan.machine, facts.get("gpu"), facts.get("capped_bytes"), runner.python),
         planned_gpu=plan.machine.gpu,
         measured=measured(outcome, facts),
-        env=_environment(facts, runner.command, started),
+        env=_environment(facts, runner, started),
         capped_bytes=facts.get("capped_bytes"),
         requested_bytes=facts.get("requested_bytes"),
         details={**details, "config": dict(config)} if config else details,
@@ -137,21 +140,23 @@ def probe(
 
 
 def _run(
-    plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool
+    plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool, python: WorkerPython
 ) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
     """How the processes of a request ended, the facts they reported, and what a row keeps of these as ``details``."""
     folder = _folder(request, encode)
     keep = False
-    before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" else None
+    before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" and not python.is_virtual else None
     end = time.monotonic() + time_limit
     try:
         result = encoded = None
         if encode:  # in a process of its own, as training does it: what encoders leave on the GPU goes with it
             inner = folder / ENCODE
-            result = encoded = _run_worker(vplan_command("worker", "probe", str(inner)), inner, request, 1, time_limit)
+            words = vplan_command("worker", "probe", str(inner))
+            result = encoded = _run_worker(words, inner, request, 1, time_limit, python)
         if result is None or result.outcome == "ok":
             words = launch.command(plan, folder, launch.Nodes(), "probe")
-            result = _run_worker(words, folder, request, plan.machine.gpus, max(0.0, end - time.monotonic()))
+            left_seconds = max(0.0, end - time.monotonic())
+            result = _run_worker(words, folder, request, plan.machine.gpus, left_seconds, python)
         outcome, facts, ended, log = result
         if encoded:
             facts |= _with_encoding(facts, encoded.facts)
@@ -178,7 +183,7 @@ class _WorkerEnd(NamedTuple):
 
 
 def _run_worker(
-    words: list[str], folder: Path, request: Mapping[str, Any], ranks: int, time_limit: float
+    words: list[str], folder: Path, request: Mapping[str, Any], ranks: int, time_limit: float, python: WorkerPython
 ) -> _WorkerEnd:
     """Runs the worker on the request in a folder, within ``time_limit`` seconds. What it refuses is a VplanError."""
 
@@ -189,7 +194,8 @@ def _run_worker(
         return read_facts().get("phase") == "save"
 
     log = folder / LOG
-    ended = run_worker(words, log, time_limit, launch.environment(request["device"]), saves)
+    # Both kinds of command line begin with an interpreter: vplan's own, and torch's launcher.
+    ended = run_worker([python.path, *words[1:]], log, time_limit, python.environment(request["device"]), saves)
     if refused := read_facts().get("refused"):
         raise VplanError(refused["message"], refused["fix"])
     if ranks > 1 and not ended.timed_out and _rank_was_killed(log):
@@ -353,11 +359,11 @@ def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
     return max(reversed(counted), key=lambda pair: pair[1])[0] if counted else None
 
 
-def _check_installed(strategy: Strategy) -> None:
+def _check_installed(strategy: Strategy, python: WorkerPython) -> None:
     """Raises a VplanError that names a missing package, before a process is started for nothing."""
     needed = ["torch", "diffusers", "peft", "accelerate"]
     for package in (*needed, *launch.libraries(strategy)):
-        if importlib.util.find_spec(package) is None:
+        if not python.has(package):
             raise VplanError(f"a probe of this plan needs {package}", "install it: pip install 'vplan[train]'")
 
 
@@ -381,12 +387,14 @@ def _last_words(log: Path, ended: Ended) -> str:
     return f"{how}: {last[:500]}"
 
 
-def _machine(planned: Machine, gpu: str | None, capped: int | None) -> Machine:
+def _machine(planned: Machine, gpu: str | None, capped: int | None, python: WorkerPython) -> Machine:
     """The machine that a row speaks of: the one it was taken on, whatever card and torch the plan is for.
 
     What a capped process could not have of the card is `reserve`.
     """
-    planned = planned.replace(torch=doctor.torch_release())
+    planned = planned.replace(torch=python.torch_release)
+    if python.is_virtual:
+        return planned
     with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
         card = lookup.gpu(gpu or "")
         if card.name != lookup.parse_gpus(planned.gpu)[1].name:
@@ -396,13 +404,13 @@ def _machine(planned: Machine, gpu: str | None, capped: int | None) -> Machine:
     return planned
 
 
-def _environment(facts: Mapping[str, Any], command: str, started: str) -> Environment:
+def _environment(facts: Mapping[str, Any], runner: RealRunner, started: str) -> Environment:
     return Environment(
         gpu=facts.get("gpu") or "unknown",
         driver=facts.get("driver") or "unknown",
-        torch=metadata.version("torch"),
-        diffusers=metadata.version("diffusers"),
+        torch=runner.python.version("torch") or "unknown",
+        diffusers=runner.python.version("diffusers") or "unknown",
         attention_kernel=facts.get("attention_kernel") or "unknown",
-        command=command,
+        command=runner.command,
         time=started,
     )

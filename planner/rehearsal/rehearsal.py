@@ -106,7 +106,7 @@ def run(
     with _sigterm_as_exception(), tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         (folder / "tmp").mkdir()
-        environment = _environment(rehearsal, folder, libraries)
+        environment = environment_with_cards(rehearsal, folder, libraries)
         (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
         log = folder / "log.txt"
         with log.open("wb") as output:
@@ -139,8 +139,11 @@ def _sigterm_as_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _environment(rehearsal: Rehearsal, folder: Path, libraries: Path) -> dict[str, str]:
-    """The command's environment: ours, with the virtual GPU before everything else."""
+def environment_with_cards(rehearsal: Rehearsal, folder: Path, libraries: Path) -> dict[str, str]:
+    """The environment variables of the rehearsed processes: ours, with the virtual GPU before everything else.
+
+    ``folder``: the run's own, with a folder `tmp` in it; ``libraries``: as `libraries_for` gives it.
+    """
     environment = dict(os.environ)
     # Which of this machine's cards are hidden says nothing about the virtual ones.
     environment.pop("CUDA_VISIBLE_DEVICES", None)

@@ -93,7 +93,7 @@ def _run(request: ProbeRequest, meter: Meter) -> ProbedTraining | None:
         training.optimizer_step()
     if request.strategy.validation_mode != "off":
         training.sample()
-    if training.is_finite:
+    if training.is_finite and request.saves:
         with meter.phase("save"):
             training.save()
     return training

@@ -55,6 +55,8 @@ class ProbeRequest:
     history: str | None = None
     part: Literal["step", "encode"] = "step"
     """of training that is gone through: what is cached before is encoded in a process of its own"""
+    saves: bool = True
+    """writes a checkpoint after the steps"""
 
     @classmethod
     def of(cls, plan: Plan, *, config: dict[str, Any], scratch: str | Path, **settings: Any) -> ProbeRequest:

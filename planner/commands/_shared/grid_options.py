@@ -66,7 +66,7 @@ class Where(NamedTuple):
     machine: Machine
     host_ram: int | None
     device: Literal["cuda", "cpu", "none"]
-    """`none`: a simulated machine, whose rows stay out of the user's ledger"""
+    """`none`: a machine that is not there, whose rows stay out of the user's ledger"""
 
 
 @dataclass

@@ -30,6 +30,7 @@ from planner.hardware import nvml
 from planner.launch import launch
 from planner.launch.supported import settled
 from planner.probe import probe as probing
+from planner.probe import worker_python
 from planner.probe.probe import RealRunner, classify, measured, probe, together
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
@@ -436,7 +437,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str) -> Any:
         return None if name == "bitsandbytes" else SimpleNamespace()
 
-    monkeypatch.setattr(probing.importlib.util, "find_spec", find)
+    monkeypatch.setattr(worker_python.importlib.util, "find_spec", find)
     with pytest.raises(VplanError, match="needs bitsandbytes"):
         probe(plan(optimizer="adamw-8bit"))
 
@@ -494,7 +495,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         outcome: Any = outcomes[plan.job.frames]
         return ProbeRow(
             id=row_id(plan), job=plan.job, strategy=plan.strategy, machine=plan.machine,
-            measured=measured(outcome, told), env=probing._environment(told, how.command, "now"),
+            measured=measured(outcome, told), env=probing._environment(told, how, "now"),
         )  # fmt: skip
 
     monkeypatch.setattr(probing, "probe", fake)

@@ -1,0 +1,38 @@
+"""The Python that runs a probe's worker processes: which packages it has, and the environment it is started in."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from planner.hardware import doctor
+from planner.launch import launch
+
+
+class WorkerPython:
+    """This Python, on this machine's GPU or CPU."""
+
+    is_virtual: bool = False
+    """whether its cards do not exist: then nothing is to be learned of the machine's own"""
+
+    @property
+    def path(self) -> str:
+        """The path of the interpreter."""
+        return sys.executable
+
+    def has(self, module: str) -> bool:
+        """Whether it can import a module of that name."""
+        return importlib.util.find_spec(module) is not None
+
+    def version(self, package: str) -> str | None:
+        """The installed version of a package, `2.13.0+cu130`; None where it is not installed."""
+        return doctor.package_version(package)
+
+    def environment(self, device: str) -> dict[str, str]:
+        """The environment variables of its processes. ``device``: ``cuda`` or ``cpu``."""
+        return launch.environment(device)
+
+    @property
+    def torch_release(self) -> str | None:
+        """Its torch as `2.13`; None without torch."""
+        return doctor.torch_release()
