@@ -52,7 +52,7 @@ class Termination(KeyboardInterrupt):
     exit_code = 128 + signal.SIGTERM
 
 
-def _unwind_on_sigterm() -> None:
+def unwind_on_sigterm() -> None:
     """Turns SIGTERM into a `Termination`, unless somebody handles it already. Only the main thread may do so."""
 
     def terminate(_number: int, _frame: object) -> None:
@@ -81,7 +81,7 @@ def start_worker(
 
     Its standard input is a pipe that closes when we die, however we die; a worker then ends itself.
     """
-    _unwind_on_sigterm()
+    unwind_on_sigterm()
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,6 +26,7 @@ from planner.rehearsal.compiler import libraries_for, preload
 from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.observations import Observed, read_observed
 from planner.rehearsal.process_tree import adopt_orphans, end_all, host_bytes
+from planner.worker_process import unwind_on_sigterm
 
 OBSERVER = Path(__file__).resolve().parents[2] / "trainers" / "observer" / "entry"
 """The folder that the command's Python finds our `sitecustomize` in."""
@@ -88,10 +88,6 @@ class RehearsalOutcome:
     """all of it, where the command failed"""
 
 
-class _Stopped(Exception):
-    """SIGTERM."""
-
-
 def run(
     rehearsal: Rehearsal, interpreter: Interpreter, say: Callable[[str], None] = lambda line: None
 ) -> RehearsalOutcome:
@@ -103,7 +99,8 @@ def run(
         raise VplanError("a rehearsal needs Linux, for which CUDA's libraries can be replaced", "use Linux or WSL")
     libraries = libraries_for(interpreter, say=say)
     adopt_orphans()
-    with _sigterm_as_exception(), tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True) as place:
+    unwind_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         (folder / "tmp").mkdir()
         environment = environment_with_cards(rehearsal, folder, libraries)
@@ -120,23 +117,6 @@ def run(
         if outcome.ending in ("failed", "time"):
             outcome.kept_log = _keep(log)
         return outcome
-
-
-@contextlib.contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: what was started is ended, and the folder goes."""
-
-    def stop(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the cleaning up
-        raise _Stopped
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except _Stopped:
-        raise KeyboardInterrupt from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def environment_with_cards(rehearsal: Rehearsal, folder: Path, libraries: Path) -> dict[str, str]:
