@@ -10,6 +10,7 @@ GPUS = FOLDER / "gpus.toml"
 MODELS = FOLDER / "models"
 TAPES = FOLDER / "tapes"
 MEASUREMENTS = FOLDER / "measurements"
+REHEARSALS = FOLDER / "rehearsals"
 TRAINERS = FOLDER / "trainers"
 GRIDS = FOLDER / "grids"
 

@@ -29,7 +29,7 @@ from planner.evidence.accuracy import (
 from planner.evidence.held_out import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
-from planner.evidence.published import own_row, read_rows, shipped
+from planner.evidence.published import own_row, read_rows, shipped, shipped_rehearsals
 from planner.spec.configuration import Configuration
 from planner.spec.plan import RAN_OUT
 from planner.units import parse_bytes
@@ -89,11 +89,11 @@ def command(
     """Compare estimates with measurements.
 
     FILE holds one measured run per line (JSON), as published by others or as our probes write them; without FILE, the
-    bundled rows and your own probes are used. An error is the distance to the measured value in percent, negative where
-    the estimate is too low. For a run that ended out of memory, the verdicts "tight" and "no" are correct. For our own
-    probes the answer also says how close estimates are that learn from all the others; for the rows of a grid (`vplan
-    calibrate --grid`), both halves: one that estimates may learn from, and one that is held out. Rehearsed rows
-    (`--runner rehearse`) are reported apart.
+    bundled rows, the bundled rehearsals and your own probes are used. An error is the distance to the measured value in
+    percent, negative where the estimate is too low. For a run that ended out of memory, the verdicts "tight" and "no"
+    are correct. For our own probes the answer also says how close estimates are that learn from all the others; for the
+    rows of a grid (`vplan calibrate --grid`), both halves: one that estimates may learn from, and one that is held out.
+    Rehearsed rows (`--runner rehearse`) are reported apart.
 
     --history finds the cause of an error: the first event where a recorded run and its tape differ.
     """
@@ -106,7 +106,8 @@ def command(
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
-    for path in files or shipped():
+    everything: Sequence[str | Path] = files or [*shipped(), *shipped_rehearsals()]
+    for path in everything:
         read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
         rows += read
         for note in notes:
@@ -127,13 +128,17 @@ def command(
 
     def render(console: Console) -> None:
         if compared or not rehearsed:
-            _render(console, compared, found["summary"])
+            _render_rows(console, compared)
+            _render_summary(console, compared, found["summary"])
         _render_halves(console, found["halves"])
         if pairs:
             _render_learned(console, found["learned"])
         if rehearsed:
-            console.print("", REHEARSED_TITLE, style="bold", markup=False)
-            _render(console, rehearsed, found["rehearsed"]["summary"])
+            console.print("")
+            console.print(REHEARSED_TITLE, style="bold", markup=False)
+            if files:
+                _render_rows(console, rehearsed)
+            _render_summary(console, rehearsed, found["rehearsed"]["summary"])
 
     if report:
         write_report(report, compared=compared)
@@ -243,9 +248,9 @@ def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     return predict, after_step
 
 
-def _render(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:
-    """The rows by implementation, worst first; then what they amount to."""
-    for name in summary["by_implementation"]:
+def _render_rows(console: Console, compared: Sequence[Comparison]) -> None:
+    """The rows by implementation, worst first."""
+    for name in dict.fromkeys(entry.row.implementation for entry in compared):
         entries = [entry for entry in worst_first(compared) if entry.row.implementation == name]
         if entries:
             console.print(name, style="bold", markup=False)
@@ -255,6 +260,10 @@ def _render(console: Console, compared: Sequence[Comparison], summary: dict[str,
                 if entry.row.not_a_peak:
                     console.print(f"{entry.row.id}: {entry.row.not_a_peak}", markup=False, soft_wrap=True)
             console.print("")
+
+
+def _render_summary(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:
+    """What the rows amount to, and which of them are not supported."""
     _render_unsupported(console, compared)
     heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
     console.print(table(heads, _summary_rows(compared, summary)), "")

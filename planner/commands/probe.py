@@ -146,7 +146,7 @@ def command(
         row = measured.to_json()
         rows.append(row)
         click.echo(start + told_line(row), err=True)
-        if runner_name == "real":
+        if measured.runner == "real":
             keep(ledger, measured)
         if output:
             append_row(output, row)

@@ -227,6 +227,11 @@ def shipped() -> list[Path]:
     return files
 
 
+def shipped_rehearsals() -> list[Path]:
+    """The files of rehearsed rows that are bundled with vplan, sorted; apart from what was measured."""
+    return sorted(profiles.REHEARSALS.glob("*.jsonl"))
+
+
 def shipped_rows() -> list[Row]:
     """The rows of all measurement files that are bundled with vplan."""
     return [row for path in shipped() for row in read_rows(path)[0]]

@@ -25,7 +25,7 @@ import psutil
 from planner.catalog import lookup
 from planner.catalog.plan_id import row_id
 from planner.errors import VplanError, quoted
-from planner.evidence.measurement import ProbeRow
+from planner.evidence.measurement import REHEARSED, ProbeRow
 from planner.hardware import doctor
 from planner.hardware.nvml import CONTEXT_BYTES
 from planner.launch import launch
@@ -55,6 +55,8 @@ LOG, ENCODE = "log.txt", "encode"
 COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
 STEADY = ("step", "train", "optimizer")
 """Phases in which nothing new comes: an allocator that has to empty its cache there does so in every step."""
+UNTRUE = ("device_hertz", "first_step_seconds", "losses", "step_seconds", "trace")
+"""Details of a row that speak of time and of large tensors' values, which virtual cards do not know."""
 WORST_FIRST = ("oom", "host-oom", "nan", "ok")
 """Of ranks that say different things, whose word counts."""
 
@@ -125,7 +127,7 @@ def probe(
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
     outcome, facts, details = _run(plan, request, time_limit, encode, runner.python)
-    return ProbeRow(
+    row = ProbeRow(
         id=row_id(plan, config),
         job=plan.job,
         strategy=plan.strategy,
@@ -137,6 +139,18 @@ def probe(
         requested_bytes=facts.get("requested_bytes"),
         details={**details, "config": dict(config)} if config else details,
     )
+    return rehearsed(row) if runner.python.is_virtual else row
+
+
+def rehearsed(row: ProbeRow) -> ProbeRow:
+    """A row that was taken on virtual cards, marked as such.
+
+    Without what only a real machine knows: seconds, and host RAM, where weights on virtual cards take none.
+    """
+    env = row.env.replace(gpu=f"virtual {row.env.gpu}", driver="virtual")
+    details = {name: value for name, value in row.details.items() if name not in UNTRUE}
+    measured = row.measured.replace(step_seconds=None, host_bytes=None)
+    return row.replace(measured=measured, env=env, runner=REHEARSED, details=details)
 
 
 def _run(

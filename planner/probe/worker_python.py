@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 from planner.hardware import doctor
 from planner.launch import launch
 
+REHEARSAL_FOLDER = "VPLAN_GPU_FOLDER"
+"""Environment variable of every process that has a virtual GPU: the rehearsal's folder."""
+
 
 class WorkerPython:
     """This Python, on this machine's GPU or CPU."""
 
-    is_virtual: bool = False
-    """whether its cards do not exist: then nothing is to be learned of the machine's own"""
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its cards do not exist, as in a command that `vplan rehearse` runs: then rows are marked so."""
+        return REHEARSAL_FOLDER in os.environ
 
     @property
     def path(self) -> str:

@@ -30,9 +30,6 @@ VARIABLE = "VPLAN_CUDA_PYTHON"
 OWN_PACKAGES = ("click", "numpy", "psutil", "pydantic", "pynvml", "rich")
 """What vplan's own code needs in a worker process."""
 
-UNTRUE = ("device_hertz", "first_step_seconds", "losses", "step_seconds", "trace")
-"""Details of a row that speak of time and of large tensors' values, which a rehearsal does not know."""
-
 _QUESTION = """
 import importlib.metadata, importlib.util, json, sys
 versions = {}
@@ -88,7 +85,10 @@ class _VirtualPython(WorkerPython):
 
     interpreter: Interpreter
     variables: Mapping[str, str]
-    is_virtual = True
+
+    @property
+    def is_virtual(self) -> bool:
+        return True
 
     @property
     def path(self) -> str:
@@ -141,15 +141,5 @@ class RehearsalRunner(RealRunner):
             runner = replace(self, python=python)
             row = probe(plan, runner, steps=steps, time_limit=time_limit, encode=encode or self.encode)
             device_bytes = max(read_table(folder).card_peaks)
-        return rehearsed(row, device_bytes)
-
-
-def rehearsed(row: ProbeRow, device_bytes: int) -> ProbeRow:
-    """A probe's row from virtual cards, marked as such, with ``device_bytes`` as the cards counted them.
-
-    Without what only a real machine knows: seconds, and host RAM, where weights on virtual cards take none.
-    """
-    measured = row.measured.replace(device_bytes=device_bytes or None, step_seconds=None, host_bytes=None)
-    env = row.env.replace(gpu=f"virtual {row.env.gpu}", driver="virtual")
-    details = {name: value for name, value in row.details.items() if name not in UNTRUE}
-    return row.replace(measured=measured, env=env, runner=REHEARSED, details=details)
+        # As the cards counted: a probe samples NVML, and can miss a short peak.
+        return row.replace(measured=row.measured.replace(device_bytes=device_bytes or None))

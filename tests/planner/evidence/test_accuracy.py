@@ -540,7 +540,9 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
     hostile["measured"]["high_gib"] = 110.0
     entries = [*many(tmp_path), *judged(tmp_path, hostile, line(measured={"counter": "unknown"}))]
     screen = io.StringIO()
-    verb._render(Console(file=screen, width=80), entries, summary(entries))
+    console = Console(file=screen, width=80)
+    verb._render_rows(console, entries)
+    verb._render_summary(console, entries, summary(entries))
     text = screen.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     for part in ("diffusers", "-10.0 %", "ran out", "missed", "17.00..19.00", "after step", "wan models", "hidream-i1"):

@@ -20,7 +20,9 @@ from planner.evidence.from_ledger import learned
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
 from planner.layout.correction import NO_MEASUREMENTS
-from planner.rehearsal.probe_runner import cuda_interpreter, rehearsed
+from planner.probe.probe import rehearsed
+from planner.probe.worker_python import WorkerPython
+from planner.rehearsal.probe_runner import cuda_interpreter
 from planner.spec.job import Job, Machine, Strategy
 from planner.units import GIB
 
@@ -56,7 +58,7 @@ def row(gib: float = 12.0) -> ProbeRow:
 
 
 def test_a_rehearsed_row_is_marked_and_has_no_seconds() -> None:
-    found = rehearsed(row(), 13 * GIB)
+    found = rehearsed(row())
     assert (found.runner, found.env.gpu, found.env.driver) == ("rehearse", "virtual NVIDIA H100 80GB HBM3", "virtual")
     seen = found.measured
     assert (seen.step_seconds, seen.host_bytes, seen.device_bytes) == (None, None, 13 * GIB)
@@ -64,15 +66,22 @@ def test_a_rehearsed_row_is_marked_and_has_no_seconds() -> None:
     assert set(found.details) == {"missing", "phases"}
 
 
+def test_a_probe_inside_a_rehearsed_command_is_marked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VPLAN_GPU_FOLDER", raising=False)
+    assert not WorkerPython().is_virtual
+    monkeypatch.setenv("VPLAN_GPU_FOLDER", "/tmp")
+    assert WorkerPython().is_virtual
+
+
 def test_nothing_is_learned_from_it() -> None:
     card = lookup.gpu("h100-80gb")
-    assert is_of_a_gpu(row()) and not is_of_a_gpu(rehearsed(row(), GIB))
-    assert learned("sd1.5", card, probes=[rehearsed(row(), GIB)]) is NO_MEASUREMENTS
+    assert is_of_a_gpu(row()) and not is_of_a_gpu(rehearsed(row()))
+    assert learned("sd1.5", card, probes=[rehearsed(row())]) is NO_MEASUREMENTS
 
 
 def test_accuracy_reports_it_apart(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "rows.jsonl")
-    ledger.append(rehearsed(row(), 13 * GIB))
+    ledger.append(rehearsed(row()))
     answer = json.loads(CliRunner().invoke(cli, ["accuracy", str(ledger.path), "--json"]).stdout)
     assert answer["rows"] == [] and answer["halves"] == {} and answer["summary"]["allocated"]["n"] == 0
     assert {entry["counter"] for entry in answer["rehearsed"]["rows"]} == {"allocated", "reserved", "device"}
