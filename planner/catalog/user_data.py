@@ -26,7 +26,7 @@ def folder() -> Path:
     place = os.environ.get(VARIABLE)
     if place:
         return Path(place).expanduser().absolute()
-    on_linux = sys.platform == "linux"
+    on_linux = sys.platform == "linux"  # in a variable, or mypy takes the rest for unreachable
     if on_linux:  # what platformdirs says there, without its import: every command asks
         configured = Path(os.environ.get("XDG_CONFIG_HOME", "").strip())
         return (configured if configured.is_absolute() else Path.home() / ".config") / "vplan"

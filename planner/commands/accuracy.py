@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from planner.evidence.accuracy import (
 from planner.evidence.held_out import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
-from planner.evidence.published import own_row, read_rows, shipped, shipped_rehearsals
+from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_rehearsals
 from planner.spec.configuration import Configuration
 from planner.spec.plan import RAN_OUT
 from planner.units import parse_bytes
@@ -106,12 +106,7 @@ def command(
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
-    everything: Sequence[str | Path] = files or [*shipped(), *shipped_rehearsals()]
-    for path in everything:
-        read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
-        rows += read
-        for note in notes:
-            click.echo(f"note: {note}", err=True)
+    rows += _published(files or [*shipped(), *shipped_rehearsals()], allocator)
     if text is not None:
         rows = only(rows, text)
     predict, after_step = _estimator(_cards(own) if calibrated else {})
@@ -134,16 +129,23 @@ def command(
         if pairs:
             _render_learned(console, found["learned"])
         if rehearsed:
-            console.print("")
-            console.print(REHEARSED_TITLE, style="bold", markup=False)
-            if files:
-                _render_rows(console, rehearsed)
-            _render_summary(console, rehearsed, found["rehearsed"]["summary"])
+            _render_rehearsed(console, rehearsed, found["rehearsed"]["summary"], with_rows=bool(files))
 
     if report:
         write_report(report, compared=compared)
     show(found, as_json, render)
     return None
+
+
+def _published(paths: Iterable[str | Path], allocator: str | None) -> list[Row]:
+    """The rows of files, with the allocator that `--allocator` names; what is to be told of them goes to stderr."""
+    rows: list[Row] = []
+    for path in paths:
+        read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
+        rows += read
+        for note in notes:
+            click.echo(f"note: {note}", err=True)
+    return rows
 
 
 def _probes(path: str | Path) -> list[ProbeRow]:
@@ -260,6 +262,17 @@ def _render_rows(console: Console, compared: Sequence[Comparison]) -> None:
                 if entry.row.not_a_peak:
                     console.print(f"{entry.row.id}: {entry.row.not_a_peak}", markup=False, soft_wrap=True)
             console.print("")
+
+
+def _render_rehearsed(
+    console: Console, compared: Sequence[Comparison], summary: dict[str, Any], *, with_rows: bool
+) -> None:
+    """The block of rehearsed rows, apart from measured ones."""
+    console.print("")
+    console.print(REHEARSED_TITLE, style="bold", markup=False)
+    if with_rows:
+        _render_rows(console, compared)
+    _render_summary(console, compared, summary)
 
 
 def _render_summary(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:
