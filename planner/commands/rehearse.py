@@ -8,6 +8,7 @@ import click
 
 from planner.catalog import lookup
 from planner.commands import USAGE
+from planner.commands._shared.live_memory_table import print_live
 from planner.commands._shared.render import VERDICTS, memory_bar
 from planner.commands._shared.verb import Verb, examples, json_option, show, stoppable, table, verdict_exit_code
 from planner.errors import VplanError
@@ -29,6 +30,7 @@ class _Bounds(TypedDict):
     host_ram: str | None
     network: bool
     values: bool
+    by_line: bool
 
 
 @click.command(
@@ -64,6 +66,9 @@ class _Bounds(TypedDict):
     "--values/--no-values",
     default=True,
     help="Compute small tensors, so that masks, lengths and schedules are true.  [default: values]",
+)
+@click.option(
+    "--by-line", is_flag=True, help="Also say which lines of code hold the memory at the peak of a run that fits."
 )
 @click.option("--python", metavar="PATH", help="Python that the command runs, if it cannot be told from the command.")
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
@@ -105,6 +110,7 @@ def command(
         host_ram=parse_bytes(ram, "--host-ram") if ram else None,
         network=bounds["network"],
         values=bounds["values"],
+        events=bounds["by_line"],
     )
     interpreter = interpreter_of([python] if python else words)
     click.echo(_warning(rehearsal.network), err=True)
@@ -139,6 +145,8 @@ def _print(console: Console, answer: RehearsalAnswer) -> None:
     columns = ("rank", "phase", ">allocated GiB", ">reserved GiB", ">device GiB")
     console.print(table(columns, [row for rank in answer.ranks for row in _rows(rank, len(answer.ranks) > 1)]))
     console.print()
+    if answer.live:
+        print_live(console, answer.live)
     outcome = answer.outcome
     pinned = f", {format_gib(outcome.pinned_bytes)} of it pinned" if outcome.pinned_bytes > 8 * MIB else ""
     console.print(f"host RAM {format_gib(outcome.host_bytes)}{pinned}; rehearsed in {format_seconds(outcome.seconds)}")
@@ -159,7 +167,10 @@ def _print_end(console: Console, answer: RehearsalAnswer) -> None:
         if answer.phase:
             console.print(f"peak in {answer.phase}", markup=False)
         return
-    moment = f"in {answer.oom.phase}, step {answer.oom.step}" if answer.oom else "on the virtual GPU"
+    moment = "on the virtual GPU"
+    if answer.oom:
+        moment = f"in {answer.oom.phase}, step {answer.oom.step}"
+        moment += f", {answer.oom.moment}" if answer.oom.moment else ""
     console.print(f"ends {moment}: no room for {format_gib(answer.short_of_bytes)}", markup=False)
     if answer.where:
         console.print(f"  {answer.where.file}:{answer.where.line} in {answer.where.function}", markup=False)

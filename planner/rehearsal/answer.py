@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from planner.errors import VplanError
 from planner.rehearsal.cards import Holder
 from planner.rehearsal.interpreter import Interpreter
+from planner.rehearsal.live_memory import LiveMemory, ProcessMemory
 from planner.rehearsal.observations import Frame, Observed, OutOfMemory, program_frame
 from planner.rehearsal.rehearsal import Rehearsal, RehearsalOutcome
 from planner.units import GIB, format_gib, plural
@@ -103,6 +104,22 @@ class RehearsalAnswer:
         return max(fullest.phases, key=lambda name: fullest.phases[name].device_bytes)
 
     @property
+    def history(self) -> ProcessMemory | None:
+        """Of the process that ran out of memory; else of the fullest one, where every allocation was recorded."""
+        observed = self.outcome.observed
+        if self.oom:
+            observed = [process for process in observed if process.oom == self.oom]
+        histories = self.outcome.histories
+        known = [process for process in observed if process.pid in histories]
+        return histories[max(known, key=_reserved_bytes).pid] if known else None
+
+    @property
+    def live(self) -> LiveMemory | None:
+        """Whose memory it was at the error, or at the peak."""
+        history = self.history
+        return history.live if history and (self.rehearsal.events or self.oom) else None
+
+    @property
     def where(self) -> Frame | None:
         """The line of the user's own code that asked for what could not be had."""
         return program_frame(self.oom.frames) if self.oom else None
@@ -118,8 +135,10 @@ class RehearsalAnswer:
             "limit": self.limit,
             "phase": self.phase,
             "step": self.oom.step if self.oom else None,
+            "moment": self.oom.moment if self.oom else None,
             "where": self.where.to_json() if self.where else None,
             "stack": [frame.to_json() for frame in self.oom.frames] if self.oom else [],
+            "live": self.live.to_json() if self.live else None,
             "short_of_bytes": self.short_of_bytes,
             "steps": self.steps,
             "ranks": [rank.to_json() for rank in self.ranks],
@@ -216,6 +235,11 @@ def _ranks(outcome: RehearsalOutcome) -> Iterator[RankPeaks]:
             yield from _unwatched(holder)
 
 
+def _reserved_bytes(process: Observed) -> int:
+    """The highest of all phases and cards."""
+    return max((own["reserved"] for devices in process.phases.values() for own in devices.values()), default=0)
+
+
 def _used(process: Observed, device: int) -> bool:
     return any(peaks.get(device, {}).get("reserved", 0) for peaks in process.phases.values())
 
@@ -249,9 +273,12 @@ def _notes(
     steps = max((process.steps for process in outcome.observed), default=0)
     if not ranks:
         yield "the command never used the GPU"
+    unwatched = any(not rank.phases for rank in ranks)
+    if unwatched:
+        yield "only device is known of a program that replaces PYTHONPATH, or runs python -I or -S: no step was counted"
     if outcome.ending == "steps":
         yield f"ended after {plural(steps, 'optimizer step')}: what comes later (validation, checkpoints) did not run"
-    elif outcome.ending == "done" and steps < rehearsal.steps:
+    elif outcome.ending == "done" and steps < rehearsal.steps and not unwatched:
         yield f"the command ended by itself after {plural(steps, 'optimizer step')}"
     estimated = max((rank.outside_bytes for rank in ranks), default=0)
     if estimated:

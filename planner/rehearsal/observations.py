@@ -40,6 +40,8 @@ class OutOfMemory(NamedTuple):
     phase: str
     step: int
     """the optimizer step that was going on, from 1"""
+    moment: str | None
+    """what was going on, such as "forward of blocks.12"; None outside of modules and backward passes"""
     frames: tuple[Frame, ...]
     """outermost first"""
 

@@ -24,6 +24,7 @@ from planner.rehearsal import launcher
 from planner.rehearsal.cards import CardTable, card_environment, read_table
 from planner.rehearsal.compiler import libraries_for, preload
 from planner.rehearsal.interpreter import Interpreter
+from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
 from planner.rehearsal.process_tree import adopt_orphans, end_all, host_bytes
 from planner.worker_process import unwind_on_sigterm
@@ -39,6 +40,8 @@ OFFLINE = {
     "WANDB_MODE": "offline",
 }
 """What makes libraries fail at once instead of waiting for a network that is not there."""
+
+PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 TICK_SECONDS = 0.25
 STRAGGLER_SECONDS = 120.0
@@ -65,6 +68,8 @@ class Rehearsal:
     network: bool = False
     values: bool = True
     """whether small tensors are really computed"""
+    events: bool = False
+    """whether every allocation is recorded, so that the peak's lines and the course of the run are known"""
 
 
 @dataclass
@@ -86,6 +91,8 @@ class RehearsalOutcome:
     """the end of what the command printed"""
     kept_log: Path | None = None
     """all of it, where the command failed"""
+    histories: Mapping[int, ProcessMemory] = field(default_factory=dict)
+    """by process id"""
 
 
 def run(
@@ -113,6 +120,7 @@ def run(
             finally:
                 end_all(process)
         outcome.log = _tail(log)
+        outcome.histories = read_histories(folder)
         outcome.sandbox = _sandbox(folder)
         if outcome.ending in ("failed", "time"):
             outcome.kept_log = _keep(log)
@@ -127,9 +135,12 @@ def environment_with_cards(rehearsal: Rehearsal, folder: Path, libraries: Path) 
     environment = dict(os.environ)
     # Which of this machine's cards are hidden says nothing about the virtual ones.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if not _inherited(PLUGINS):  # vplan.py set it for this process
+        environment.pop(PLUGINS, None)
     environment |= card_environment(rehearsal.card, rehearsal.gpus, NCCL_BYTES)
     environment |= {"VPLAN_GPU_FOLDER": str(folder), "VPLAN_GPU_STEPS": str(rehearsal.steps)}
     environment["VPLAN_GPU_VALUES"] = "1" if rehearsal.values else "0"
+    environment["VPLAN_GPU_EVENTS"] = "1" if rehearsal.events else "0"
     environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
     if not rehearsal.network:
         environment |= OFFLINE
@@ -141,6 +152,12 @@ def environment_with_cards(rehearsal: Rehearsal, folder: Path, libraries: Path) 
     for name, (separator, own) in before.items():
         environment[name] = separator.join(filter(None, [own, environment.get(name)]))
     return environment
+
+
+def _inherited(variable: str) -> bool:
+    """Whether this process was started with a variable."""
+    before = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return any(entry.startswith(f"{variable}=".encode()) for entry in before)
 
 
 def _start(rehearsal: Rehearsal, folder: Path, output: int) -> subprocess.Popen[bytes]:

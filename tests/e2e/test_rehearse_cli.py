@@ -185,6 +185,44 @@ def test_training_runs_out_at_a_line(place: Path, cache: str) -> None:
     assert answer["where"]["source"] == "optimizer.step()"
     assert answer["stack"][-1]["file"].endswith("adam.py")
     assert answer["short_of_bytes"] == WEIGHT
+    live = answer["live"]
+    assert live["at"] == "error"
+    weights = next(line for line in live["lines"] if "Linear" in line["source"])
+    assert (weights["bytes"], weights["blocks"]) == (40 * WEIGHT, 40)
+    assert 40 * WEIGHT <= live["backward_bytes"] < 41 * WEIGHT  # gradients, and a workspace
+    assert live["allocated_bytes"] == answer["allocated_bytes"]
+
+
+@needs_cuda_wheel
+def test_lines_at_the_peak_of_what_fits(place: Path, cache: str) -> None:
+    words = ("--gpu", "24GB", "--by-line", "--", CUDA_PYTHON, program(place, TRAINING), "8")
+    answer = rehearse(place, cache, *words)
+    live = answer["live"]
+    assert (answer["verdict"], live["at"]) == ("fits", "peak")
+    assert abs(live["allocated_bytes"] - answer["allocated_bytes"]) < 0.02 * answer["allocated_bytes"]
+    states = next(line for line in live["lines"] if line["source"] == "optimizer.step()")
+    assert 16 * WEIGHT <= states["bytes"] <= 19 * WEIGHT  # two states of each weight, and temporaries of one
+
+
+@needs_cuda_wheel
+def test_the_module_that_runs_out_is_named(place: Path, cache: str) -> None:
+    source = """
+        import torch
+        with torch.device("cuda"):
+            model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)])
+        model(torch.randn(1 << 19, 4096, device="cuda")).sum().backward()
+    """
+    answer = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source), code=3)
+    assert (answer["phase"], answer["moment"]) == ("first_step", "forward of 1")
+
+
+@needs_cuda_wheel
+def test_what_vplan_sets_for_itself_is_not_handed_on(place: Path, cache: str) -> None:
+    source = """
+        import os
+        assert "PYDANTIC_DISABLE_PLUGINS" not in os.environ
+    """
+    rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source))
 
 
 @needs_cuda_wheel

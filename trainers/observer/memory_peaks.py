@@ -6,6 +6,7 @@ every answer that the program asks for, until it resets them itself.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 Nested = dict[str, Any]
@@ -26,12 +27,15 @@ class MemoryPeaks:
         self._hidden: dict[int, Nested] = {}
         self.phase = "load"
         self.phases: dict[str, Peaks] = {}
+        self.starts: list[tuple[int, str]] = [(0, "load")]
+        """when each phase began, microseconds since the epoch; a phase may begin many times"""
         for module in (self._memory, torch.cuda):
             module.memory_stats_as_nested_dict = self._stats_for_the_program
             module.reset_peak_memory_stats = self._reset_by_the_program
 
     def enter(self, phase: str) -> None:
         """What was allocated since the last call belongs to the phase before."""
+        self.starts.append((time.time_ns() // 1000, phase))
         if not self._torch.cuda.is_initialized():
             self.phase = phase
             return
@@ -51,6 +55,14 @@ class MemoryPeaks:
             own = peaks.setdefault(device, dict.fromkeys(FIELDS, 0))
             for name, field in FIELDS.items():
                 own[name] = max(own[name], _value(stats, field, "peak"))
+
+    @property
+    def fullest(self) -> int | None:
+        """The device whose reserved memory was highest; None where none was reserved."""
+        self.note()
+        peaks = [(own["reserved"], device) for devices in self.phases.values() for device, own in devices.items()]
+        highest, device = max(peaks, default=(0, 0))
+        return device if highest else None
 
     def retries(self) -> int:
         """How often the allocator gave its cache back because memory was short, on all devices."""

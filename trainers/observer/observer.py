@@ -14,14 +14,17 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from . import import_hook
 from .import_hook import ImportHook
+from .memory_history import MemoryHistory
 from .memory_peaks import MemoryPeaks
 from .refusals import install as install_refusals
 from .small_values import watch_values
+from .working_module import working_moment
 
 MOST_FRAMES = 40
 MOST_READS = 20
@@ -49,9 +52,11 @@ class ProcessObserver:
         self._pid = os.getpid()
         self._torch: Any = None
         self._peaks: MemoryPeaks | None = None
+        self._history: MemoryHistory | None = None
         self._steps_of: dict[int, int] = {}
         self._engine_steps: int | None = None
         self._first_forward: Any = None
+        self._model: Any = None
         self._oom: dict[str, Any] | None = None
         self._ooms = 0
         self._refused: dict[str, Any] | None = None
@@ -77,6 +82,7 @@ class ProcessObserver:
 
         self._torch = torch
         self._peaks = MemoryPeaks(torch)
+        self._history = MemoryHistory(torch, self._folder, os.environ.get("VPLAN_GPU_EVENTS") == "1")
         self._first_forward = register_module_forward_pre_hook(self._before_forward)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -102,6 +108,8 @@ class ProcessObserver:
         engine._take_model_step = counted
 
     def _watch_allocator(self) -> None:
+        assert self._history is not None
+        self._history.start()
         self._torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
 
     def _watch_reader(self, tensor: Any, name: str) -> None:
@@ -124,6 +132,7 @@ class ProcessObserver:
             if module.training and any(parameter.requires_grad for parameter in module.parameters()):
                 self._first_forward.remove()
                 self._first_forward = None
+                self._model = weakref.ref(module)
                 self._peaks.enter("first_step")
         elif self._peaks.phase == "load" and any(parameter.is_cuda for parameter in module.parameters()):
             self._peaks.enter("encode")
@@ -156,6 +165,7 @@ class ProcessObserver:
             self._wait_for_the_end()
 
     def _wait_for_the_end(self) -> NoReturn:
+        self._write_peak()
         self._end = "steps"
         self.write()
         sys.stdout.flush()
@@ -168,9 +178,10 @@ class ProcessObserver:
     def _out_of_memory(self, device: int, requested: int, _limit: int, _free: int) -> None:
         """torch calls this after it has emptied its cache and still found no room, before it raises."""
         assert self._peaks is not None
+        assert self._history is not None
         self._ooms += 1
         self._peaks.note()
-        frames = _frames(_working_frame())
+        frame = _working_frame()
         self._oom = {
             "device": device,
             "requested_bytes": requested,
@@ -178,8 +189,10 @@ class ProcessObserver:
             "reserved_bytes": int(self._torch.cuda.memory_reserved(device)),
             "phase": self._peaks.phase,
             "step": self.steps + 1,
-            "frames": frames,
+            "moment": working_moment(self._torch, frame, self._model and self._model()),
+            "frames": _frames(frame),
         }
+        self._history.write_error(device, self._peaks.starts)
         self.write()
 
     def _note_read(self, name: str) -> None:
@@ -198,8 +211,18 @@ class ProcessObserver:
         sys.stderr.flush()
         os._exit(77)
 
+    def _write_peak(self) -> None:
+        """Unless the program ends by an error about memory: then that is what was written."""
+        if self._history is None or self._peaks is None:
+            return
+        over = self._oom is not None and self._oom["step"] == self.steps + 1
+        device = self._peaks.fullest
+        if device is not None and not over:
+            self._history.write_peak(device, self._peaks.starts)
+
     def _at_exit(self) -> None:
         if os.getpid() == self._pid:
+            self._write_peak()
             self._end = "exit"
             self.write()
 

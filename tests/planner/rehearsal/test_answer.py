@@ -29,6 +29,7 @@ OOM = {
     "reserved_bytes": 22 * GIB,
     "phase": "optimizer",
     "step": 1,
+    "moment": "forward of blocks.3",
     "frames": [OWN, LIBRARY],
 }
 
