@@ -10,9 +10,10 @@ import click
 from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
+from planner.commands._shared.fixes import print_fixes, print_helps
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
-from planner.commands._shared.render import VERDICTS, bar, counted, verdict_line
+from planner.commands._shared.render import bar, counted, verdict_line
 from planner.commands._shared.verb import (
     Verb,
     examples,
@@ -27,7 +28,7 @@ from planner.commands._shared.verb import (
 from planner.dialects.base.script import Script, from_file, from_words
 from planner.errors import VplanError
 from planner.foreign.case import settle
-from planner.foreign.check import Checked, Fix, check_case
+from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_message import render
 from planner.spec.job import Machine
 from planner.spec.plan import Plan, write_plan
@@ -35,8 +36,6 @@ from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from planner.spec.plan import Estimate
 
 FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 
@@ -154,28 +153,5 @@ def _print_fixes(console: Console, found: Checked) -> None:
     if not found.fixes:
         none = "no option of this trainer makes it fit; smaller sizes and shorter clips were not tried"
         console.print(none, style="bold", markup=False)
-    for at, fix in enumerate(found.fixes):
-        console.print("smallest change:" if at == 0 else "or:", style="bold", markup=False)
-        for part in fix.change:
-            console.print(f"  {part}", markup=False, soft_wrap=True)
-        console.print(f"    {_effect(estimate, fix)}", markup=False)
-    for fix in found.helps:
-        console.print(
-            f"helps, but not enough by itself: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False
-        )
-
-
-def _effect(before: Estimate, fix: Fix) -> str:
-    after = fix.outcome.estimate
-    words = [f"{VERDICTS[after.verdict][0]}, {gib(after.peak.device_bytes):.1f} GiB ({gib(after.low_bytes):.1f} to "]
-    words[0] += f"{gib(after.high_bytes):.1f})"
-    seconds = after.step_seconds - before.step_seconds
-    if abs(seconds) >= 0.01:
-        words.append(f"{seconds:+.2f} s/step")
-    elif "slower" not in fix.cost:
-        words.append("no slower")
-    ram = after.host_ram_bytes - before.host_ram_bytes
-    if abs(ram) >= 1 << 29:
-        words.append(f"host RAM {gib(ram):+.1f} GiB")
-    words.append("lossy" if fix.lossy else "lossless")
-    return ", ".join(words) + (f": {fix.cost}" if fix.cost else "")
+    print_fixes(console, estimate, found.fixes)
+    print_helps(console, found.helps)

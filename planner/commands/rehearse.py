@@ -9,6 +9,7 @@ import click
 from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared.live_memory_table import print_live
+from planner.commands._shared.prediction import print_checked
 from planner.commands._shared.render import VERDICTS, memory_bar
 from planner.commands._shared.verb import Verb, examples, json_option, show, stoppable, table, verdict_exit_code
 from planner.errors import VplanError
@@ -17,6 +18,7 @@ from planner.units import MIB, format_gib, format_seconds, gib, parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from planner.foreign.rehearsed_command import CheckedRehearsal
     from planner.rehearsal.answer import RankPeaks, RehearsalAnswer
 
 STEPS, TIME_LIMIT, MOST_GPUS = 3, 1800, 16
@@ -89,6 +91,7 @@ def command(
     and neither does the time. The code of the command runs with your rights, in the current folder. Exit code 3: it
     runs out of memory; 4: it failed for another reason.
     """
+    from planner.foreign.rehearsed_command import CheckedRehearsal, checked_rehearsal
     from planner.rehearsal.answer import answer_of
     from planner.rehearsal.interpreter import interpreter_of
     from planner.rehearsal.rehearsal import Rehearsal, run
@@ -117,7 +120,9 @@ def command(
     with stoppable(lambda: "nothing is left running"):
         outcome = run(rehearsal, interpreter, lambda line: click.echo(line, err=True))
     answer = answer_of(rehearsal, outcome, interpreter)
-    show(answer.to_json(), as_json, lambda console: _print(console, answer))
+    checked = checked_rehearsal(answer)
+    predicted = checked.to_json() if isinstance(checked, CheckedRehearsal) else None
+    show({**answer.to_json(), "check": predicted}, as_json, lambda console: _print(console, answer, checked))
     return verdict_exit_code(answer.verdict, strict=strict)
 
 
@@ -129,7 +134,7 @@ def _warning(network: bool) -> str:
 # ---- for people
 
 
-def _print(console: Console, answer: RehearsalAnswer) -> None:
+def _print(console: Console, answer: RehearsalAnswer, checked: CheckedRehearsal | str) -> None:
     rehearsal = answer.rehearsal
     count = f"{rehearsal.gpus} x " if rehearsal.gpus > 1 else ""
     torch = f"; torch {answer.torch}" if answer.torch else ""
@@ -143,10 +148,13 @@ def _print(console: Console, answer: RehearsalAnswer) -> None:
     _print_end(console, answer)
     console.print()
     columns = ("rank", "phase", ">allocated GiB", ">reserved GiB", ">device GiB")
-    console.print(table(columns, [row for rank in answer.ranks for row in _rows(rank, len(answer.ranks) > 1)]))
-    console.print()
-    if answer.live:
+    if rows := [row for rank in answer.ranks for row in _rows(rank, len(answer.ranks) > 1)]:
+        console.print(table(columns, rows))
+        console.print()
+    if answer.live and answer.live.allocated_bytes:
         print_live(console, answer.live)
+    if checked:
+        print_checked(console, checked)
     outcome = answer.outcome
     pinned = f", {format_gib(outcome.pinned_bytes)} of it pinned" if outcome.pinned_bytes > 8 * MIB else ""
     console.print(f"host RAM {format_gib(outcome.host_bytes)}{pinned}; rehearsed in {format_seconds(outcome.seconds)}")

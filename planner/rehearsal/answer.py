@@ -271,7 +271,7 @@ def _notes(
 ) -> Iterator[str]:
     """What the numbers rest on, and what is not true in them."""
     steps = max((process.steps for process in outcome.observed), default=0)
-    if not ranks:
+    if not ranks and not failed:
         yield "the command never used the GPU"
     unwatched = any(not rank.phases for rank in ranks)
     if unwatched:

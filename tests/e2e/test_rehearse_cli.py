@@ -145,6 +145,56 @@ def test_usage(place: Path, cache: str, bare_python: str) -> None:
         assert message in done.stderr
 
 
+COGVIDEOX = (
+    *("--pretrained_model_name_or_path", "THUDM/CogVideoX-2b", "--height", "480", "--width", "720"),
+    *(
+        "--max_num_frames",
+        "49",
+        "--train_batch_size",
+        "1",
+        "--rank",
+        "64",
+        "--mixed_precision",
+        "bf16",
+        "--output_dir",
+        "out",
+    ),
+)
+
+
+def test_the_smallest_change_of_a_known_trainer(place: Path, cache: str, bare_python: str) -> None:
+    """A program that takes memory stands for the trainer's script: `vplan check` reads names and flags alone."""
+    script = place / "train_cogvideox_lora.py"
+    script.write_text(textwrap.dedent(DRIVER.replace("int(sys.argv[1])", "24")))
+    words = ("--gpu", "24GB", "--", bare_python, script.name, *COGVIDEOX)
+    check = rehearse(place, cache, *words, code=3)["check"]
+    assert (check["trainer"], check["verdict"], check["basis"]) == ("diffusers", "no", "estimated")
+    assert check["fixes"][0]["change"] == ["--gradient_checkpointing"]
+    assert check["missed_bytes"] == 0
+
+    command = vplan.command("rehearse", *words)
+    done = subprocess.run(
+        command, cwd=place, env=environment(place, cache), capture_output=True, text=True, check=False
+    )
+    assert "rehearsed at least 24.45" in done.stdout
+    assert "smallest change (estimated, not rehearsed):\n  --gradient_checkpointing\n" in done.stdout
+
+
+def test_what_the_run_took_more_has_to_be_saved_as_well(place: Path, cache: str, bare_python: str) -> None:
+    script = place / "train_cogvideox_lora.py"
+    script.write_text(textwrap.dedent(DRIVER.replace("int(sys.argv[1])", "24")))
+    words = ("--gpu", "24GB", "--", bare_python, script.name, *COGVIDEOX, "--gradient_checkpointing")
+    answer = rehearse(place, cache, *words, code=3)
+    check = answer["check"]
+    assert check["missed_bytes"] == answer["device_bytes"] + answer["short_of_bytes"] - check["predicted_bytes"] > 0
+    for fix in check["fixes"]:
+        assert fix["estimate"]["peak"]["device_bytes"] <= answer["budget_bytes"] - check["missed_bytes"]
+
+
+def test_a_command_of_nobody_is_not_predicted(place: Path, cache: str, bare_python: str) -> None:
+    assert rehearse(place, cache, "--gpu", "24GB", "--", bare_python, program(place, DRIVER), "2")["check"] is None
+
+
 # ---- with PyTorch's CUDA wheel
 
 TRAINING = """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.commands._shared.verb import table
-from planner.units import gib, plural
+from planner.units import GIB, gib, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from planner.rehearsal.observations import Frame
 
 SHOWN = 8
+LEAST = GIB // 200
+"""Bytes of a line that is worth telling: less would read 0.00."""
 
 
 def print_live(console: Console, live: LiveMemory) -> None:
@@ -31,7 +33,7 @@ def print_live(console: Console, live: LiveMemory) -> None:
     rows = [row for _, lines in entries for row in lines]
     rows.append((sum(site.allocated_bytes for site in rest), plural(len(rest), "other line"), ""))
     heading = ">GiB at the error" if live.at_error else ">GiB at the peak"
-    shown = [(f"{gib(size):.2f}", escape(place), escape(code)) for size, place, code in rows if size]
+    shown = [(f"{gib(size):.2f}", escape(place), escape(code)) for size, place, code in rows if size >= LEAST]
     console.print(table((heading, "allocated by", "code"), shown))
     console.print()
 
